@@ -1,5 +1,5 @@
-"""What produces the tables of docs/results: ours beside other engines, and the server's own costs.
+"""Benchmarks behind the tables of docs/results: ours beside other engines, and the server's costs.
 
-Run from the repository: ``python -m benchmarks NAME …``. What users measure on their own model and
-server is in the package: ``foredraft bench …``.
+Run from the repository: ``python -m benchmarks NAME …``. Measurements for users' own models and
+servers are in the package: ``foredraft bench …``.
 """

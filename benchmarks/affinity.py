@@ -1,4 +1,4 @@
-"""How much of a growing chat is found in the cache of the engine that it is sent to."""
+"""Prefix-cache hits of growing chats, by the routing to engines."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class BusyFigure(Figure[float]):
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """As many processes that do nothing but compute."""
+    """Processes that only compute, to load the CPUs."""
     with contextlib.ExitStack() as running:
         for _ in range(count):
             process = subprocess.Popen([sys.executable, "-c", _NEIGHBOUR])

@@ -1,4 +1,4 @@
-"""What the tier of a cluster costs: the same chats through gate and engine, and without."""
+"""Cost of a cluster's gate: the same chats through gate and engine, and without."""
 
 from __future__ import annotations
 

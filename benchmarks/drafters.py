@@ -46,7 +46,7 @@ _FAMILIES = ("transformers", "llama.cpp")
 
 @dataclass(frozen=True)
 class Others:
-    """Who else runs, and on what.
+    """Other engines to run, and their models.
 
     Attributes:
         against: other engines with commas (greedy only).
@@ -124,7 +124,9 @@ def _loaded(
 ) -> tuple[LLM, Mapping[str, Mapping[str, Any]], list[Contender]]:
     """The model, which drafters run on it with which options, and all contenders."""
     noise = others.noisy_draft_model
-    load = with_draft_model(load if noise is None else replace(load, draft_model=load.model))
+    if noise is not None:  # weights in few bits take no noise
+        load = replace(load, draft_model=load.model, draft_weights="bf16")
+    load = with_draft_model(load)
     variants = variants_of(entered, load.draft_model)
     llm = load_llm(load, others.random_weights)
     if noise is not None:

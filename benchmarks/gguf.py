@@ -38,7 +38,7 @@ _ARCHITECTURES = {
     "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
 }
-"""What the format's own package calls the architecture of a ``model_type``."""
+"""The GGUF package's name of the architecture of a ``model_type``."""
 FAMILIES = tuple(_ARCHITECTURES)
 
 _PAIRED = ("llama", "mixtral", "smollm3", "granite")
@@ -235,7 +235,7 @@ def _stacked(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _of_all_experts(name: str) -> str:
-    """What the format's own converters call the matrices of all experts together."""
+    """The GGUF converters' names of the matrices of all experts together."""
     joined = name.replace(".{expert}.", ".")
     if "block_sparse_moe.experts" not in joined:
         return joined
@@ -243,7 +243,7 @@ def _of_all_experts(name: str) -> str:
 
 
 def _ordered_heads(name: str, config: DecoderConfig) -> int:
-    """How many heads the rows of queries and keys are reordered in; 0: they are not."""
+    """Number of heads in which rows of queries and keys are reordered; 0: they are not."""
     if config.model_type not in _PAIRED:
         return 0
     if ".q_proj." in name:

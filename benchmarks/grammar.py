@@ -1,4 +1,4 @@
-"""What a grammar costs, and whether its replies hold: JSON by a schema, drawn at temperature 1.
+"""Cost of a grammar, and validity of its replies: JSON by a schema, drawn at temperature 1.
 
 Some of the replies are timed beside free text, in turns, so that what the machine does meanwhile
 meets both alike. Free text goes on for as many tokens as its neighbour with the grammar wrote: then

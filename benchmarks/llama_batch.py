@@ -2,8 +2,8 @@
 
 It takes part in the turns of `foredraft.bench.load`: the same prompts, the same number of
 requests in flight, greedy, from the same weights. Prompts are read in batches of their own, as many
-tokens at once as the context's batch holds; then each decode is one token of every sequence. What
-picks the likeliest token is numpy's argmax, which is at least as fast as its samplers.
+tokens at once as the context's batch holds; then each decode is one token of every sequence.
+numpy's argmax picks the likeliest token; it is at least as fast as llama.cpp's samplers.
 """
 
 from __future__ import annotations

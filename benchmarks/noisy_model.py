@@ -1,7 +1,7 @@
 """A draft model that is as good as one likes: the target, with noise in its weights.
 
 How well a way to verify works depends on how close draft model and target are. Here the distance
-is a number, and nobody has to download a second model.
+is a number, and no second model has to be downloaded.
 """
 
 from __future__ import annotations

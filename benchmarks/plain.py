@@ -1,4 +1,4 @@
-"""What benchmarks of plain decoding share: ours in several ways, and other engines."""
+"""Shared by benchmarks of plain decoding: ours in several ways, and other engines."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _COLUMNS = {"set": "{set}"} | CHECK_COLUMNS | {"chosen": "{chosen}"}
 
 @dataclass(frozen=True)
 class Compared:
-    """What is planned and then run.
+    """A case that is planned and then run.
 
     Attributes:
         sets: categories of the prompts, with commas; each is planned by itself.
@@ -80,7 +80,7 @@ def plan_error(
 
 
 def _rows_of(json_file: str | None, compared: Compared) -> list[dict[str, Any]]:
-    """What was measured before.
+    """Earlier measurements.
 
     Raises:
         ConfigError: with other settings, or the file is none of these.
@@ -99,7 +99,7 @@ def _rows_of(json_file: str | None, compared: Compared) -> list[dict[str, Any]]:
 
 
 def _settings(compared: Compared) -> dict[str, Any]:
-    """What all rows of a file share."""
+    """Fields shared by all rows of a file."""
     kept = asdict(compared)
     return {name: kept[name] for name in ("drafters", "limit", "temperature", "max_tokens")}
 

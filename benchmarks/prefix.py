@@ -1,4 +1,4 @@
-"""What a cached beginning saves, and that drafts change nothing of what is found in the cache."""
+"""Time saved by a cached beginning, and a check that drafts do not change cache hits."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def prefix(
     ] = None,
     json_file: o.JsonFile = None,
 ) -> None:
-    """Time to the first token of a prompt nobody has sent, and of one that shares its beginning.
+    """Time to the first token of a new prompt, and of one that shares its beginning.
 
     The exit status is 1 if a reply is another one with the cache than without.
     """

@@ -1,8 +1,7 @@
 """Measures the first estimates of drafters that copy, on texts that a model wrote.
 
 Whether a guess would have been right shows on the finished text: nothing is drafted and nothing
-timed. What was known before counts as a few observations, so that classes which hardly occur keep
-a sensible value.
+timed. Old priors count as a few observations, so that rare classes keep a sensible value.
 
 Shape legend: N positions, V vocabulary.
 """

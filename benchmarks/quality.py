@@ -35,7 +35,7 @@ _CHUNK = 64
 
 @dataclass(frozen=True)
 class Quality:
-    """What replacing the reference by the candidate does to the next-token distributions.
+    """Change of the next-token distributions from reference to candidate.
 
     Attributes:
         num_tokens: distributions compared.

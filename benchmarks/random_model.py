@@ -1,7 +1,7 @@
 """Models of well-known shapes with random weights: good for timing, and for nothing else.
 
-What a forward costs depends on shapes and types only, so a machine can be measured with a model
-that nobody has to download.
+The time of a forward depends on shapes and types only, so a machine can be measured without
+downloading a model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SPREAD = 0.02
 
 
 class Shape(NamedTuple):
-    """What the cost of a llama-shaped model depends on; ``intermediate_size`` of an expert."""
+    """Sizes that the cost of a llama-shaped model depends on; ``intermediate_size`` is an
+    expert's."""
 
     hidden_size: int
     intermediate_size: int

@@ -1,8 +1,8 @@
 """Many clients at once, of whom some behave badly: does the server stand it?
 
-A third of the streams leave at random, some never read, some send what is malformed. Those that
-behave must get a whole reply or an explicit error, never a cut or a 5xx; afterwards the engine is
-idle and the memory what it was.
+A third of the streams leave at random, some never read, some send what is malformed. Well-behaved
+clients must get a whole reply or an explicit error, never a cut or a 5xx; afterwards the engine
+must be idle and memory as before.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ PEERS = ("llama-cpp", "llama-cpp-bf16", "llama-cpp-q8_0", "llama-cpp-q4_1")
 
 @dataclass(frozen=True)
 class Demand:
-    """What all contenders are asked for.
+    """The requests that all contenders serve.
 
     Attributes:
         concurrency: requests in flight, with commas.
@@ -333,7 +333,7 @@ class ForwardTimes:
 def grow_cache(cache: Cache, num_slots: int, num_entries: int) -> None:
     """Let a cache have room for so many slots of so many entries, so that it need not grow later.
 
-    Whoever happens to be the one it grows for would have to wait.
+    Otherwise one contender would pay for its growth.
     """
     slots = []
     try:

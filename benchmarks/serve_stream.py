@@ -1,4 +1,4 @@
-"""What streaming over HTTP adds: the same replies by an engine itself, and through its server.
+"""Cost of streaming over HTTP: the same replies by an engine itself, and through its server.
 
 Both engines stand on one loaded target, so that nothing but the way of the tokens differs. The
 server runs in this process, as `foredraft serve` has it, and its client in another.
@@ -170,7 +170,7 @@ class _Client:
 
 
 def be_client() -> None:
-    """What the client's process runs: answers each prompt's number with what its reply took.
+    """The client's process: answers each prompt's number with the time of its reply.
 
     It reads and keeps bytes, and no more: what a client makes of them is its own time.
     """

@@ -25,7 +25,7 @@ class ServerProcess:
 
     Attributes:
         url: its address.
-        pid: of its process; None where it is somebody else's.
+        pid: of its process; None for a server that was not started here.
     """
 
     url: str

@@ -48,7 +48,7 @@ class TrialLog:
         return len(self._known)
 
     def find(self, prompt: str, temperature: float) -> Runs | None:
-        """What was measured before."""
+        """Earlier measurements."""
         runs = self._known.get((prompt, temperature))
         return None if runs is None else {name: _run_of(said) for name, said in runs.items()}
 

@@ -34,7 +34,7 @@ PROMPT = (
 
 
 def record(address: str) -> tuple[list[tuple[float, bytes]], bytes]:
-    """What was painted while a reply was written, by the second, and the reasons for a word."""
+    """Frames of the page while it writes a reply, with their times, and the reasons for a word."""
     painted: list[tuple[float, bytes]] = []
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as running:
@@ -68,7 +68,7 @@ def record(address: str) -> tuple[list[tuple[float, bytes]], bytes]:
 def main(address: str) -> None:
     painted, reasons = record(address)
     kept = [painted[0]]
-    for frame in painted[1:]:  # too short a frame is seen by nobody
+    for frame in painted[1:]:  # too short a frame is never seen
         if 1e3 * (frame[0] - kept[-1][0]) >= SHORTEST_MS:
             kept.append(frame)
     kept[-1] = painted[-1]

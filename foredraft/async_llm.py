@@ -15,14 +15,12 @@ from typing import Any, Self
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.core.params import SamplingParams, checked_params
-from foredraft.drafters import drafter_spec
 from foredraft.engine.drive import EngineThread
 from foredraft.engine.policy import Policy
 from foredraft.engine.proof import LiveProof
 from foredraft.engine.request import Event, GenerationResult, ReplySoFar, Request, RequestOptions
 from foredraft.engine.stats import EngineStats
 from foredraft.llm import LLM
-from foredraft.load import FOR_PREDICTIONS
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.prompts import Message, Prompt
 from foredraft.options import DEFAULT_MODEL
@@ -186,7 +184,6 @@ class AsyncLLM:
             )
         self.llm = llm
         self._max_waiting = max_waiting
-        self._for_predictions: Policy | None = None
         self._post = _Post()
         self.proof: LiveProof | None = None
         if prove_every:
@@ -373,24 +370,6 @@ class AsyncLLM:
     ) -> list[Request]:
         requests: list[Request] = []
         for prompt, params in asked:
-            own = replace(options, policy=options.policy or self._policy_for(params))
+            own = replace(options, policy=options.policy or self.llm.policy_for(params))
             requests += self.llm.engine.prepare(self.llm.encode(prompt), params, own)
         return requests
-
-    def _policy_for(self, params: SamplingParams) -> Policy:
-        """Who drafts for a request. With a prediction it is a drafter that reads it."""
-        llm = self.llm
-        uses_it = drafter_spec(llm.drafter_name).uses_prediction(llm.options.drafter_options)
-        is_named = params.speculation not in ("auto", FOR_PREDICTIONS)
-        if params.prediction is None or uses_it or is_named or not llm.policy.drafters:
-            return llm.policy
-        if self._for_predictions is None:
-            options = replace(
-                llm.options,
-                drafter=FOR_PREDICTIONS,
-                draft_model=None,
-                num_draft_tokens=None,
-                drafter_options={},
-            )
-            self._for_predictions = llm.with_drafter(options).policy
-        return self._for_predictions

@@ -17,6 +17,7 @@ from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.core.rules.book import RuleBook
+from foredraft.drafters import drafter_spec
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.drive import Streams
@@ -24,7 +25,7 @@ from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import GuardedTrace, Policy, Trace
 from foredraft.engine.request import Event, GenerationResult, ReplySoFar, RequestOptions, Session
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
-from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
+from foredraft.load import FOR_PREDICTIONS, ModelPlan, forward_cost, load_models, resolve_drafter
 from foredraft.models.base import EncoderTarget, Target
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.grammars import Grammars
@@ -88,6 +89,7 @@ class LLM:
         self._draft, self.plan, self.cost = draft, plan, cost
         self._experience = experience_of(plan, draft.plan if draft else None)
         self._building = threading.Lock()
+        self._for_predictions: Policy | None = None
         self.grammars = Grammars(tokenizer, target.vocab_size) if tokenizer else None
         self.drafter_name, self.policy = self._new_policy(options, self._experience)
         self.engine = Engine(
@@ -175,6 +177,7 @@ class LLM:
         view = copy(self)
         view.options = options
         view._draft = self._draft if options.draft_model else None
+        view._for_predictions = None
         experience = Experience() if drafter else self._experience
         with self._building:  # the engine goes on meanwhile: a head takes a while to load
             view.drafter_name, policy = view._new_policy(options, experience, drafter)
@@ -224,11 +227,39 @@ class LLM:
         )
 
     def request_options(
-        self, tenant: str | None = None, priority: int = 0, session: Session | None = None
+        self,
+        tenant: str | None = None,
+        priority: int = 0,
+        session: Session | None = None,
+        params: SamplingParams | None = None,
     ) -> RequestOptions:
-        """What a request to this LLM's engine comes with; see `RequestOptions`."""
-        prefix_caching = self.options.prefix_caching
-        return RequestOptions(tenant, priority, session, self.policy, prefix_caching)
+        """What a request to this LLM's engine comes with; see `RequestOptions`.
+
+        Args:
+            params: of the request; None: it brings no prediction.
+        """
+        policy = self.policy_for(params) if params else self.policy
+        return RequestOptions(tenant, priority, session, policy, self.options.prefix_caching)
+
+    def policy_for(self, params: SamplingParams) -> Policy:
+        """Who drafts for a request. With a prediction it is a drafter that reads it."""
+        uses_it = drafter_spec(self.drafter_name).uses_prediction(self.options.drafter_options)
+        is_named = params.speculation not in ("auto", FOR_PREDICTIONS)
+        stays = uses_it or is_named or self.policy.is_apart or not self.policy.drafters
+        if params.prediction is None or stays:
+            return self.policy
+        if self._for_predictions is None:
+            options = replace(
+                self.options,
+                drafter=FOR_PREDICTIONS,
+                draft_model=None,
+                num_draft_tokens=None,
+                drafter_options={},
+            )
+            self._for_predictions = self.with_drafter(options).policy
+            self._for_predictions.trace = self.policy.trace
+            self._for_predictions.keeps_evidence = self.policy.keeps_evidence
+        return self._for_predictions
 
     def _new_policy(
         self, options: LoadOptions, experience: Experience, drafter: Drafter | None = None
@@ -283,8 +314,9 @@ class LLM:
             PromptError: the prompt is empty or too long.
             ConfigError: the reply cannot go on (with the first event).
         """
-        options = replace(self.request_options(tenant, session=session), so_far=so_far)
-        return self._stream(self._encode(prompt), params, options)
+        params = checked_params(params)
+        options = self.request_options(tenant, session=session, params=params)
+        return self._stream(self._encode(prompt), params, replace(options, so_far=so_far))
 
     def stream_chat(
         self,
@@ -293,8 +325,8 @@ class LLM:
         session: Session | None = None,
     ) -> Iterator[Event]:
         """Like `chat`, streamed. A session takes one reply at a time."""
-        tokens = self._tokenizer().encode_chat(messages)
-        return self._stream(tokens, params, self.request_options(session=session))
+        tokens, params = self._tokenizer().encode_chat(messages), checked_params(params)
+        return self._stream(tokens, params, self.request_options(session=session, params=params))
 
     def open_session(self) -> Session:
         """A conversation. Its earlier turns are not read again, as long as the cache has room."""
@@ -321,14 +353,14 @@ class LLM:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[GenerationResult]:
-        events = self._streams.open(prompts, checked_params(params), self.request_options())
+        params = checked_params(params)
+        events = self._streams.open(prompts, params, self.request_options(params=params))
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.request_id)
 
     def _stream(
-        self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions
+        self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
     ) -> Iterator[Event]:
-        params = checked_params(params)
         self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
         return self._streams.open([prompt], params, options)
 

@@ -7,6 +7,7 @@ cost the loading of the target.
 
 from __future__ import annotations
 
+import filecmp
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -179,7 +180,9 @@ def load_models(
         return LoadedModel(
             plan, load_target(plan, asked.threads, progress=progress), tokenizer
         ), None
-    draft_tokenizer = Tokenizer(draft_plan.directory)
+    draft_tokenizer = tokenizer
+    if not _have_one_tokenizer(plan, draft_plan):
+        draft_tokenizer = Tokenizer(draft_plan.directory)
     is_shared = spec.draft_model != "any vocabulary"
     if is_shared:
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
@@ -189,6 +192,12 @@ def load_models(
     num_rows = min(target.vocab_size, tokenizer.vocab_size) if is_shared else None
     draft = load_draft_model(draft_plan, num_rows, asked.threads, memory, progress)
     return LoadedModel(plan, target, tokenizer), LoadedModel(draft_plan, draft, draft_tokenizer)
+
+
+def _have_one_tokenizer(plan: ModelPlan, draft_plan: ModelPlan) -> bool:
+    """Whether both directories hold the same vocabulary, byte for byte: it is then read once."""
+    ours, theirs = (each.directory / "tokenizer.json" for each in (plan, draft_plan))
+    return ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
 
 
 def plan_models(
@@ -212,9 +221,9 @@ def _plan_draft_model(asked: LoadOptions, device: str, progress: Progress | None
     """In 4 bits, which no text depends on, where our own kernel runs them."""
     assert asked.draft_model is not None
     weights = asked.weights if asked.draft_weights == "auto" else asked.draft_weights
-    as_draft = replace(
-        asked, weights=weights, activations="auto", revision=None, exact=False, cache_memory=None
-    )
+    dtype = "bfloat16" if asked.draft_weights == "bf16" else asked.dtype
+    as_draft = replace(asked, weights=weights, dtype=dtype, activations="auto", revision=None)
+    as_draft = replace(as_draft, exact=False, cache_memory=None)
     plan = _plan(asked.draft_model, as_draft, device, progress)
     if asked.draft_weights == "auto" and plan.decoder == "fused":
         plan = _plan(asked.draft_model, replace(as_draft, weights="int4"), device, progress)

@@ -40,7 +40,7 @@ class LoadOptions:
         model: a built-in name, a local directory, a GGUF file, or a hub id ("org/name").
         drafter: a registered drafter, or "auto": the best that is there.
         draft_model: name or directory of the draft model, for drafters that use one.
-        num_draft_tokens: most nodes to draft a step; None takes the drafter's own default.
+        num_draft_tokens: nodes to draft in each step; None: as many as pay, by what is measured.
         drafter_options: the drafter's own options.
         dtype: of activations and cache, and of weights unless ``weights`` says otherwise. "auto"
             takes bfloat16 where it is fast and float32 elsewhere.

@@ -66,13 +66,15 @@ def policy_for(
         check_parts(own, "the drafter given is")
         joins_late = not own.taps and not own.layers
         loaded = [LoadedDrafter(own, context.target, joins_late=joins_late)]
-    elif fixed is None and options.drafter == "auto":
+    elif options.drafter == "auto" and fixed != 0:
         loaded = _loaded_for_auto(
             name, context, cost.prices([USUAL_CONTEXT], _MOST_NODES) if cost else USUAL_PRICES
         )
     else:
         loaded = [_loaded(name, context)]
     if fixed is not None:
+        # One drafts for all requests that name none: the first that is known to pay.
+        loaded.sort(key=lambda each: each.traits.promise is None)
         return Policy(FixedBudget(fixed, cost, loaded[0].traits.name), loaded)
     return Policy(AdaptiveBudget([each.traits for each in loaded], cost, experience), loaded)
 

@@ -97,7 +97,7 @@ class Soak:
     async def _reply(
         self, dice: random.Random, text: list[int], params: SamplingParams
     ) -> list[int]:
-        """What the first reply adds to the text; nothing after hanging up."""
+        """The text that the first reply adds; nothing after hanging up."""
         hangs_up = dice.random() < 0.15
         reply: list[int] = []
         async with await self.llm.open(text, params, tenant=dice.choice([None, "a"])) as events:

@@ -265,7 +265,7 @@ def test_the_step_is_short() -> None:
 
 @pytest.mark.parametrize("package", ["core", "cache", "engine", "control"])
 def test_no_function_takes_more_than_seven_parameters(package: str) -> None:
-    """What belongs together travels together."""
+    """Values that belong together travel together."""
     for path in (PACKAGE / package).rglob("*.py"):
         for function in functions_of(path):
             given = function.args

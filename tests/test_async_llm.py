@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many tasks on one engine thread, and what they are told when it cannot go on."""
+"""`AsyncLLM`: many tasks on one engine thread, and their errors when it cannot go on."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_closing_waits_for_what_is_under_way_and_takes_nothing_new() -> None:
         last = [event async for event in stream][-1].result
         assert last is not None
         assert last.token_ids == alone([1])
-        await llm.aclose()  # once more harms nobody
+        await llm.aclose()  # a second call is harmless
 
     asyncio.run(run())
 

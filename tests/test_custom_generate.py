@@ -97,7 +97,7 @@ def padded_rows(*lengths: int) -> dict[str, Tensor]:
 
 
 def both(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Any]:
-    """What generate gives without us and with us."""
+    """The results of generate without us and with us."""
     own = {"drafter", "draft_model", "num_draft_tokens", "drafter_options", "coupling"}
     own |= {"source_ids"}
     plain = {name: value for name, value in options.items() if name not in own}

@@ -1,4 +1,4 @@
-"""What an extra brings: without it, one line says what is missing and how to get it."""
+"""Extras: without one, a line names the missing package and the command that installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM`: what users call, and what they are told when it cannot be done."""
+"""`LLM`: its public methods and their errors."""
 
 from __future__ import annotations
 
@@ -177,6 +177,34 @@ def test_a_draft_model_of_ones_own(llm: LLM) -> None:
     assert mine.drafter_name == "draft_model"
     (result,) = mine.generate([[1, 2]], SamplingParams(max_tokens=20))
     assert result.stats.acceptance_rate == 1.0
+
+
+def test_a_prediction_drafts_for_the_request_that_brings_it(directory: Path) -> None:
+    llm = LLM.load(str(directory), dtype="float32", drafter="ngram", calibrate=False)
+    (alone,) = llm.generate("The ferry", PARAMS)
+    predicted = SamplingParams(max_tokens=12, ignore_eos=True, prediction=alone.text)
+    (result,) = llm.generate("The ferry", predicted)
+    *_, last = llm.stream("The ferry", predicted)
+    assert last.result is not None
+    for each in (result, last.result):
+        assert each.token_ids == alone.token_ids
+        assert "prediction" in each.stats.drafters
+    off = llm.with_drafter(LoadOptions(drafter="none"))
+    assert off.generate("The ferry", predicted)[0].stats.drafted == 0
+
+
+def test_auto_means_the_same_with_a_number_of_draft_tokens(directory: Path) -> None:
+    names = []
+    for number in (None, 3):
+        loaded = LLM.load(
+            str(directory),
+            draft_model=str(checkpoint(0.01)),
+            num_draft_tokens=number,
+            calibrate=False,
+        )
+        names.append((loaded.drafter_name, {*loaded.policy.drafters}))
+    assert names[0] == names[1]
+    assert {"draft_model", "suffix"} <= names[0][1]
 
 
 # --------------------------------------------------------------------------- what cannot be loaded

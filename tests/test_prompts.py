@@ -1,4 +1,4 @@
-"""What `LLM` is handed: prompts, conversations and parameters of every kind."""
+"""Inputs of `LLM`: prompts, conversations and parameters of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training stands still while somebody measures, and only then."""
+"""Training pauses while another process measures, and only then."""
 
 from __future__ import annotations
 

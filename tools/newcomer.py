@@ -1,4 +1,4 @@
-"""Does what the README says, command by command, as somebody would who has just cloned it.
+"""Does what the README says, command by command, as a newcomer who has just cloned it would.
 
 The commands of its ``sh`` blocks and the code of its ``python`` blocks run in order in a fresh copy
 of the repository, which gets a virtual environment of its own from ``make demo``. A command that
@@ -30,7 +30,7 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _KEEPS = (". ", "source ", "cd ", "export ")
 """Commands that change the shell in which the later ones run."""
 _TYPED = {"foredraft chat": "Name a river.\n/bye\n"}
-"""What is typed into commands that talk with a person."""
+"""Input typed into interactive commands."""
 _SECONDS = 1800.0
 
 
@@ -47,7 +47,7 @@ def commands(block: str) -> list[str]:
 
 
 class Newcomer:
-    """Somebody at a shell in a fresh copy of the repository."""
+    """A newcomer's shell in a fresh copy of the repository."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._kept = folder, list[str]()
@@ -56,7 +56,7 @@ class Newcomer:
             self._port = probe.getsockname()[1]
         self._environment = {
             **{k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")},
-            "FOREDRAFT_PORT": str(self._port),  # somebody else may have the usual one
+            "FOREDRAFT_PORT": str(self._port),  # another process may have the usual port
         }
 
     def do(self, command: str) -> None:
@@ -130,7 +130,7 @@ def _get(url: str, body: dict[str, object] | None = None) -> bytes:
 
 
 def copy_of_repository(folder: Path) -> None:
-    """What a clone would hold: tracked files, and new ones that git does not ignore."""
+    """The files of a clone: tracked ones, and new ones that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT, capture_output=True, text=True, check=True,

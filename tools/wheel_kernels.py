@@ -1,8 +1,8 @@
 """The build hook of ``make wheel``: compiles kernels for every instruction set into the wheel.
 
 The compiler is ``$CXX`` or the first one on the path. The wheel is for the machine and the glibc
-that it compiles for, so a cross compiler makes another machine's wheel. What is in foredraft's
-cache is not compiled again.
+that it compiles for, so a cross compiler makes another machine's wheel. Libraries in foredraft's
+cache are not compiled again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It shows the seam that a trained head needs (EAGLE, arXiv 2401.15077, is built like this): the
 target's hidden states, its embedding, norm and head, cache layers beside the target's own, and the
-noise that the target draws with. Its guesses are worth nothing: nobody has trained it.
+noise that the target draws with. Its guesses are worth nothing: it is not trained.
 
 Position i has an entry made of the target's hidden state there and the embedding of the *next*
 token; from it the head guesses the token after that one.
@@ -33,7 +33,7 @@ _KEY_SIZE = 16
 
 @dataclass
 class _Request:
-    """What is kept of a request beside its entries.
+    """The state of a request beside its entries.
 
     Attributes:
         length: positions that have an entry.

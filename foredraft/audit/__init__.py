@@ -6,7 +6,7 @@
 `plain`         the plain law: texts scored again in one forward, without drafts
 `faults`        known mistakes, planted to see whether the audit would find them
 `own`           the audit of an `LLM`
-`servers`       the audit of somebody's server
+`servers`       the audit of another server
 `options`       how large an audit is
 `report`        JSON and Markdown
 ==============  ================================================================================

@@ -33,7 +33,7 @@ TYPICAL = 0.09
 """Typical acceptance takes a drafted token of at least this probability."""
 CLAIMED = 0.5
 _WRONG_TEMPERATURE = 0.7
-"""By which the target's is multiplied where it is 1, and forgetting it would change nothing."""
+"""Factor on the target's temperature if it is 1, where ignoring the temperature changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fault:
 
 @contextmanager
 def planted(fault: Fault, policy: Policy, cache: Cache) -> Iterator[None]:
-    """Let the requests of a policy suffer from a fault.
+    """Plant a fault for the requests of a policy.
 
     Nothing that the cache holds of them may serve others: they must run without prefix caching,
     and alone where the fault is one of the cache.
@@ -148,7 +148,7 @@ class TokenRule:
 
 
 def _probability(law: Law, token: int) -> float:
-    """Of a token by a law; at temperature 0 by the model at temperature 1."""
+    """Probability of a token by a law; at temperature 0 by the model at temperature 1."""
     probs_V = law.logits_V.softmax(0) if law.scale is None else law.probs_V
     return float(probs_V[token])
 
@@ -162,7 +162,7 @@ def _without(draft_V: Tensor, token: int, replacement: bool) -> Tensor:
 
 
 def _wrong_row(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
-    """Draws the token behind an accepted path from the law one place too early."""
+    """Draws the token after an accepted path from the distribution one position too early."""
     verdict = verify(proposal, laws, choices)
     if not verdict.path:
         return verdict

@@ -1,4 +1,4 @@
-"""What an audit looked at, with a verdict for each level and one for all."""
+"""Levels of an audit, with a verdict for each and one for all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Finding(StrEnum):
-    """What a level says."""
+    """The verdict of a level."""
 
     SAME_BITS = "same bits"
     NEAR_TIES = "same but for near-ties"
@@ -26,13 +26,13 @@ EXIT_SAME, EXIT_DIFFERENT, EXIT_INCONCLUSIVE = 0, 1, 3
 
 @dataclass(frozen=True)
 class Level:
-    """One way of looking.
+    """The result of one kind of test.
 
     Attributes:
         name: of the level.
-        said: what was found, or why nothing could be, in a sentence.
+        said: the finding, or the reason why there is none, in a sentence.
         figures: counts, statistics and p-values by name.
-        evidence: of differences: what, where, and by how much.
+        evidence: differences: token, position and size.
     """
 
     name: str

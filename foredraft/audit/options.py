@@ -13,7 +13,7 @@ class AuditOptions:
 
     Attributes:
         prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
-        texts: at least so many replies are looked at.
+        texts: least number of replies to test.
         detect: the smallest shift to be found: a share of tokens that are not the model's own.
         alpha: the chance of a false alarm, of all tests together.
         power: the chance that a shift of that size is found.
@@ -44,7 +44,7 @@ class AuditOptions:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What is asked of somebody's server.
+    """Options of the audit of a server.
 
     Attributes:
         endpoint: address of a server with OpenAI's interface, such as http://127.0.0.1:8000.

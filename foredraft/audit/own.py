@@ -38,8 +38,8 @@ from foredraft.models.base import LowBitTarget
 from foredraft.models.files.progress import Progress, SilentProgress
 
 _MOST_DRAFTED = 3
-"""Nodes a step where nobody says how many: enough for each depth to be seen often. Drafts that do
-not hold cost time, and no test sees more for them."""
+"""Default nodes a step: enough to test each depth often. Longer drafts are mostly rejected, which
+costs time and adds no evidence."""
 _TEXTS_AT_ONCE, _FEWEST_TEXTS = 16, 4
 _BITS_TEXTS, _BITS_TOKENS = 6, 48
 _SHORT_PROMPTS = 0.4
@@ -59,12 +59,12 @@ Texts = list[tuple[int, ...]]
 
 @dataclass
 class Seen:
-    """What was drafted for each token of each request, as a trace saw it.
+    """The draft at each token of each request, collected from the trace.
 
     Attributes:
         drafted: by request and position in its whole text.
         num_drafted, num_accepted: nodes.
-        num_preempted: requests that gave their place away.
+        num_preempted: preempted requests.
     """
 
     drafted: dict[tuple[int, int], Drafted] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class OwnAudit:
         params: of the requests. Their length is that of the replies, and the seed, or 0, is that
             of all that is drawn; how many replies there are to a prompt is the audit's own.
         options: how large it is.
-        progress: told what is being done.
+        progress: called with the current stage.
         drafter: one of your own instead of the one that ``llm`` names.
 
     Raises:
@@ -233,8 +233,8 @@ class OwnAudit:
         try:
             chunked, _ = self._apart(prompts, params.max_tokens, _TINY_CHUNK)
             yield "drafted, in chunks", self._texts(chunked, prompts, params), due
-            # The engine finds room for the beginning of a reply before it begins, so only longer
-            # replies are ever in each other's way.
+            # The engine reserves room for the beginning of a reply, so only longer replies can
+            # preempt each other.
             params = replace(params.of_length(HEADROOM + _LONGER), ignore_eos=True)
             prompts = self.short_prompts[:_PREEMPTED_TEXTS]
             small, seen = self._apart(prompts, HEADROOM, MAX_STEP_TOKENS)
@@ -247,7 +247,7 @@ class OwnAudit:
             notes.append("nothing was preempted")
 
     def _apart(self, prompts: Sequence[Ids], tokens: int, max_step_tokens: int) -> tuple[LLM, Seen]:
-        """On a cache apart, with just the room for so many tokens behind each of the prompts."""
+        """On a separate cache that has room for only so many tokens after each prompt."""
         needed = sum(in_blocks(len(prompt) + tokens) for prompt in prompts)
         target = cast(LowBitTarget, self.llm.target).apart(needed)
         options = self._load_options(self._num_drafts)
@@ -289,7 +289,7 @@ class OwnAudit:
         return self._margin_level(margins, figures, seen), self._law_level(law, figures)
 
     def _share_done(self, margins: Margins, law: LawTests) -> float:
-        """How much of the power that was asked for is there."""
+        """Share of the requested power that the replies so far give."""
         options = self.options
         if self._is_keyed:
             below = share_below(margins.tokens, options.power)
@@ -313,7 +313,7 @@ class OwnAudit:
     def _look(
         self, replies: Iterable[AuditedReply], seen: Seen, margins: Margins, law: LawTests | None
     ) -> None:
-        """Score replies again, and take in what is seen."""
+        """Score replies again, and add the results."""
         for each in replies:
             params, result = replace(self.params, seed=each.result.seed), each.result
             self.look_at(each, params, margins, law, seen)
@@ -328,7 +328,7 @@ class OwnAudit:
         law: LawTests | None = None,
         seen: Seen | None = None,
     ) -> None:
-        """Score one reply again, and take in what is seen."""
+        """Score one reply again, and add the results."""
         result, num_prompt = reply.result, len(reply.prompt)
         sha = _sha256(reply.prompt)
         (request,) = self.llm.engine.prepare(reply.prompt, params)
@@ -592,7 +592,7 @@ def _first_difference(
 
 
 def parameter_settings(llm: LLM) -> dict[str, dict[str, Any]]:
-    """Every sampling parameter that has a say in the law, each by itself."""
+    """Every sampling parameter that affects the distribution, each by itself."""
     vocab = llm.target.vocab_size
     some = [*range(0, vocab, max(1, vocab // 2000))]
     settings: dict[str, dict[str, Any]] = {

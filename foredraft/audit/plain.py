@@ -1,7 +1,7 @@
-"""The plain law: a text is scored again, each token behind those before it, without drafts.
+"""The plain distribution: each token of a text is scored again after its prefix, without drafts.
 
-So every token of a served text is a trial of its own, also behind a place where texts parted, and a
-cache that kept a wrong entry has nothing to say here.
+So every token of a served text is a separate trial, also after the point where texts diverged, and
+wrong cache entries have no effect here.
 
 Shape legend: N tokens of a reply, V vocabulary.
 """
@@ -39,7 +39,7 @@ class Scored:
 class PlainTarget:
     """A target that scores texts without drafts; its engine must not step meanwhile.
 
-    What it has read of a prompt is kept until `close`, as replies to one prompt come often.
+    Prefilled prompts are kept until `close`, because several replies share a prompt.
     """
 
     def __init__(self, target: Target) -> None:
@@ -66,7 +66,7 @@ class PlainTarget:
             target.cache.free(slot)
 
     def noise(self, prompt: Sequence[int], reply: Sequence[int]) -> float:
-        """How far logits differ that were computed token by token and in blocks, at most.
+        """The largest difference between logits computed token by token and in blocks.
 
         0 where bits do not depend on what is scored together.
         """
@@ -108,14 +108,14 @@ class PlainTarget:
 
 @dataclass(frozen=True)
 class Difference:
-    """A token that plain decoding would not have drawn.
+    """A token that differs from plain decoding's.
 
     Attributes:
         text: number of the reply.
         position: in the reply, from 0.
         served: the token that came.
         due: the one that plain decoding draws there.
-        margin: by how much it wins, in nats; infinite where the served one was ruled out.
+        margin: difference of perturbed scores in nats; infinite if the served token was ruled out.
         prompt_sha256: of the prompt's ids.
     """
 
@@ -158,14 +158,14 @@ class Margins:
 
 
 def due_token(law: Law, seed: int, position: int) -> int:
-    """What plain decoding draws at an absolute position."""
+    """The token that plain decoding draws at an absolute position."""
     if law.scale is None:
         return law.token
     return gumbel_argmax(law.logits_V, seed, position, law.scale)
 
 
 def margin_of(law: Law, served: int, due: int, seed: int, position: int) -> float:
-    """By how much the token that was due wins over the one served, in nats."""
+    """Margin of the due token over the served one, in nats."""
     gap = float(law.logits_V[due] - law.logits_V[served]) * (law.scale or 1.0)
     if law.scale is None or math.isinf(gap):
         return gap

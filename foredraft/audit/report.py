@@ -1,4 +1,4 @@
-"""What an audit says: one sentence, a page for people, and JSON for programs."""
+"""Reports of an audit: one sentence, Markdown for people, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from foredraft.bench.report import provenance
 from foredraft.core.errors import ConfigError
 
 SCHEMA = 1
-"""Of the JSON file. A field that goes away or changes its meaning makes a new version."""
+"""Version of the JSON file. A field that is removed or changes its meaning makes a new version."""
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What was found.
+    """The findings of an audit.
 
     Attributes:
         subject: what was audited, in a few words, such as "at temperature 0.8 with drafter blend".
@@ -101,7 +101,7 @@ class AuditReport:
         return "\n".join([*lines, ""])
 
     def write(self, json_file: str | None, page: str | None) -> None:
-        """Write whichever files are named.
+        """Write the named files.
 
         Raises:
             ConfigError: a file cannot be written.

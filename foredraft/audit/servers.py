@@ -1,10 +1,10 @@
-"""The audit of somebody's server, through OpenAI's interface for completions.
+"""The audit of any server, through OpenAI's interface for completions.
 
 A request of one token cannot be speculated. So a server is asked for a reply, and then, for places
 in it, for the one token that follows the text up to there: the law that the server gives with that
 token is its own plain law. Where another endpoint runs without drafts, it is asked instead.
 
-Everything is said of differences; where they come from nobody can see from outside.
+It reports that outputs differ; the cause cannot be seen from outside.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from foredraft.llm import LLM
 from foredraft.models.files.progress import Progress, SilentProgress
 
 _NUM_LIKELY, _OPENAI_LIKELY = 20, 5
-"""Log probabilities that are asked for at each place, and where a server refuses so many."""
+"""Log probabilities requested at each position, and the number for servers that refuse so many."""
 _PATH = "/v1/completions"
 _WHOLE_LAW = {"min_p": 0.0, "repeat_penalty": 1.0, "repetition_penalty": 1.0}
 _WAYS_TO_ASK: tuple[Mapping[str, Any], ...] = tuple(
@@ -43,8 +43,9 @@ _WAYS_TO_ASK: tuple[Mapping[str, Any], ...] = tuple(
     for number in (_NUM_LIKELY, _OPENAI_LIKELY)
     for whole in ({"top_k": 0, **_WHOLE_LAW}, {"top_k": -1, **_WHOLE_LAW}, {})
 )
-"""Many servers cut laws unless they are told not to, and log probabilities are of the whole law.
-How to tell them differs, and some refuse what they do not know: the first that is answered."""
+"""Many servers apply top-k or top-p by default, while log probabilities are of the whole
+distribution. The fields that switch it off differ, and some servers refuse unknown fields: the
+first variant that is accepted is used."""
 _REFUSED, _BUSY = (400, 422), 429
 _PAUSE, _PATIENCE = 5.0, 120.0
 """Seconds until a busy server that does not say when is asked again, and of all such waits for one
@@ -52,7 +53,7 @@ answer."""
 _OTHER_SEED = 1 << 32
 """Between the seeds of a reply and its probes: what a probe names must not depend on the reply."""
 _BLIND_REPLIES = 5
-"""Replies without a word of their tokens after which a server is not asked for more."""
+"""Replies without token texts after which no more are requested."""
 _TEXTS_A_SIDE, _TOKENS_A_TEXT = 40, 12
 """To each prompt, where whole texts are all there is."""
 _END = ""
@@ -110,7 +111,7 @@ class Probe:
 
 
 class Plain(Protocol):
-    """Who knows the plain law.
+    """A source of the plain distribution.
 
     Attributes:
         name: of it.
@@ -190,7 +191,7 @@ class Endpoint:
         return Probe(_END if _is_end(choice) else token, near or {})
 
     def _ask(self, request: Mapping[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """How many requests it took, the last of them, and the answer; on any thread."""
+        """The number of requests it took, the last request, and its answer; on any thread."""
         named = {"model": self.model} if self.model else {}
         number = 0
         try:
@@ -233,10 +234,11 @@ class Endpoint:
 
 @dataclass
 class Reference:
-    """The same model, here. What differs may be the weights' format, too: it is not the server's.
+    """The same model, loaded here. Differences may come from the weights' format, which may not be
+    the server's.
 
     Args:
-        llm: the model; whatever drafts in it, one token is never drafted.
+        llm: the model; a request of one token never drafts.
     """
 
     llm: LLM
@@ -245,7 +247,7 @@ class Reference:
 
     @property
     def name(self) -> str:
-        """What it was loaded as."""
+        """The model's name as it was loaded."""
         return self.llm.options.model
 
     def probe(self, place: Place, **options: Any) -> Probe | None:
@@ -269,9 +271,10 @@ class ServerAudit:
 
     Args:
         endpoint: the server that may speculate.
-        plain: who knows its plain law; None: the server itself, asked for one token at a time.
+        plain: the source of its plain distribution; None: the server itself, with requests of one
+            token.
         options: how large the audit is.
-        server: what is asked of the server.
+        server: options for the server.
         progress: told what is being done.
     """
 
@@ -400,7 +403,7 @@ class ServerAudit:
         return Level("law", finding, said, {**figures, "detectable_shift": found})
 
     def _whole_texts(self) -> Level:
-        """Where a server says nothing of its tokens: its texts beside those of the plain one."""
+        """For servers without token texts: compare whole texts with those of the plain endpoint."""
         said = "the server gives no log probabilities"
         if not isinstance(self._plain, Endpoint) or self._plain is self._endpoint:
             said += "; with --plain-endpoint the texts of both can be compared"
@@ -418,7 +421,7 @@ class ServerAudit:
         return Level("law", Finding.INCONCLUSIVE, said, figures)
 
     def _two_samples(self, prompt: str, number: int) -> tuple[list[str], list[str]]:
-        """So many short texts of each endpoint, fewer where the time is over."""
+        """The given number of short texts of each endpoint; fewer if time runs out."""
         plain = self._plain
         assert isinstance(plain, Endpoint)
         texts: tuple[list[str], list[str]] = [], []
@@ -463,13 +466,13 @@ class ServerAudit:
                     self._progress.advance((self._num_requests - first) / max(1, most - first))
 
     def _request(self, number: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The request for reply number so many."""
+        """The request for a reply, by its number."""
         prompt = self._prompts[number % len(self._prompts)]
         length, seed = self._server.reply_tokens, self._server.seed + number
         return {"prompt": prompt, "max_tokens": length, "seed": seed, **sampling}
 
     def _is_over(self, most: int) -> bool:
-        """Whether so many requests were made, or the time is over."""
+        """Whether the request limit or the time limit is reached."""
         return self._num_requests >= most or time.monotonic() > self._ends_at
 
     def _keep(self) -> None:
@@ -489,7 +492,7 @@ class ServerAudit:
 
 
 def _places(prompt: str, choice: Mapping[str, Any]) -> list[Place]:
-    """The tokens of a completion; none where they are not said."""
+    """The tokens of a completion; none if the server does not list them."""
     found = choice.get("logprobs") or {}
     tokens: list[str] = [*(found.get("tokens") or ())]
     likely = [*(found.get("top_logprobs") or ())]

@@ -25,9 +25,10 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]
 
 RARE = 1e-4
-"""Tokens below this probability are one cell: what is seen of them is too little to tell apart."""
+"""Tokens below this probability share one cell: they are too rare to test one by one."""
 _LEAST_VARIANCE = 10.0
-"""Of a sum, in squares of its largest step: below it the tail is not the normal one."""
+"""Least variance of a sum, in squares of its largest step: below it the normal tail does not
+apply."""
 _NUM_BINS = 10
 _LEAST_IN_BIN = 25
 
@@ -65,7 +66,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What was drafted for a position before its token was drawn.
+    """The draft at a position, known before its token was drawn.
 
     Attributes:
         token: the first draft token.
@@ -118,7 +119,7 @@ class Sum:
 
     @property
     def p_value(self) -> float:
-        """Two-sided; 1 while there is too little to say anything."""
+        """Two-sided; 1 while there is too little data."""
         if self.variance < _LEAST_VARIANCE * self.largest**2 or not self.variance:
             return 1.0
         z = self.total / math.sqrt(self.variance)
@@ -142,7 +143,7 @@ class Sum:
         return self.total / self.reach if self.reach else None
 
     def detectable(self, alpha: float, power: float) -> float:
-        """The smallest shift that would be found with this power; infinite where nothing would."""
+        """The smallest shift that this power detects; infinite if none."""
         if not self.reach or self.variance < _LEAST_VARIANCE * self.largest**2:
             return math.inf
         quantile = NormalDist().inv_cdf
@@ -187,8 +188,8 @@ class LawTests:
         """Add a token and the law it was to be drawn from.
 
         Args:
-            drafted: what was drafted there without knowing what would be drawn. Where nothing is
-                known the likeliest token takes its place: a lossy rule favours it, too.
+            drafted: the draft there, made before the draw. If there is none the likeliest token
+                takes its place: a lossy rule favours it, too.
             last: the token before it, if that has a probability here: two that are drawn with the
                 same random numbers are too often the same.
         """
@@ -214,7 +215,7 @@ class LawTests:
         return self.surprisal.count
 
     def p_values(self) -> dict[str, float]:
-        """Of each test, corrected for their number (Holm)."""
+        """The p-value of each test, corrected for their number (Holm)."""
         sums = self.drafted, self.surprisal, self.behind, self.neighbours
         raw = {each.name: each.p_value for each in sums}
         raw[self.repeats.name] = self.repeats.largest_p_value
@@ -290,7 +291,7 @@ def two_sample_p(samples: Sequence[tuple[Sequence[str], Sequence[str]]], rounds:
 
     Args:
         samples: of each prompt.
-        rounds: exchanges; no p-value is below one in so many.
+        rounds: number of exchanges; no p-value is below 1 / rounds.
     """
     drawn = np.random.default_rng(0)
     seen, exchanged_R = 0.0, np.zeros(rounds)
@@ -317,7 +318,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
-    """P(chi-square of so many degrees of freedom >= statistic)."""
+    """P(chi-square with that many degrees of freedom >= statistic)."""
     a, x = degrees / 2.0, statistic / 2.0
     if x <= 0.0:
         return 1.0
@@ -338,5 +339,5 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
 
 
 def share_below(num_tokens: int, power: float) -> float:
-    """Where none of so many tokens differs: at most this share of all does, at this certainty."""
+    """Upper bound of the share of differing tokens if none of ``num_tokens`` differs."""
     return 1.0 - (1.0 - power) ** (1.0 / num_tokens) if num_tokens else 1.0

@@ -52,15 +52,15 @@ def run_trials(
 ) -> list[Trial]:
     """Every contender on every prompt, in rotating order, one after the other.
 
-    A peer that fails on one is left out with all its trials: means over other prompts are not
-    comparable.
+    A peer that fails on one prompt is dropped with all its trials: means over different prompts are
+    not comparable.
 
     Args:
         contenders: the first is the baseline that texts are compared with.
         prompts: each with its token ids.
         params: shared by all; the temperature is replaced.
-        advance: told what has just been run.
-        log: knows what was run before, and keeps what is run now.
+        advance: called with the name of the run that has ended.
+        log: earlier runs, which are not repeated; new runs are added.
     """
     trials: list[Trial] = []
     failed: set[str] = set()

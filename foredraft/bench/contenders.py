@@ -1,4 +1,4 @@
-"""What can continue a prompt and be timed: our drafters and plain decoding."""
+"""Contenders, which continue a prompt and are timed: our drafters and plain decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ContenderRun:
     Attributes:
         first_s: seconds until the first tokens, ``num_first`` of them.
         total_s: seconds in all.
-        stats: what speculation did; None for peers.
+        stats: drafted and accepted tokens; None for peers.
         draft_s: seconds in the drafter, proposing and observing.
         verify_s: seconds in the target's forwards that read no prompt.
     """

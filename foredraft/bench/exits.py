@@ -1,8 +1,8 @@
-"""Which of a target's own layers should draft: agreement from text, cost from the clock.
+"""Choose layers of a target for early exit: agreement measured on text, cost by the clock.
 
 Greedy decoding follows the target's most likely tokens, so on a text that the target wrote the
-steps of early exit can be replayed from two lists: what the target says at each position, and what
-some of its layers say there. Only the times have to be measured.
+steps of early exit can be replayed from two lists: the target's token at each position, and the
+token of some of its layers there. Only the times have to be measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Passage:
-    """A text to judge by: its tokens, and the first of them that is predicted."""
+    """A text for evaluation: its tokens, and the first predicted one."""
 
     tokens: Sequence[int]
     first: int = 1
@@ -46,14 +46,14 @@ class Passage:
 
 @dataclass(frozen=True)
 class ExitFigure:
-    """What one way to exit comes to, at its best number of draft tokens.
+    """Result of one exit at its best number of draft tokens.
 
     Attributes:
         options: of the drafter.
         agreement: share of positions where it and the target hold the same token likeliest.
         num_draft_tokens: the number that gives the most tokens per second.
         committed_per_step: tokens, in greedy decoding of the passages.
-        draft_ms: median time of drafting so many tokens.
+        draft_ms: median time of drafting that many tokens.
         verify_ms: median time of the forward that verifies them.
         speedup: tokens per second over those of plain decoding.
     """

@@ -1,4 +1,4 @@
-"""What this machine could do at best: how fast it reads memory, and how fast it multiplies."""
+"""This machine's limits: its memory bandwidth and its rate of matrix products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROUNDS = 7
 
 @dataclass(frozen=True)
 class _Work:
-    """How much to measure with: long enough that starting it does not count.
+    """Sizes of the measurement: large enough that start-up time is negligible.
 
     Attributes:
         read_bytes: of the block that is read, beyond what caches hold.
@@ -45,7 +45,7 @@ class Machine:
     flops_per_s: float
 
     def floor_ms(self, weight_bytes: int, num_parameters: int, num_tokens: int) -> float:
-        """The least a forward can take: all weights read once, or all products made."""
+        """Lower bound of a forward's time: all weights read once, or all products computed."""
         read_s = weight_bytes / self.bytes_per_s
         multiply_s = 2.0 * num_parameters * num_tokens / self.flops_per_s
         return 1e3 * max(read_s, multiply_s)

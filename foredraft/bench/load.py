@@ -1,9 +1,9 @@
 """Many requests at once, by several contenders on one loaded model, in short turns.
 
-Each contender has an engine of its own and keeps so many requests in flight: where one ends, the
-next begins. They take turns of some steps, and a contender's clock stands still while others run.
-So whatever the machine does in a minute it does to all of them, and differences of a hundredth can
-be told.
+Each contender has an engine of its own and keeps a fixed number of requests in flight: when one
+ends, the next begins. They take turns of some steps, and a contender's clock stands still while
+others run. So slow phases of the machine affect all contenders alike, and differences of 1 % can be
+measured.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from foredraft.core.record import StepRecord
 from foredraft.llm import LLM
 
 TURN_S = 0.12
-"""Of its own time that a contender gets before the next one."""
+"""Seconds of its own time that a contender runs before the next one."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of every contender.
+    """The load that every contender serves.
 
     Attributes:
         prompts: token ids of each request.
@@ -87,7 +87,7 @@ class ServedStep:
 
 @dataclass
 class Served:
-    """What a contender has done with a load so far."""
+    """Results of a contender under a load so far."""
 
     seconds: float = 0.0
     finished: list[Finished] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Server(Protocol):
     def name(self) -> str: ...
 
     def begin(self, load: Load) -> None:
-        """Take on a load; the one before is over."""
+        """Begin a load; the previous one has ended."""
         ...
 
     def turn(self, seconds: float) -> bool:
@@ -116,7 +116,7 @@ class OurServer:
     """foredraft with one drafter, on a target that others share.
 
     Args:
-        new_llm: makes it for a number of requests in flight, given what is told of its steps.
+        new_llm: makes it for a number of requests in flight, with the records of its steps.
     """
 
     def __init__(self, name: str, new_llm: Callable[[int, Callable[[StepRecord], None]], LLM]):

@@ -33,7 +33,7 @@ class MeasuredRun:
 
     @property
     def sha256(self) -> str:
-        """Of the text: equal for two runs exactly when the texts are."""
+        """Digest of the text: equal for two runs exactly when the texts are."""
         return hashlib.sha256(self.result.text.encode()).hexdigest()
 
 

@@ -1,6 +1,6 @@
 """Prompts to measure with: a few of our own, or a file of the user's.
 
-Speculation pays by how much the reply repeats, so every figure names its category.
+The gain depends on how much the reply repeats, so every figure names its category.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What a measurement found, to be printed and written to a JSON file.
+    """The result of a measurement, to be printed and written to a JSON file.
 
     Attributes:
         tables: rows of figures.
@@ -118,7 +118,7 @@ def provenance(seed: int) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """What was typed, and the switch of our kernels where it was set."""
+    """The command line, and the kernels' environment variable if it was set."""
     switched = [f"{SWITCH}={os.environ[SWITCH]}"] if os.environ.get(SWITCH) else []
     is_module = Path(sys.argv[0]).name == "__main__.py"
     program = ["python", "-m", Path(sys.argv[0]).parent.name] if is_module else ["foredraft"]

@@ -1,6 +1,6 @@
 """The same clients against several servers in turn: tokens a second and time to the first token.
 
-Servers are given as addresses; whoever serves the same weights can be compared. In each round every
+Servers are given as addresses; all servers of the same weights can be compared. In each round every
 server gets the same prompts from the same number of clients, in rotating order. Each prompt begins
 with a number of its own, so that no server has read it before.
 """
@@ -23,12 +23,12 @@ from foredraft.core.errors import ForedraftError
 
 CHAT = "/v1/chat/completions"
 SEED = 1
-"""Of every request."""
+"""Fields of every request."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What clients ask.
+    """The clients' requests.
 
     Attributes:
         prompts: texts of a user; clients take them one after the other.
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ClientsFigure:
-    """One server with so many clients.
+    """Results of one server with ``clients`` clients.
 
     Attributes:
         tokens_per_s: of all clients together, median of rounds.
@@ -73,7 +73,7 @@ class ClientsFigure:
 
 @dataclass
 class Reply:
-    """What came of one request: its tokens, and seconds to the first and to the end."""
+    """Result of one request: its tokens, and seconds to the first and to the end."""
 
     tokens: int
     first_s: float
@@ -132,7 +132,7 @@ def serving_report(figures: Sequence[ClientsFigure]) -> Report:
 
 
 async def ask_all(url: str, clients: int, task: Task) -> tuple[list[Reply], float]:
-    """Every prompt once, by so many clients; the replies, and seconds in all.
+    """Send every prompt once, with ``clients`` clients; the replies, and seconds in all.
 
     Raises:
         ForedraftError: the server does not answer.
@@ -155,7 +155,7 @@ async def ask_all(url: str, clients: int, task: Task) -> tuple[list[Reply], floa
 
 
 def request_body(prompt: str, task: Task) -> dict[str, Any]:
-    """Of one streamed chat reply whose last chunk counts its tokens."""
+    """Result of one streamed chat reply, whose last chunk counts its tokens."""
     named = {"model": task.model} if task.model else {}
     return named | {
         "messages": [{"role": "user", "content": prompt}],

@@ -1,4 +1,4 @@
-"""What a forward of n tokens costs: ours, our drafters', and our peers', in rotating order."""
+"""Time of a forward of n tokens: ours, our drafters', and our peers', in rotating order."""
 
 from __future__ import annotations
 

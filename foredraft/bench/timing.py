@@ -34,7 +34,7 @@ class PeerFailed(Exception):  # noqa: N818 - a result, not a mistake
 
 @dataclass(kw_only=True)
 class Figure(Generic[_S]):
-    """What was measured of one contender at one point.
+    """Measurements of one contender at one point.
 
     Attributes:
         failure: why there is no figure; None: there is one.

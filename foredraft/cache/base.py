@@ -1,4 +1,4 @@
-"""What the engine may ask of a cache. It names slots and tokens, never memory.
+"""The interface between engine and KV cache. It speaks of slots and tokens, never of memory.
 
 Shape legend: L layers, H key-value heads, T tokens, D head size.
 """
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
-"""How a cache says that there is no room."""
+"""Errors by which a cache reports that there is no room."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token costs."""
+    """The shape of one token's entry."""
 
     num_layers: int
     num_kv_heads: int
@@ -37,13 +37,14 @@ class KVShape:
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """What the entries of a cache are doing; ``used + cached + free == total``, in tokens.
+    """Use of a cache's entries, in tokens; ``used + cached + free == total``.
 
     Attributes:
-        total: as many as the memory limit allows.
-        used: of slots, filled or reserved.
-        cached: of nobody, kept because their text may come again; given up when others need them.
-        free: neither.
+        total: entries that the memory limit allows.
+        used: entries of slots, filled or reserved.
+        cached: entries without a slot, kept because their text may come again; evicted when
+            requests need them.
+        free: neither used nor cached.
     """
 
     total: int
@@ -53,12 +54,12 @@ class CacheUsage:
 
     @property
     def available(self) -> int:
-        """What requests can still get."""
+        """Entries that requests can still get."""
         return self.free + self.cached
 
 
 class CacheLayers(Protocol):
-    """Further layers of a cache, for a drafter that keeps a state for each token.
+    """Extra layers of a cache, for a drafter that keeps a state for each token.
 
     They hold entries for the same slots and positions as the cache itself, and are allocated,
     forked, truncated and freed with it. Their owner writes them: those of committed tokens when it
@@ -113,8 +114,8 @@ class CacheLayers(Protocol):
 class Cache(Protocol):
     """A store of per-token state for several rows ("slots") of different lengths.
 
-    A forward writes the entries of its pending tokens and tree nodes behind the ones that count,
-    in that order; `keep` then says which of them count from now on.
+    A forward writes the entries of its pending tokens and tree nodes behind the valid ones, in that
+    order; `keep` then makes some of them valid.
     """
 
     @property
@@ -123,17 +124,17 @@ class Cache(Protocol):
         ...
 
     def allocate(self) -> int:
-        """A new empty slot, whose text nobody else is to find."""
+        """A new empty slot, whose text is never shared."""
         ...
 
     def length(self, slot: int) -> int:
-        """How many entries of ``slot`` count."""
+        """Number of valid entries of ``slot``."""
         ...
 
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
         """Commit the pending tokens and the tree nodes of ``path`` of the last forward.
 
-        Entries of every other node are gone afterwards.
+        Entries of all other nodes are dropped.
 
         Raises:
             KeyError: the slot is not allocated.
@@ -155,7 +156,7 @@ class Cache(Protocol):
         ...
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` entries behind the ones that count.
+        """Make room for ``num_tokens`` entries behind the valid ones.
 
         Raises:
             ValueError: a slot may not hold that many.
@@ -169,30 +170,30 @@ class Cache(Protocol):
         """A new slot with the longest beginning of a text that is cached, and its length.
 
         Args:
-            owner: 32 bytes: whose text it is. What others cached is not found. The slot keeps it,
-                and so do its forks.
+            owner: 32 bytes that name the text's owner. Text cached by other owners is not found.
+                The slot and its forks keep the owner.
         """
         ...
 
     def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
-        """How many tokens `share` would find now."""
+        """Number of tokens that `share` would find now."""
         ...
 
     def name(self, slot: int, tokens: Sequence[int]) -> None:
-        """Let others find the slot's full blocks from now on, while it goes on.
+        """Publish the slot's full blocks for sharing, while the slot stays in use.
 
-        A slot without an owner (see `allocate`) has nothing to be found.
+        Blocks of a slot without an owner (see `allocate`) are not published.
 
         Args:
-            tokens: the slot's text, at least that of the entries that count.
+            tokens: the slot's text, at least that of the valid entries.
         """
         ...
 
     def retire(self, slot: int, tokens: Sequence[int]) -> None:
-        """Give the slot back, but keep its first entries as long as nobody needs their memory.
+        """Free the slot, but keep its first entries cached until their memory is needed.
 
         Args:
-            tokens: the text of the entries to keep, no more than count.
+            tokens: the text of the entries to keep, at most the valid ones.
         """
         ...
 
@@ -207,16 +208,17 @@ class Cache(Protocol):
         ...
 
     def forget(self) -> None:
-        """Give up all entries that are kept for nobody but those to come."""
+        """Evict all cached entries."""
         ...
 
     @property
     def usage(self) -> CacheUsage:
-        """What memory is doing."""
+        """Use of the cache's memory."""
         ...
 
     def check(self) -> None:
-        """Whether the accounts are right: every block free, cached or in just its slots' use.
+        """Check the accounts: every block is free, cached, or used by exactly the slots that list
+        it.
 
         Raises:
             AssertionError: they are not. This is a bug of foredraft.
@@ -236,8 +238,8 @@ def check_keep(num_pending: int, path: Sequence[int], num_written: int) -> None:
 
     Args:
         num_pending: see `Cache.keep`.
-        path: likewise: nodes of a tree, whose numbers rise from a parent to its child.
-        num_written: entries behind those that count.
+        path: see `Cache.keep`: nodes of a tree, whose numbers rise from a parent to its child.
+        num_written: entries behind the valid ones.
 
     Raises:
         ValueError: see `Cache.keep`.

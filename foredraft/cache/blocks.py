@@ -1,8 +1,8 @@
-"""Who has which block. Numbers only: what is in a block, and where it lies, others know.
+"""Block allocation: which slots use which block. It knows block numbers, not contents or memory.
 
-A block is *free*, *used* by one slot or several, or *cached*: used by nobody, and kept because its
-text may come again. A slot writes only into blocks that it alone uses and that have no name; of
-others it gets a copy first.
+A block is *free*, *used* by one slot or several, or *cached*: used by no slot, and kept because its
+text may come again. A slot writes only into blocks that it alone uses and that have no name; others
+are copied first (copy-on-write).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 64
 
 
 def in_blocks(num_tokens: int) -> int:
-    """Entries that are taken for ``num_tokens``."""
+    """Entries of the blocks that hold ``num_tokens``."""
     return -(-num_tokens // BLOCK) * BLOCK
 
 
@@ -29,7 +29,7 @@ class BlockPool:
     """Hands out blocks, the cached ones when no free one is left.
 
     Args:
-        limit: how many there may be; asked each time, for it falls when entries get larger.
+        limit: returns the most blocks; called each time, because it falls when entries get larger.
         block_size: entries of a block.
     """
 
@@ -44,7 +44,7 @@ class BlockPool:
 
     @property
     def num_total(self) -> int:
-        """At least what is used: a limit that has fallen takes nothing away from anyone."""
+        """Never less than the used blocks: a lower limit takes no block away from a slot."""
         return max(self._limit(), self.num_used + self.index.num_unused)
 
     @property
@@ -58,17 +58,17 @@ class BlockPool:
 
     @property
     def usage(self) -> CacheUsage:
-        """Reads counters only, so that any thread may ask."""
+        """Reads counters only, so any thread may call it."""
         used, cached = self.num_used, self.index.num_unused
         total = max(self._limit(), used + cached)
         size = self.index.block_size
         return CacheUsage(total * size, used * size, cached * size, (total - used - cached) * size)
 
     def take(self, count: int) -> list[int]:
-        """Blocks for one slot, whose contents are anything.
+        """Blocks for one slot, with arbitrary contents.
 
         Raises:
-            CacheFullError: there are not so many; nothing has changed then.
+            CacheFullError: there are too few; nothing has changed then.
         """
         limit = self._limit()
         if self.num_used + count > limit:
@@ -99,7 +99,7 @@ class BlockPool:
             self._users[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """A slot uses them no longer. Of one text, in its order: its end is forgotten first."""
+        """Release a slot's blocks of one text, in its order; the end is evicted first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:
@@ -114,16 +114,16 @@ class BlockPool:
         return self._users[block]
 
     def is_shared(self, block: int) -> bool:
-        """Whether others than its one user may read it."""
+        """Whether the block is shared or may be found by others."""
         return self._users[block] > 1 or block in self.index
 
     def unname(self, block: int) -> None:
-        """Let nobody find a block any more, nor what is behind it."""
+        """Unpublish a block and all blocks behind it."""
         for freed in self.index.remove(block):
             heapq.heappush(self._returned, freed)
 
     def name(self, before: bytes, tokens: Sequence[int], block: int) -> NamedBlock:
-        """Name a used block; returns the one that others find. See `PrefixIndex.add`."""
+        """Publish a used block; returns the block that others find. See `PrefixIndex.add`."""
         node = self.index.add(before, tokens, block)
         while (shorter := self.index.shorter(node)) is not None:
             self.unname(shorter)

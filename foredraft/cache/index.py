@@ -1,4 +1,4 @@
-"""Which texts the blocks hold whose entries may be shared: a tree of blocks, named by hashes.
+"""Prefix index: the texts of shareable blocks, as a tree of blocks named by chained hashes.
 
 A block's name is the sha256 of the name before it and of its own tokens; the first name is that of
 the text's owner. So equal names mean equal texts from the beginning on, and blocks of different
@@ -27,9 +27,9 @@ class NamedBlock:
 
 
 class PrefixIndex:
-    """The blocks that have a name, and which of them nobody uses.
+    """The blocks that have a name, with the unused ones in order of last use.
 
-    Of these the least recently used is forgotten first, and of a text its end before its beginning.
+    The least recently used block is evicted first, and the end of a text before its beginning.
 
     Args:
         block_size: tokens of a full block.
@@ -51,7 +51,7 @@ class PrefixIndex:
 
     @property
     def blocks(self) -> list[int]:
-        """Those that have a name."""
+        """Blocks that have a name."""
         return list(self._named)
 
     @property
@@ -84,7 +84,7 @@ class PrefixIndex:
         return found, len(tokens)
 
     def add(self, before: bytes, tokens: Sequence[int], block: int) -> NamedBlock:
-        """Name a used block, unless another one holds as much already; the one to share.
+        """Name a used block, unless another one already holds as much; returns the one to share.
 
         Args:
             before: an owner, or the name of a full block that can be found.
@@ -103,7 +103,7 @@ class PrefixIndex:
         return new
 
     def exchange(self, node: NamedBlock, block: int) -> NamedBlock:
-        """Give the name of one block to another, used one that holds the same text."""
+        """Move the name of a block to another used block with the same text."""
         behind = self._behind[node.before]
         new = NamedBlock(node.before, node.name, node.tokens, block)
         behind[bisect_left(behind, node.tokens, key=_text)] = new
@@ -113,7 +113,7 @@ class PrefixIndex:
         return new
 
     def shorter(self, than: NamedBlock) -> int | None:
-        """An unused block that holds only a beginning of what ``than`` holds, to be forgotten."""
+        """An unused block whose tokens are only a prefix of those of ``than``, to be evicted."""
         behind = self._behind[than.before]
         place = bisect_left(behind, than.tokens, key=_text)
         other = behind[place - 1] if place else None
@@ -126,7 +126,7 @@ class PrefixIndex:
         self._unused.pop(block, None)
 
     def leave(self, block: int) -> None:
-        """No slot uses the block any more. The text before it was wanted as lately."""
+        """No slot uses the block any more. The blocks before it count as used at the same time."""
         self._unused[block] = None
         self._unused.move_to_end(block)
         before = self._full.get(self._named[block].before)
@@ -135,13 +135,13 @@ class PrefixIndex:
             before = self._full.get(before.before)
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """These blocks of one text, from its beginning on, were wanted just now."""
+        """Mark these blocks of one text, from its beginning on, as just used."""
         for block in reversed(blocks):
             if block in self._unused:
                 self._unused.move_to_end(block)
 
     def remove(self, block: int) -> list[int]:
-        """Take the names of a block and of all behind it; returns those that nobody uses."""
+        """Remove the names of a block and of all behind it; returns the unused ones."""
         node = self._named[block]
         behind = self._behind[node.before]
         del behind[bisect_left(behind, node.tokens, key=_text)]
@@ -177,7 +177,8 @@ class PrefixIndex:
             self._full[node.name] = node
 
     def _nearest(self, before: bytes, text: tuple[int, ...]) -> tuple[NamedBlock | None, int]:
-        """The block behind ``before`` that shares most with ``text``, and how much."""
+        """The block behind ``before`` with the longest common prefix with ``text``, and its
+        length."""
         behind = self._behind.get(before, [])
         place = bisect_left(behind, text, key=_text)
         best, most = None, 0
@@ -193,7 +194,7 @@ def name_of(before: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
+    """Length of the common prefix of two texts."""
     for i, (mine, theirs) in enumerate(zip(left, right, strict=False)):
         if mine != theirs:
             return i

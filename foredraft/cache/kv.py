@@ -1,4 +1,4 @@
-"""The key-value cache of a native model, in blocks that slots share and copy when they write.
+"""The paged key-value cache of a native model; slots share blocks with copy-on-write.
 
 Shape legend: L layers, H key-value heads, T tokens, D head size.
 """
@@ -24,8 +24,8 @@ class KVCache(PagedCache):
         dtype: of keys and values.
         device: where they live.
         max_length: the most tokens a slot may hold.
-        memory: what entries may take, in bytes, or shared with other caches; None: a share of the
-            memory there is.
+        memory: limit of the entries in bytes, or one shared with other caches; None: a share of the
+            machine's memory.
         block_size: entries of a block.
     """
 
@@ -54,7 +54,7 @@ class KVCache(PagedCache):
         return own + sum(layers.num_bytes for layers in self._layers)
 
     def fill(self, slot: int, num_tokens: int) -> None:
-        """Count ``num_tokens`` empty entries behind those that count: to time a long context.
+        """Append ``num_tokens`` empty entries as valid ones, to time a long context.
 
         Raises:
             ValueError, MemoryError, RuntimeError: as `reserve`.
@@ -66,14 +66,14 @@ class KVCache(PagedCache):
         self.keep(slot, num_tokens, ())
 
     def keep_clean(self) -> None:
-        """From now on zero blocks that are handed out: someone reads more than it may see.
+        """From now on zero new blocks, for kernels that read beyond the valid entries.
 
         A weight of 0 does not cancel a NaN.
         """
         self._keeps_clean = True
 
     def clear_behind(self, slot: int, end: int) -> None:
-        """Zero what earlier forwards of the slot left from ``end`` on, for the same reader."""
+        """Zero the slot's old entries from ``end`` on, for the same kernels."""
         state = self._slots[slot]
         stale = min(state.dirty, len(state.table) * self.block_size)
         if end < stale:
@@ -81,7 +81,7 @@ class KVCache(PagedCache):
         state.dirty = end
 
     def hold_memory(self) -> None:
-        """From now on keep the memory when the last slot is freed: its address is recorded."""
+        """Keep the memory when the last slot is freed, because CUDA graphs hold its address."""
         self._holds_memory = True
 
     def _make_room(self, blocks: Sequence[int]) -> None:

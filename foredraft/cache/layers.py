@@ -1,4 +1,4 @@
-"""Further layers beside a cache, for drafters that keep a state for each token.
+"""Extra layers beside a cache, for drafters that keep a state for each token.
 
 Shape legend: H key-value heads, T tokens, D head size.
 """
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from foredraft.cache.paged import PagedCache
 
 MOST_REPEATED = 8
-"""Entries at the end of a cached beginning that may be missing: a head that reads some tokens
-ahead makes them late. The last one before them stands in for them; they matter to drafts only."""
+"""Most missing entries at the end of a cached beginning: a head that reads some tokens ahead writes
+them late. The last entry before them is repeated, which affects drafts only."""
 
 
 class StoredLayers:
     """Entries in the same blocks as the cache's own (see `CacheLayers`).
 
-    Which entries of a block are there is noted for the block, so that a slot that shares it later
-    knows. What was never written for a text cannot be read from it: nothing of a block's former
+    The valid length of each block is noted, so that a slot that shares the block later knows it.
+    Only entries that were written for a text can be read for it, never those of a block's former
     user.
 
     Args:
         store: holds them.
-        cache: whose blocks they lie in.
+        cache: the cache whose blocks they lie in.
     """
 
     def __init__(self, store: BlockStore, cache: PagedCache) -> None:
@@ -50,7 +50,7 @@ class StoredLayers:
     def table(self, slot: int) -> array[int]:
         """The blocks of the slot's run, the first of which holds position `first`.
 
-        Entries are counted from that block's beginning: `skipped` of them are not there.
+        Entries are counted from that block's beginning; the first `skipped` of them are missing.
 
         Do not change it, nor keep it while slots change.
         """
@@ -67,7 +67,7 @@ class StoredLayers:
         return self._run(slot).end
 
     def skipped(self, slot: int) -> int:
-        """How many entries of the run's first block come before the run."""
+        """Number of entries of the run's first block before the run."""
         return self._run(slot).first % self.store.block_size
 
     def next_start(self, slot: int, position: int, num_tokens: int) -> int:
@@ -76,8 +76,8 @@ class StoredLayers:
         if run.first <= position <= end or self._repeat_last(slot, position):
             return position
         border = -(-position // size) * size
-        # Entries of a block that the run does not fill cost attention more, and nobody else finds
-        # them: they are worth it where there are few others.
+        # Filling only part of a block makes attention slower, and the block cannot be shared: worth
+        # it only if there are few entries.
         return border if position + num_tokens >= border + size else position
 
     def begin(self, slot: int, start: int) -> None:
@@ -90,7 +90,8 @@ class StoredLayers:
         run.go_on(start, min(run.ends, default=start))
 
     def reserve(self, slot: int, start: int, end: int) -> None:
-        """Make room for the entries ``start`` to ``end`` in all, for one who writes past `write`.
+        """Make room for the entries ``start`` to ``end`` in all layers, for a kernel that writes
+        them itself.
 
         Raises:
             KeyError: the slot is not allocated.
@@ -101,7 +102,7 @@ class StoredLayers:
         state, size = self._cache.slot(slot), self.store.block_size
         if start < self.first(slot):
             raise ValueError(f"entry {start} lies before those that slot {slot} holds")
-        # Blocks that others share are filled for all of them, where they lack these entries.
+        # Shared blocks that lack these entries are filled for all their users.
         place = start // size
         num_full = min(state.length // size, len(state.table))
         while start < end and place < num_full:
@@ -114,7 +115,7 @@ class StoredLayers:
         self._hold_blocks()
 
     def hold(self, slot: int, end: int) -> None:
-        """The entries before ``end`` have been written in all layers, past `write`."""
+        """Note that a kernel has written the entries before ``end`` in all layers."""
         run = self._run(slot)
         run.ends = [max(end, written) for written in run.ends]
         self._note(slot)
@@ -159,10 +160,10 @@ class StoredLayers:
         keys_HTD, values_HTD = self.store.get(layer, self.table(slot), end - run.first + skipped)
         return keys_HTD[:, skipped:], values_HTD[:, skipped:]
 
-    # What the cache tells of its slots and blocks.
+    # Calls of the cache when its slots and blocks change:
 
     def adopt(self, state: Slot) -> None:
-        """A new slot begins with cached blocks: what is there of their end is its run."""
+        """A new slot begins with cached blocks: its run is the valid part at their end."""
         size, table = self.store.block_size, state.table
         last = next((p for p in reversed(range(len(table))) if self.num_held(table[p])), None)
         if last is None:
@@ -173,21 +174,21 @@ class StoredLayers:
         state.runs[self] = EntryRun(place * size, [end] * self.shape.num_layers, end)
 
     def take_over(self, state: Slot, run: EntryRun) -> None:
-        """A slot was forked: what counts of its run is that of the new one, too."""
+        """A slot was forked: the new one copies the valid part of its run."""
         copy = state.runs[self] = EntryRun(run.first, list(run.ends), run.noted)
         copy.cut(state.length)
 
     def num_held(self, block: int) -> int:
-        """How many leading entries of a block are there."""
+        """Number of valid leading entries of a block."""
         return self._notes.get(block, 0)
 
     def cut_note(self, block: int, num_entries: int) -> None:
-        """Entries of a block from there on are another text's."""
+        """Entries of a block from there on belong to another text."""
         if self.num_held(block) > num_entries:
             self._notes[block] = num_entries
 
     def forget_notes(self, blocks: Sequence[int]) -> None:
-        """The blocks are handed out anew."""
+        """The blocks get a new user: forget their valid lengths."""
         for block in blocks:
             self._notes.pop(block, None)
 
@@ -199,7 +200,7 @@ class StoredLayers:
             self._notes[target] = self.num_held(source)
 
     def release(self) -> None:
-        """Give all memory back: no slot is allocated, no block cached."""
+        """Free all memory: no slot is allocated, and no block is cached."""
         self._notes.clear()
         self.store.release()
 
@@ -213,7 +214,7 @@ class StoredLayers:
     def _note(self, slot: int) -> None:
         """Note for each block which leading entries the slot's run holds by now."""
         run, state, size = self._run(slot), self._cache.slot(slot), self.store.block_size
-        end = min(run.end, state.length)  # guesses do not count
+        end = min(run.end, state.length)  # entries of guesses are not valid
         border = -(-run.first // size) * size
         if run.first < border and end >= border + size:
             run.first = border  # there are others enough by now
@@ -228,7 +229,7 @@ class StoredLayers:
             raise ValueError(f"layer {layer} does not exist; there are {self.shape.num_layers}")
 
     def _repeat_last(self, slot: int, end: int) -> bool:
-        """Let the last entry of a run stand for the few that follow it, before ``end``."""
+        """Repeat the last entry of a run for the few missing ones before ``end``."""
         run, table = self._run(slot), self._cache.table(slot)
         start = run.end
         if not start or not 0 < end - start <= MOST_REPEATED:

@@ -1,4 +1,4 @@
-"""How much memory caches may take: what was asked for, or a share of what there is."""
+"""The memory limit of caches: the configured one, or a share of the machine's memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 UNLIMITED = 2**31 - 1
-"""Tokens, or blocks, where no limit was set."""
+"""Tokens or blocks when no limit is set."""
 
 _SHARE = 4
-"""Of the memory, caches take one part in so many at most, unless they are told otherwise."""
+"""By default caches take at most this fraction (1 / value) of the memory."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?)b?\s*", re.IGNORECASE)
 
@@ -26,11 +26,11 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?)b?\s*", re.IGNORECASE)
 class CacheMemory:
     """One limit for all caches that are made with it: a target's, its draft model's, their layers.
 
-    A row takes an entry for each of its tokens in every one of them, so each may hold as many
-    tokens as all of them can.
+    A row has an entry for each of its tokens in every cache, so all caches hold the same number of
+    tokens.
 
     Args:
-        num_bytes: that all entries together may take; None: no limit.
+        num_bytes: limit of all entries together; None: no limit.
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:
@@ -39,20 +39,20 @@ class CacheMemory:
 
     @classmethod
     def of(cls, memory: CacheMemory | int | None, device: torch.device | str) -> CacheMemory:
-        """The memory itself, or one of so many bytes; None: a share of the memory there is."""
+        """``memory`` itself, or one with that limit in bytes; None: a share of all memory."""
         if isinstance(memory, CacheMemory):
             return memory
         return cls(default_memory(device) if memory is None else memory)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that there is room for in each cache. May be read from any thread."""
+        """Most tokens of each cache. Any thread may read it."""
         if self.num_bytes is None or not self._token_bytes:
             return UNLIMITED
         return self.num_bytes // self._token_bytes
 
     def add(self, user: object, token_bytes: int) -> None:
-        """``user`` takes so many bytes for each token, until it is garbage."""
+        """Register ``user`` with its bytes a token, until it is garbage-collected."""
         self._token_bytes += token_bytes
         weakref.finalize(user, self._remove, token_bytes).atexit = False
 
@@ -83,7 +83,7 @@ def checked_memory(name: str, value: object) -> int | None:
 
 
 def default_memory(device: torch.device | str) -> int:
-    """Bytes that caches on ``device`` may take if nobody says how many."""
+    """Default limit in bytes of the caches on ``device``."""
     import torch  # slow to import, and sizes are checked without it
 
     device = torch.device(device)
@@ -94,7 +94,7 @@ def default_memory(device: torch.device | str) -> int:
 
 
 def machine_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process may use: the machine's, or the least of its cgroups'.
+    """Bytes of memory that this process may use: the machine's, or the lowest cgroup limit.
 
     Args:
         root: where ``proc`` and ``sys`` are.
@@ -117,7 +117,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Of the process's cgroup and all above it, in either version of cgroups."""
+    """Limits of the process's cgroup and all above it, in either version of cgroups."""
     mounted = root / "sys/fs/cgroup"
     groups = [(mounted, Path(), "memory.max"), (mounted / "memory", Path(), _VERSION_1)]
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -140,7 +140,7 @@ _VERSION_1 = "memory.limit_in_bytes"
 
 
 def _text(path: Path) -> str:
-    """What a file says; nothing where it cannot be read."""
+    """The text of a file; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

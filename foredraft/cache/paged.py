@@ -1,4 +1,4 @@
-"""What caches of blocks have in common, whatever their entries are."""
+"""The paged cache without its entries: slots, block tables, sharing and copy-on-write."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from foredraft.core.errors import CacheFullError
 
 
 class PagedCache:
-    """See `foredraft.cache.base.Cache`; those that derive from it say what an entry is.
+    """See `foredraft.cache.base.Cache`; subclasses define the entries.
 
     Args:
         max_length: the most tokens a slot may hold.
-        memory: what entries may take, those of added layers included.
+        memory: the limit of all entries, including those of added layers.
         block_size: entries of a block.
         device: where added layers live.
     """
@@ -42,7 +42,7 @@ class PagedCache:
         self.pool = BlockPool(self._most_blocks, block_size)
 
     def _make_room(self, blocks: Sequence[int]) -> None:
-        """Some blocks are about to be handed out."""
+        """Make room for blocks that are about to be handed out."""
 
     def _copy_block(self, source: int, target: int) -> None:
         """Copy all entries of a block."""
@@ -51,14 +51,14 @@ class PagedCache:
         """Copy entries of a slot to ``first`` and following; ranges may overlap."""
 
     def _release(self) -> None:
-        """All blocks are free: give their memory back."""
+        """Free the memory; all blocks are free."""
         self.pool.start_over()
         for layers in self._layers:
             layers.release()
 
     @property
     def slots(self) -> list[int]:
-        """Those that are allocated."""
+        """The allocated slots."""
         return list(self._slots)
 
     @property
@@ -77,7 +77,7 @@ class PagedCache:
         return self._slots[slot].table
 
     def slot(self, number: int) -> Slot:
-        """What is known of a slot, for added layers.
+        """The state of a slot, for added layers.
 
         Raises:
             KeyError: it is not allocated.
@@ -91,7 +91,7 @@ class PagedCache:
         return self._slots[slot].length
 
     def revision(self, slot: int) -> int:
-        """Tells whether uncommitted entries of ``slot`` are still those that were written."""
+        """Changes whenever uncommitted entries of ``slot`` may have changed."""
         return self._slots[slot].revision
 
     def reserve(self, slot: int, num_tokens: int) -> None:
@@ -103,9 +103,9 @@ class PagedCache:
         self.own(slot, length, length + num_tokens)
 
     def will_write(self, slot: int, num_tokens: int) -> None:
-        """A forward is about to write ``num_tokens`` entries, for which there is room.
+        """Note that a forward is about to write ``num_tokens`` entries, for which there is room.
 
-        What an earlier one wrote there without being kept is no longer to be relied on.
+        Entries that an earlier forward wrote there and that were not kept become invalid.
         """
         state = self._slots[slot]
         state.revision, state.written = self._slots.next_revision(), num_tokens
@@ -169,7 +169,7 @@ class PagedCache:
             return
         index, size = self.pool.index, self.block_size
         if state.names and index.full(state.names[-1]) is None:
-            state.names.clear()  # blocks of others held what comes before, and they are forgotten
+            state.names.clear()  # the blocks before it were another slot's, and they were evicted
         for place in range(len(state.names), min(state.length, len(tokens)) // size):
             text = tokens[place * size : (place + 1) * size]
             state.names.append(self._name_block(state, place, text).name)
@@ -215,7 +215,7 @@ class PagedCache:
         self._release_if_idle()
 
     def own(self, slot: int, start: int, end: int) -> None:
-        """Let the slot write the entries ``start`` to ``end``: into blocks that it alone uses.
+        """Prepare the entries ``start`` to ``end`` for writing: copy shared blocks (copy-on-write).
 
         Raises:
             CacheFullError: there are no blocks left.
@@ -234,7 +234,8 @@ class PagedCache:
             mine = [place for place in shared if self.pool.num_users(table[place]) == 1]
             if not mine:
                 raise
-            # Nobody else reads these: they are kept for others only, who must do without them.
+            # No other slot uses these: they are only published for sharing, and are unpublished
+            # now.
             shared = [place for place in shared if place not in mine]
             blocks = self._new_blocks([table[place] for place in shared], num_new)
             for place in mine:
@@ -248,7 +249,7 @@ class PagedCache:
         table.extend(blocks[len(shared) :])
 
     def _name_block(self, state: Slot, place: int, text: Sequence[int]) -> NamedBlock:
-        """Let others find one of a slot's blocks, or another that holds as much of the text."""
+        """Publish one of a slot's blocks, or another with as much of the text."""
         assert state.owner is not None
         before = state.names[place - 1] if place else state.owner
         block = state.table[place]
@@ -260,12 +261,12 @@ class PagedCache:
         return node
 
     def _behind(self, state: Slot, suspects: set[int]) -> set[int]:
-        """A slot's blocks from the first suspect one on."""
+        """A slot's blocks from the one with entry ``start`` on."""
         found = [place for place, block in enumerate(state.table) if block in suspects]
         return set(state.table[found[0] :]) if found else set()
 
     def _adopt(self, state: Slot, blocks: array[int], length: int) -> None:
-        """Let an empty slot begin with blocks that others use, too."""
+        """Let an empty slot begin with shared blocks."""
         self.pool.share(blocks)
         state.table.extend(blocks)
         state.dirty = len(blocks) * self.block_size
@@ -276,7 +277,7 @@ class PagedCache:
         state.revision = self._slots.next_revision()
 
     def _cut_notes(self, state: Slot, place: int) -> None:
-        """A block is the slot's alone now: of its entries those count that the slot counts."""
+        """After copy-on-write: trim the block's valid length to the slot's."""
         for layers in self._layers:
             layers.cut_note(state.table[place], max(0, state.length - place * self.block_size))
 

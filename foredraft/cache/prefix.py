@@ -1,4 +1,4 @@
-"""Prefix caching: a request that begins as an earlier one did reads only what is new."""
+"""Prefix caching: a request with a cached beginning prefills only the rest."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from foredraft.cache.base import Cache, owner_of
 
 CHECK_VARIABLE = "FOREDRAFT_CHECK"
-"""Set in the environment: the accounts of the cache are checked after each step."""
+"""Environment variable: if set, the accounts of the cache are checked after each step."""
 _CHECK_EVERY = 1000
-"""Steps between two checks elsewhere."""
+"""Steps between two checks when the variable is not set."""
 
 _log = logging.getLogger("foredraft")
 
 
 @dataclass
 class PrefixStats:
-    """What prefix caching found.
+    """Counts of prefix caching.
 
     Attributes:
         requests: opened.
-        hits: of them, those that began with something cached.
+        hits: requests that began with cached tokens.
         tokens: of all prompts.
-        cached_tokens: of them, those that did not have to be read.
+        cached_tokens: tokens that did not have to be prefilled.
     """
 
     requests: int = 0
@@ -36,13 +36,13 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Hands out slots with what is cached of a text, and lets others find what requests read.
+    """Hands out slots with the cached beginning of a text, and publishes prefilled blocks.
 
-    It is the target's alone: what of a text is found does not depend on who drafts.
+    Only the target's cache decides: the cached length found does not depend on drafters.
 
     Args:
         cache: the target's.
-        enabled: False keeps nothing, and reads all of each text.
+        enabled: False: no entries are kept, and every text is prefilled in full.
     """
 
     def __init__(self, cache: Cache, enabled: bool = True) -> None:
@@ -52,12 +52,12 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def open(self, tokens: Sequence[int], salt: str | None = None) -> tuple[int, int]:
-        """A slot for a request, and how many of its tokens the slot holds already.
+        """A slot for a request, and the number of its tokens that the slot already holds.
 
         At least one is left to read, so that something follows it.
 
         Args:
-            salt: whose text it is: texts under different salts are never shared.
+            salt: the owner of the text: texts under different salts are never shared.
         """
         if not self.enabled:
             return self._cache.allocate(), 0
@@ -75,34 +75,34 @@ class PrefixCache:
         return copy, num_tokens - 1
 
     def num_found(self, tokens: Sequence[int], salt: str | None = None) -> int:
-        """How many tokens of a text are cached now."""
+        """Number of tokens of a text that are cached now."""
         return self._cache.num_shared(owner_of(salt), tokens) if self.enabled else 0
 
     def note(self, slot: int, tokens: Sequence[int]) -> None:
-        """A request has read on: others find its full blocks from now on."""
+        """Publish the full blocks of a request that has prefilled more of its text."""
         if self.enabled:
             self._cache.name(slot, tokens)
 
     def release(self, slot: int, tokens: Sequence[int]) -> None:
-        """A request is over, or makes way: its slot is given back, its text kept to be shared.
+        """Free the slot of a finished or preempted request; its entries stay cached for sharing.
 
         Args:
             tokens: the request's.
         """
         if self.enabled:
-            # What the cache counts, not the request: an interrupted step leaves it behind.
+            # Use the cache's length, not the request's: an interrupted step may leave them unequal.
             self._cache.retire(slot, tokens[: self._cache.length(slot)])
         else:
             self._cache.free(slot)
 
     def discard(self, slot: int, tokens: Sequence[int], start: int) -> None:
-        """A request is over whose entries from ``start`` on may be bad: others never find them."""
+        """Free the slot of a request; entries from ``start`` on may be bad and are not shared."""
         if self.enabled:
             self._cache.distrust(slot, tokens, start)
         self._cache.free(slot)
 
     def clear(self) -> None:
-        """Forget all that is kept for later requests."""
+        """Evict all cached entries."""
         self._cache.forget()
 
     def check_now_and_then(self) -> None:

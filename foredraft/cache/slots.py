@@ -1,4 +1,4 @@
-"""What a cache knows of one slot."""
+"""The state of one slot of a cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class EntryRun:
-    """The entries that further layers hold of a slot: an unbroken run of positions.
+    """Contiguous range of positions of a slot that a drafter's extra layers hold.
 
     Attributes:
         first: where it begins.
         ends: where it ends, by layer.
-        noted: how far the blocks' notes say so.
+        noted: end of the part that the blocks' valid lengths include.
         table: the blocks from the one of ``first`` on, where that is not the text's first; see
             `StoredLayers.table`.
     """
@@ -36,10 +36,10 @@ class EntryRun:
         return end if end > self.first else 0
 
     def go_on(self, start: int, end: int) -> None:
-        """Entries are about to be written from ``start`` on: a new run, if that leaves a gap.
+        """Prepare for entries from ``start`` on; a gap starts a new run.
 
         Args:
-            end: where the entries end that are there.
+            end: end of the existing entries.
         """
         if not self.first <= start <= end:
             self.first, self.ends, self.noted = start, [start] * len(self.ends), 0
@@ -57,13 +57,13 @@ class Slot:
 
     Attributes:
         revision: changes with whatever is in the slot, and is never used again.
-        owner: whose text it holds; None: nobody else is to find it.
+        owner: the owner of its text; None: its blocks are never shared.
         table: the blocks of its entries, in their order, as C integers.
-        length: how many entries count.
+        length: number of valid entries.
         written: entries that the last forward wrote behind them.
-        dirty: where the entries end that any forward ever wrote, counted or not.
-        names: of its leading full blocks, as far as others can find them.
-        runs: what further layers hold of it.
+        dirty: end of the entries that any forward has written, valid or not.
+        names: names of its leading full blocks, as far as they are published.
+        runs: its runs in extra layers.
     """
 
     revision: int
@@ -77,7 +77,7 @@ class Slot:
 
 
 class Slots:
-    """The slots of a cache by number: the lowest number that is free goes first."""
+    """The slots of a cache by number; the lowest free number is used first."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}

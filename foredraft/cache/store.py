@@ -1,4 +1,4 @@
-"""Where the entries of blocks lie: one stretch of memory per block, with all of its layers.
+"""Memory of the blocks: one contiguous piece per block, with all layers.
 
 Shape legend: N blocks, L layers, H key-value heads, B entries of a block, D head size, T tokens,
 R rows of N and H together, S slots with M blocks each.
@@ -21,7 +21,7 @@ from foredraft.core.errors import ConfigError
 
 
 class Entries(Protocol):
-    """What a decoder reads and writes: entries of slots, block by block."""
+    """The entries of slots as a decoder reads and writes them, block by block."""
 
     @property
     def store(self) -> BlockStore: ...
@@ -32,7 +32,7 @@ class Entries(Protocol):
 
 
 class BlockStore:
-    """Keys and values [N + 1, L, H, B, D], grown on demand; the last block is nobody's.
+    """Keys and values [N + 1, L, H, B, D], grown on demand; the last block is padding.
 
     Entries of int8 are [4 + D]: a float32 in front is the scale of their numbers. Only the fused
     kernel reads and writes those.
@@ -63,7 +63,7 @@ class BlockStore:
 
     @property
     def num_blocks(self) -> int:
-        """That there is room for; also the number of the one more block that nobody reads."""
+        """Capacity in blocks; also the index of the padding block, which is never read."""
         return self.keys.shape[0] - 1
 
     @property
@@ -71,15 +71,15 @@ class BlockStore:
         return self.block_size * self.shape.bytes_per_token(self.dtype)
 
     def num_bytes(self, num_made: int) -> int:
-        """Memory taken if the first ``num_made`` blocks were ever in use."""
+        """Bytes of memory taken if only the first ``num_made`` blocks have been used."""
         touched = num_made if self.device.type == "cpu" else self.num_blocks
         return min(touched, self.num_blocks) * self.block_bytes
 
     def check_fits(self, shape: KVShape, *dtypes: torch.dtype) -> None:
-        """Refuse to serve a model that would write something else than there is room for.
+        """Refuse a model whose entries have another shape or dtype.
 
         Args:
-            dtypes: those that it can write.
+            dtypes: dtypes that the model can write.
 
         Raises:
             ConfigError: the store has another shape or dtype.
@@ -156,11 +156,11 @@ class BlockStore:
         return keys[:, :end], values[:, :end]
 
     def rows(self, blocks: Sequence[int]) -> Tensor:
-        """Where the blocks' entries lie in layer 0, head by head; for `gather`."""
+        """Row indices of the blocks' entries in layer 0, head by head; for `gather`."""
         return self.rows_of(torch.tensor([[*blocks]], dtype=torch.int64).to(self.device))
 
     def rows_of(self, tables_SM: Tensor) -> Tensor:
-        """Likewise of S slots with M blocks each, one slot after another; [S H M]."""
+        """`rows` of S slots with M blocks each, one slot after another; [S H M]."""
         heads = self.shape.num_kv_heads
         heads_H1 = torch.arange(heads, device=self.device)[:, None]
         return (tables_SM[:, None] * (self.shape.num_layers * heads) + heads_H1).flatten()
@@ -202,13 +202,13 @@ class BlockStore:
 
 
 def _reserved(num_bytes: int) -> Tensor:
-    """Zeros that take memory page by page as they are written.
+    """Zeros whose memory is allocated page by page on first write.
 
-    The system is told not to set memory aside for them, or it would for a child process, too, and
-    refuse to start one.
+    The mapping does not reserve swap (MAP_NORESERVE); else the system would reserve it for a child
+    process, too, and refuse to start one.
 
     Raises:
-        MemoryError: not even addresses are left.
+        MemoryError: the address space is exhausted.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":

@@ -49,8 +49,8 @@ def audit(
 ) -> None:
     """Find out whether speculation is lossless here: this model, drafter and parameters.
 
-    Replies are made with drafts, and each token is scored again without. Known mistakes are planted
-    to show that they would have been found. See docs/operate/audit.md.
+    Replies are generated with drafts, and each token is scored again without. Known mistakes are
+    planted to show that the audit would find them. See docs/operate/audit.md.
 
     Exit status: 0 nothing found, with the power that was asked for; 1 different; 2 it cannot be
     used; 3 inconclusive.
@@ -103,7 +103,7 @@ def _of_server(
 
 
 def _give(report: AuditReport, json_file: str | None, page: str | None) -> None:
-    """Print what was found, write what is wanted, and exit accordingly."""
+    """Print the findings, write the requested files, and exit with their status."""
     from rich.console import Console
     from rich.table import Table
 

@@ -75,7 +75,7 @@ class Course:
         return o.numbers("--temperature", self.temperature, float)
 
     def params(self) -> SamplingParams:
-        """What all requests share except the temperature."""
+        """Parameters of all requests except the temperature."""
         from foredraft.core.params import SamplingParams
 
         return SamplingParams.of(
@@ -115,7 +115,7 @@ def drafters(
     from foredraft.bench.report import check_outputs
 
     check_outputs(json_file)
-    course.params()  # says what is wrong before the model is loaded
+    course.params()  # reports errors before the model is loaded
     load, variants = with_draft_model(load), variants_of(entered, load.draft_model)
     llm = o.load_llm(load)
     contenders = our_contenders(llm, load, variants)
@@ -219,9 +219,9 @@ def step(
 ) -> None:
     """Time a forward of n tokens: the model, and its drafter, in rotating order.
 
-    Speculation pays exactly as much as n tokens at once are cheaper than one token n times. The
-    floor is the time to read all weights once at the measured bandwidth, or to make all products at
-    the measured rate.
+    Speculation can gain only as much as a forward of n tokens is cheaper than n forwards of one.
+    The floor is the time to read all weights once at the measured bandwidth, or to make all
+    products at the measured rate.
     """
     from foredraft.bench.report import check_outputs
     from foredraft.bench.step import own_steppers, step_report

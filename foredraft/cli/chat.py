@@ -27,9 +27,9 @@ _HELP = "/reset starts over, /bye or Ctrl-D leaves, Ctrl-C stops a reply"
 _LEAVE = ("/bye", "/exit", "/quit")
 _PROMPT = "you> "
 _BOLD_PROMPT = f"\001\x1b[1m\002{_PROMPT}\001\x1b[0m\002"
-"""The marks tell readline which characters take no room."""
+"""The marks tell readline which characters have no width."""
 _PASTE_SECONDS = 0.05
-"""Lines that follow each other faster were not typed."""
+"""Seconds: lines that follow each other faster were pasted."""
 
 
 @o.with_options

@@ -39,7 +39,7 @@ Address = Annotated[
 
 @dataclass(frozen=True)
 class ClusterAsked:
-    """What the command line says of a cluster.
+    """Options of the command line about a cluster.
 
     Raises:
         ConfigError: it describes a cluster and asks for none, or contradicts itself.
@@ -77,7 +77,7 @@ class ClusterAsked:
         """Gates and engines, until this is left.
 
         Raises:
-            ConfigError: of the API keys; gates would say it where nobody reads it.
+            ConfigError: of the API keys; a gate's own error would only be in Ray's logs.
         """
         from foredraft.cluster import deploy
         from foredraft.server.gate import ApiKeys
@@ -93,8 +93,7 @@ class ClusterAsked:
     def asked_from_here(
         self, load: LoadOptions, settings: ServerSettings
     ) -> Iterator[tuple[Callable[..., FastAPI], int]]:
-        """What makes a server in this process over engines elsewhere, and how many replies they
-        take at once."""
+        """A factory of a server in this process over engines elsewhere, and their capacity."""
         from foredraft.cluster import deploy
         from foredraft.server.app import api_app
 

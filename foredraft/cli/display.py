@@ -1,4 +1,4 @@
-"""What commands share on the terminal: drafted text set apart, progress, and Ctrl-C."""
+"""Terminal output shared by commands: marked drafted text, progress, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ DRAFTED = "underline green"
 
 
 def say(text: str, *, stderr: bool = False, style: str | None = None) -> None:
-    """Print a line as it is: no markup is read, nothing is highlighted or wrapped."""
+    """Print a line verbatim: no markup, highlighting or wrapping."""
     console = Console(stderr=stderr, highlight=False)
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def show_pieces(console: Console, pieces: Iterable[Piece]) -> None:
-    """Print text as it became certain."""
+    """Print final pieces of text."""
     for piece in pieces:
         style = DRAFTED if piece.drafted else ""
         console.print(Text(piece.text, style=style), end="", soft_wrap=True, highlight=False)
@@ -130,7 +130,7 @@ class RichProgress:
             self._begin(text)
 
     def advance(self, fraction: float, detail: str = "") -> None:
-        """The share of the current stage that is done, 0 to 1, and what is to be said beside it."""
+        """Set the finished share of the current stage, 0 to 1, and the text beside it."""
         share = min(max(fraction, 0.0), 1.0)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, total=1.0, completed=share, detail=detail)
@@ -179,7 +179,7 @@ class RichProgress:
 
 
 class PromptProgress(RichProgress):
-    """Says on a terminal that a long prompt is being read, from a second on until text comes.
+    """Shows the prefill of a long prompt on a terminal, after a second and until text comes.
 
     Args:
         num_tokens: of the prompt, when that is known.
@@ -195,7 +195,7 @@ class PromptProgress(RichProgress):
         self._num_tokens = num_tokens
 
     def show(self, event: Event) -> None:
-        """Show how much of the prompt has been read; stop as soon as there is text."""
+        """Show the progress of prefill; stop as soon as there is text."""
         if event.token_ids or event.result is not None:
             self.stop()
         elif self._num_tokens is not None:
@@ -205,7 +205,7 @@ class PromptProgress(RichProgress):
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over ``total`` pieces of work; call what it yields with a name after each piece."""
+    """A bar over ``total`` pieces of work; call the yielded function after each piece."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -221,12 +221,12 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
 def reply_display(
     llm: LLM, console: Console, num_prompt_tokens: int | None = None
 ) -> Iterator[Callable[[Event], None]]:
-    """Shows a reply: call what it yields with each event.
+    """Shows a reply: call the yielded function with each event.
 
     Ctrl-C ends the reply, whose result then has finish reason "cancelled".
 
     Args:
-        llm: what replies.
+        llm: the model that replies.
         console: gets the text.
         num_prompt_tokens: if they are known.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _SMALLER = 0.9
-"""Of the bytes that a step reads: what is not that much smaller is no choice."""
+"""A format is suggested only if a step reads less than this share of the bytes."""
 
 
 @o.with_options
@@ -37,7 +37,7 @@ def doctor(
 ) -> None:
     """Print the resolved plan: device, dtype, kernels, memory, and what is missing.
 
-    Of a server: the drafters that stay below what was measured when they were made.
+    Of a server: the drafters whose acceptance is below that measured in training.
     """
     report = examine(load, tokens)
     if server is not None:
@@ -52,7 +52,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     """The resolved plan as plain data.
 
     Args:
-        options: what was asked for.
+        options: the requested options.
         tokens: length of the text that memory is predicted for.
     """
     import torch
@@ -144,14 +144,15 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
 
 
 def _most_tokens_per_s(plan: ModelPlan) -> float | None:
-    """Of one request without drafts: each reads the weights once. None: not known of a GPU."""
+    """Upper bound of one request without drafts: each token reads the weights once. None: unknown
+    for a GPU."""
     from foredraft.system.machine import memory_bytes_per_s
 
     return memory_bytes_per_s() / plan.read_bytes if plan.device == "cpu" else None
 
 
 def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
-    """What ``--weights int4`` would change; None where there is no such choice."""
+    """The effect of ``--weights int4``; None if it is not available."""
     from foredraft.load import plan_model
     from foredraft.models.native.source_blocks import has_blocks
 
@@ -210,7 +211,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
 
 
 def _add_kept(table: Table, kept: list[dict[str, Any]]) -> None:
-    """What may be deleted, for it is made again when it is needed."""
+    """Cached files, which may be deleted: they are made again when needed."""
     table.add_row("", "")
     for each in kept:
         whose = f", for {each['model']}" if each["model"] else ""
@@ -249,11 +250,11 @@ def _speed(model: dict[str, Any]) -> str:
     most = model["most_tokens_per_s"]
     if most is None:
         return "measured when it is loaded"
-    return f"at most {most:.0f} tokens/s a request before drafts: what memory gives"
+    return f"at most {most:.0f} tokens/s a request without drafts (memory bandwidth)"
 
 
 def _step(model: dict[str, Any]) -> str:
-    """What a step of few tokens costs: the weights that it reads."""
+    """Cost of a step of few tokens: the bytes of weights that it reads."""
     reads, in_4_bits = f"reads {_megabytes(model['read_bytes'])} of them", model["in_4_bits"]
     if in_4_bits is None:
         return reads
@@ -265,7 +266,7 @@ def _step(model: dict[str, Any]) -> str:
 
 
 def _self_draft(model: dict[str, Any]) -> str:
-    """What a copy that drafts takes beside the weights; see the drafter self_draft."""
+    """Memory of the drafting copy beside the weights; see the drafter self_draft."""
     if model["in_4_bits"] is None:
         return "no smaller copy of these weights can draft here"
     copy = _megabytes(model["in_4_bits"]["read_bytes"])

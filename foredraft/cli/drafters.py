@@ -43,7 +43,7 @@ def described(spec: DrafterSpec) -> dict[str, Any]:
 
 
 def needs_of(spec: DrafterSpec) -> list[str]:
-    """What a drafter cannot do without."""
+    """Requirements of a drafter."""
     needs = []
     if spec.trained is not None:
         needs.append(f"a trained {spec.trained} (option head), unless one comes with the model")

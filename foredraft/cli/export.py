@@ -11,7 +11,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.options import DEFAULT_MODEL
 
 _BUILT_IN_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""What others call the built-in model."""
+"""The built-in model's name on the Hugging Face hub."""
 
 
 def export(
@@ -23,7 +23,7 @@ def export(
     ] = DEFAULT_MODEL,
     verifier: Annotated[
         str | None,
-        typer.Option(help="What other engines call the target (its hub id, or --target)."),
+        typer.Option(help="The target's name in other engines (its hub id, or --target)."),
     ] = None,
 ) -> None:
     """Write a trained head for vLLM and SGLang.

@@ -81,7 +81,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "plan:plan",
-        "What would speculation bring: each drafter under each load, and what to run.",
+        "Predict the speed-up of each drafter under each load, and recommend a setting.",
     ),
     "trace": Command("trace:app", "Look at what a run did, step by step."),
 }
@@ -148,7 +148,7 @@ def exit_with_message(program: Callable[[], object]) -> None:
         _drop_output()
         sys.exit(141)
     except OSError as error:
-        if error.filename is not None:  # a path that somebody gave
+        if error.filename is not None:  # a path given by the user
             _complain(f"{error.filename}: {error.strerror}")
             sys.exit(2)
         _drop_output()  # such as a full disk behind it
@@ -159,11 +159,12 @@ def exit_with_message(program: Callable[[], object]) -> None:
 def _complain(problem: str) -> None:
     from foredraft.cli.display import say
 
-    problem = re.sub(r"(\S{100})\S{100,}", r"\1…", problem)  # names that nobody would read
+    # thousands of names are too many to list
+    problem = re.sub(r"(\S{100})\S{100,}", r"\1…", problem)
     say(f"error: {problem}", stderr=True, style="red")
 
 
 def _drop_output() -> None:
-    """What is still buffered cannot be written, and must not be tried again at the end."""
+    """Drop buffered output that cannot be written, so that it is not tried again at exit."""
     with contextlib.suppress(OSError):  # it is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -112,7 +112,7 @@ def sampling(**defaults: Any) -> Derived:
 
 @dataclass(frozen=True)
 class GrammarOptions:
-    """What a reply has to look like.
+    """The form that a reply must have.
 
     Attributes:
         json_schema: the reply is JSON by the schema in this file.
@@ -307,7 +307,7 @@ def _fields_of(cls: type[Any]) -> Iterator[_Field]:
 
 
 def _option_type(hint: Any) -> tuple[Any, bool]:
-    """What typer is to read for a field of this type, and whether it maps names to values."""
+    """The type that typer reads for a field of this type, and whether it maps names to values."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         found = [_option_type(each) for each in arguments if each is not type(None)]
@@ -329,7 +329,7 @@ def _option_type(hint: Any) -> tuple[Any, bool]:
 
 
 def docs_of_fields(cls: type[Any]) -> Mapping[str, str]:
-    """What is said of each field: pydantic's description, or the lines below ``Attributes:``."""
+    """Help text of each field: pydantic's description, or the lines below ``Attributes:``."""
     if not is_dataclass(cls):
         described = {name: each.description for name, each in cls.model_fields.items()}
         return {name: _shortened(text) for name, text in described.items() if text}
@@ -426,7 +426,7 @@ class LoadLLM(Protocol):
 
 @contextmanager
 def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
-    """What loads an LLM whose steps are written to ``path``, if there is one, until the end.
+    """A loader of an LLM whose steps are written to ``path``, if given, until the end.
 
     Args:
         **about: more for the first line of the trace.
@@ -452,11 +452,11 @@ def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
 
 
 def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = False) -> LLM:
-    """Load a model, and show on the terminal what takes long.
+    """Load a model, and show slow stages on the terminal.
 
     Args:
         trace: called with the record of every step.
-        evidence: whether verdicts say what they were decided on.
+        evidence: whether verdicts record the probabilities and draws behind them.
     """
     from foredraft.cli.display import RichProgress
 

@@ -1,4 +1,4 @@
-"""`foredraft plan`: what would speculation bring me?"""
+"""`foredraft plan`: predict the speed-up of speculation here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAMPLED = o.Derived(
 
 @dataclass(frozen=True)
 class Planned:
-    """What is planned for.
+    """Options of `foredraft plan`.
 
     Attributes:
         prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
@@ -39,9 +39,9 @@ class Planned:
         from_trace: a trace to take drafts from, instead of running prompts.
         loads: requests at once, with commas.
         drafters: names with commas, or all; auto and a few that suit most texts otherwise.
-        machines: another machine, by what `foredraft bench step --json FILE` measured there; may be
-            repeated.
-        check: run what is recommended, and show what was predicted beside what was measured.
+        machines: another machine, as a file that `foredraft bench step --json FILE` wrote there;
+            may be repeated.
+        check: run the recommended setting, and show prediction and measurement side by side.
         head: folder of `foredraft train`: would training it for longer pay?
         train_hours: of training beyond what that head has had, with commas.
         tokens_per_day: that are generated in all, such as 5M, to tell in how many days it does.
@@ -68,10 +68,10 @@ def plan(
     planned: Annotated[Planned, o.Derived("Plan", parsers={"tokens_per_day": o.parse_count})],
     json_file: o.JsonFile = None,
 ) -> None:
-    """What would speculation bring: each drafter under each load, and what to run.
+    """Predict the speed-up of each drafter under each load, and recommend a setting.
 
-    Drafters draft for some prompts, all in turns, and their steps are priced by the controller's
-    model of costs: this machine's, and others'. See docs/operate/plan.md.
+    Each drafter drafts for some prompts, in turns, and its steps are priced by the controller's
+    cost model, for this machine and others. See docs/operate/plan.md.
 
     Examples:
 
@@ -140,7 +140,7 @@ def _of_prompts(
     path = planned.head
     head = None if path is None else (read_info(path).kind, str(path))
     here = recorded_settings(llm, names, head)
-    # auto learns what this machine takes
+    # auto learns this machine's step times
     elsewhere = recorded_settings(llm, [name for name in names if name != AUTO])
     total = num_requests(work, loads, 1 + len(here))
     total += len(machines) * num_requests(work, loads, 1 + len(elsewhere))
@@ -175,7 +175,7 @@ def _named(wanted: str | None) -> list[str] | None:
 
 
 def _usable(llm: LLM, wanted: str | None) -> list[str]:
-    """Those that can draft here: a few that suit most texts, or all."""
+    """Drafters that can run here: a few that suit most texts, or all."""
     from foredraft.drafters import ready_drafters
     from foredraft.plan.record import AUTO, PLAIN
 

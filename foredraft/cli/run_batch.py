@@ -49,7 +49,7 @@ def run_batch_file(
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="What requests may call the model; may be repeated."),
+        typer.Option(help="A name of the model in requests; may be repeated."),
     ] = None,
     as_json: o.Json = False,
     ray: cluster.Ray = False,
@@ -61,7 +61,8 @@ def run_batch_file(
 
     Each line names a custom_id, a url (/v1/chat/completions, /v1/completions or /v1/responses) and
     a body; answers are what `foredraft serve` would send. They are written as they come.
-    Interrupted, the same command goes on where it was: what is in the output is not asked again.
+    After an interrupt the same command continues: requests with an answer in the output are
+    skipped.
 
     The exit status is 1 when a request failed; its answer says why.
 
@@ -104,7 +105,7 @@ def run_batch_file(
 def _server(
     asked: cluster.ClusterAsked, load: LoadOptions, settings: ServerSettings
 ) -> Iterator[tuple[NewApp, int]]:
-    """What makes the server, and how many requests it is to be asked at once."""
+    """A function that makes the server, and the number of concurrent requests."""
     if asked.ray:
         with asked.asked_from_here(load, settings) as found:
             yield found
@@ -118,7 +119,7 @@ def _server(
 def _answer(
     new_app: NewApp, concurrency: int, file: Path, answers: AnswerFile, missing: int
 ) -> BatchSummary:
-    """Ask for what is missing, with a progress bar."""
+    """Run the requests without an answer, with a progress bar."""
     start = time.perf_counter()
     with progress_bar(missing) as advance:
 

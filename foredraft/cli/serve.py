@@ -84,8 +84,8 @@ def serve(
 ) -> None:
     """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
 
-    Whatever is not given here comes from the environment, as FOREDRAFT_PORT or
-    FOREDRAFT_MAX_BODY_BYTES do; docs/operate/server.md lists all.
+    Settings that are not given here are read from the environment, such as FOREDRAFT_PORT or
+    FOREDRAFT_MAX_BODY_BYTES; docs/operate/server.md lists all.
 
     Examples:
 

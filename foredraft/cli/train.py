@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _KIND = "KIND"
 _WRITTEN_AT_ONCE = 16
 _WRITING_SHARE = 0.5
-"""Of the minutes of a training, at most so much goes into writing its text."""
+"""Largest share of a training's minutes that is spent on generating its text."""
 _LEAST_TOKENS = 1000
-"""Of replies: so many are written, however few the minutes are."""
+"""Replies that are generated even if the minutes are few."""
 
 
 class _Kinds(TyperGroup):
@@ -70,12 +70,10 @@ class DataOptions:
     capture_gb: float = 8.0
 
 
-Out = Annotated[Path, typer.Option("--out", help="The folder to write, or to go on with.")]
+Out = Annotated[Path, typer.Option("--out", help="The folder to write, or to resume.")]
 Replace = Annotated[
     bool,
-    typer.Option(
-        "--replace", help="Begin anew in --out; what is there is kept beside it, as OUT.old-1."
-    ),
+    typer.Option("--replace", help="Begin anew in --out; the old folder is kept as OUT.old-1."),
 ]
 Target = Annotated[
     LoadOptions,
@@ -125,7 +123,7 @@ def train_head(
         list[str] | None, typer.Option(help="NAME=VALUE of this kind; may be repeated.")
     ] = None,
 ) -> None:
-    """Train a head of any kind, such as eagle. The same command goes on where it was left.
+    """Train a head of any kind, such as eagle. The same command resumes an interrupted run.
 
     foredraft train eagle --target smollm2-135m-instruct --minutes 60 --out heads/eagle
     """
@@ -205,7 +203,7 @@ def write_text(
     ] = None,
     batch: Annotated[int, typer.Option(help="Replies at the same time.", min=1)] = _WRITTEN_AT_ONCE,
 ) -> None:
-    """Let a model write text to train its drafter on. The same command goes on where it was left.
+    """Let a model write text to train its drafter on. The same command resumes an interrupted run.
 
     foredraft train write-text --out my-texts --tokens 1M
     """
@@ -251,7 +249,7 @@ def compare(
         draw_curves(drawn, plot)
     rows = [_row(head) for head in compared]
     explained = (
-        "tokens/step: what a chain of drafts would commit.",
+        "tokens/step: tokens that a chain of drafts would commit.",
         "by depth: right where all before it were, on replies that no training has seen.",
     )
     facts = {"heads": [head.as_dict() for head in compared]}
@@ -344,7 +342,7 @@ def _move_aside(out: Path) -> None:
     from foredraft.train.folder import move_aside
 
     if (aside := move_aside(out)) is not None:
-        say(f"{out}: what was there is kept as {aside}")
+        say(f"{out}: the old folder is kept as {aside}")
 
 
 def _check_stop(display: TrainingDisplay, out: Path) -> None:
@@ -374,7 +372,7 @@ def _read_texts(
     display: TrainingDisplay,
     ends_at: float | None = None,
 ) -> list[Text]:
-    """What is there, and what the target writes first.
+    """The existing texts, and those that the target writes first.
 
     Args:
         ends_at: when no more is to be written, if there is enough to begin with.

@@ -57,7 +57,7 @@ def tune_exit(
     repeats: Annotated[int, typer.Option(min=1, help="How often to time each candidate.")] = 5,
     as_json: o.Json = False,
 ) -> None:
-    """Where the target should exit to draft for itself, and what that comes to.
+    """Find the target's best exit layer for early-exit drafting, and its speed-up.
 
     Each candidate's row shows the number of draft tokens that suits it best. A speed-up below 1
     says that plain decoding is faster; use another drafter then.
@@ -95,7 +95,7 @@ def _measure(llm: LLM, text: str | None, skip: bool, tokens: int, repeats: int) 
 
 
 def _passages(llm: LLM, text: str | None, tokens: int) -> list[Passage]:
-    """What to judge by, of so many predicted tokens at most."""
+    """Passages to evaluate on, with at most that many predicted tokens."""
     from foredraft.bench.exits import Passage, split_passages
 
     if text is not None:
@@ -229,7 +229,7 @@ def tune_load(
     tokens: Annotated[int, typer.Option(min=8, help="Of each reply.")] = 64,
     as_json: o.Json = False,
 ) -> None:
-    """How much is drafted under each load, by whom, and why: as the controller comes to see it.
+    """Show what the controller drafts under each load, with which drafter, and why.
 
     It writes some replies under each load and shows the last plan for a full batch.
 
@@ -282,7 +282,7 @@ def _choice(
     count: int,
     params: SamplingParams,
 ) -> dict[str, Any]:
-    """Serve some replies with so many requests at once, and describe the last plan."""
+    """Serve some replies at this concurrency, and describe the last plan."""
     from foredraft.bench.prompts import repeated_prompts
     from foredraft.control.adaptive import AdaptiveBudget
 
@@ -309,11 +309,11 @@ def _choice(
 
 
 def _described(plan: Plan, load: int, saved: float) -> dict[str, Any]:
-    """What a plan has come to under a load.
+    """The plan that the controller has made under a load.
 
     Args:
         load: requests at once.
-        saved: of the time that the replies would have taken without drafts; negative: lost.
+        saved: share of plain decoding's time that was saved; negative: lost.
     """
     from foredraft.core.cost import price_of
 

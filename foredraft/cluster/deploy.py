@@ -42,13 +42,13 @@ from foredraft.server.settings import ServerSettings
 _RING = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _NAME = "foredraft"
 _STORE = 200 << 20
-"""Bytes that a cluster of this machine alone keeps for what its processes tell each other."""
+"""Bytes of Ray's object store in a cluster of this machine alone."""
 _FULL = 0.7
-"""Load of an engine that autoscaling aims at."""
+"""Load of an engine that autoscaling targets."""
 _GRACE = 15.0
-"""Seconds that a replica is left beyond the longest reply, to end in order."""
+"""Seconds beyond the longest reply that a replica has to shut down."""
 _LOOK = 0.25
-"""Seconds between two looks whether all replies are over."""
+"""Seconds between two checks whether all replies are finished."""
 _OWN_CLUSTER = {
     "RAY_worker_niceness": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -62,7 +62,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ClusterOptions(BaseModel):
-    """How large a cluster is.
+    """The size of a cluster.
 
     Attributes:
         replicas: engines.
@@ -92,7 +92,7 @@ class GateReplica:
     Args:
         engines: the deployment of `EngineReplica`.
         settings: of the server.
-        salt: what tenants are told apart with; the same in all gates, which share caches.
+        salt: secret that separates tenants in caches; all gates use the same.
     """
 
     def __init__(self, engines: DeploymentHandle, settings: ServerSettings, salt: bytes) -> None:
@@ -126,7 +126,7 @@ def engine_application(
     settings: ServerSettings,
     options: ClusterOptions,
 ) -> Application:
-    """Engines alone, for whoever has a handle; see `application`."""
+    """Engines without gates, for callers with a handle; see `application`."""
     longest = settings.request_timeout + _GRACE
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
     if options.autoscale is not None:
@@ -157,7 +157,7 @@ def engine_application(
 
 
 def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """How many engines what they report, and what waits at gates, would fill to `_FULL`.
+    """Number of engines that the reported and waiting load would fill to `_FULL`.
 
     Ray gets this function by value: its controller does not import this module.
     """
@@ -195,7 +195,7 @@ def application(
 
 
 def app(args: Mapping[str, Any]) -> Application:
-    """What a configuration file of Serve imports, as ``foredraft.cluster:app``.
+    """The application that configuration files of Serve import as ``foredraft.cluster:app``.
 
     Args:
         args: fields of `ClusterOptions`; ``load`` with options of `LLM.load`, and ``server`` with
@@ -253,7 +253,7 @@ def running(
 
 
 def _delete(seconds: float) -> None:
-    """Take no more requests, and leave replies so many seconds to come to their end."""
+    """Take no more requests, and give running replies that many seconds to finish."""
     until = time.monotonic() + seconds
     serve.delete(_NAME, _blocking=False)
     while _NAME in serve.status().applications and time.monotonic() < until:
@@ -261,7 +261,7 @@ def _delete(seconds: float) -> None:
 
 
 def _http(settings: ServerSettings) -> dict[str, Any]:
-    """Where Ray's proxies listen, which stand before the gates."""
+    """Addresses of Ray's proxies in front of the gates."""
     files = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
     given = {name: str(path) for name, path in files.items() if path is not None}
     return {"host": settings.host, "port": settings.port, **given}

@@ -1,4 +1,4 @@
-"""An engine for the server that runs its replies in other processes, and outlives them."""
+"""An engine for the server that runs its replies in other processes and survives their loss."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from foredraft.engine.stats import EngineStats
 _log = logging.getLogger("foredraft.cluster")
 _KEY_TOKENS = 256
 _MOST_LOST = 4
-"""Replicas that a reply may lose one after the other, without a token in between."""
+"""Replicas that a reply may lose in a row without a token in between."""
 _PAUSE = 0.2
-"""Seconds before another is asked, times the replicas that were lost by then."""
+"""Seconds before another replica is asked, times the number of lost ones."""
 _LOST = (RayError, EngineStoppedError)
-"""What says that a replica is gone, or of no more use."""
+"""Errors that mean that a replica is gone or unusable."""
 _SESSION: ContextVar[str | None] = ContextVar("session", default=None)
 
 
@@ -53,8 +53,8 @@ class Sessions:
 def affinity_key(prompt: Sequence[int], tenant: str | None, session: str | None = None) -> str:
     """Equal for requests that should meet in one replica, where what they share is cached.
 
-    That is the session which the client names, by a header or as ``session``; else the beginning of
-    the prompt, which a chat keeps as it grows.
+    It is the session that the client names, by a header or as ``session``; else the beginning of
+    the prompt, which stays the same as a chat grows.
     """
     session = _SESSION.get() or session
     text = array("q", prompt[:_KEY_TOKENS]).tobytes() if session is None else session.encode()
@@ -66,7 +66,7 @@ class FailOvers:
     """Counters.
 
     Attributes:
-        resumed: how often a reply went on in another replica.
+        resumed: replies that were continued in another replica.
         lost: replies that could not.
     """
 
@@ -76,7 +76,7 @@ class FailOvers:
 
 @dataclass(eq=False)
 class _Reply:
-    """One reply, on as many replicas as it takes.
+    """One reply, on one replica after another if they fail.
 
     Attributes:
         asked: from its beginning.
@@ -95,7 +95,7 @@ class _Reply:
     events: list[Event] = field(default_factory=list)
 
     def ask(self, handle: DeploymentHandle, num_lost: int) -> Any:
-        """Ask a replica for what is left of it; one at another place for each that was lost."""
+        """Ask a replica for the rest of the reply; after each loss another one."""
         so_far = replace(ReplySoFar.of(self.events), index=self.asked.so_far.index)
         key = f"{self.key}#{num_lost}" if num_lost else self.key
         options = handle.options(method_name="open", stream=True, session_id=key)
@@ -124,11 +124,11 @@ class RemoteReplies(AsyncIterator[Event]):
         self._tasks: list[asyncio.Task[None]] = []
 
     def run(self, task: asyncio.Task[None]) -> None:
-        """What brings the events of a reply. It is cancelled with this."""
+        """Set the task that brings the events of a reply; closing this cancels it."""
         self._tasks.append(task)
 
     def put(self, item: Event | Exception) -> None:
-        """Hand over an event, or the reason why there are no more."""
+        """Pass on an event, or the error that ends the reply."""
         self._mailbox.put_nowait(item)
 
     def __aiter__(self) -> Self:
@@ -148,7 +148,7 @@ class RemoteReplies(AsyncIterator[Event]):
         """Abort what is unfinished."""
         if self._num_live:
             self._num_live = 0
-            self._mailbox.put_nowait(None)  # somebody may be reading
+            self._mailbox.put_nowait(None)  # a reader may be waiting
         for task in self._tasks:
             task.cancel()
 
@@ -185,7 +185,7 @@ class RemoteEngine:
         self._live: set[_Reply] = set()
 
     def stats(self) -> EngineStats:
-        """Of this gate's replies alone."""
+        """Counts of this gate's replies alone."""
         waiting = sum(not reply.accepted.done() for reply in [*self._live])
         return EngineStats(len(self._live) - waiting, waiting, {}, 0, 0, 0, 0, 0)
 
@@ -221,7 +221,7 @@ class RemoteEngine:
         return stream
 
     async def aclose(self, *, drain: bool = True) -> None:
-        """Nothing of its own is to be closed: whoever reads a reply ends it."""
+        """The engine has nothing of its own to close: closing a reply's stream ends it."""
 
     def _replies(
         self,
@@ -245,7 +245,7 @@ class RemoteEngine:
         ]
 
     async def _run(self, reply: _Reply, put: Callable[[Event | Exception], None]) -> None:
-        """Bring a reply to its end. What ends it early is told to who waits for it, or reads."""
+        """Run a reply to its end. An early error is passed to its opener or reader."""
         self._live.add(reply)
         try:
             await self._bring(reply, put)

@@ -1,4 +1,4 @@
-"""What runs in the process of an engine, and what others may know of its model."""
+"""The engine's process, and the description of its model for gates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
 
 Item = Event | ForedraftError | None
-"""What an engine sends: None when it has accepted a reply, then events, or why there are none."""
+"""Items of an engine's stream: None when it has accepted a reply, then events or an error."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class AskedReply:
     Attributes:
         prompt: token ids.
         params: with the seed of this very reply.
-        tenant: whose request it is.
+        tenant: the owner of the request.
         priority: requests of higher numbers go first.
-        so_far: what another engine has committed of it; no tokens where it begins.
+        so_far: tokens that another engine has committed; none for a new reply.
     """
 
     prompt: list[int]
@@ -39,7 +39,7 @@ class AskedReply:
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """What a gate knows of the engines' model: a `ServedModel`."""
+    """The engines' model as a gate sees it: a `ServedModel`."""
 
     name: str | None
     tokenizer: Tokenizer | None
@@ -50,7 +50,7 @@ class RemoteModel:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model as it is described to gates, which have no files of it.
+    """The description of a model for gates, which do not have its files.
 
     Attributes:
         name, max_context, vocab_size, drafter_name: see `ServedModel`.
@@ -69,7 +69,7 @@ class ModelCard:
         return cls(llm.name, llm.max_context, llm.vocab_size, llm.drafter_name, files)
 
     def model(self) -> RemoteModel:
-        """The same with a tokenizer that works here."""
+        """The described model with a tokenizer in this process."""
         tokenizer = None
         if self.tokenizer_files:
             with TemporaryDirectory(prefix="foredraft-") as directory:
@@ -92,7 +92,7 @@ class EngineReplica:
         self._engine = AsyncLLM(load(), max_waiting=max_waiting)
 
     def describe(self) -> ModelCard:
-        """What gates know of the model."""
+        """The model's description for gates."""
         return ModelCard.of(self._engine.llm)
 
     async def open(self, asked: AskedReply) -> AsyncIterator[Item]:

@@ -1,7 +1,7 @@
 """Drafting a chain token by token from something that predicts the next one.
 
 A draft model does, and so do some layers of the target. The tokens are chosen or drawn, as each
-request's coupling asks.
+request's coupling asks. A draft model's cache is here, too.
 
 Shape legend: V vocabulary.
 """
@@ -138,45 +138,6 @@ class Predictor(Protocol):
     def end(self, request_id: int) -> None: ...
 
 
-class ModelPredictor:
-    """A model with a cache of its own.
-
-    Args:
-        model: of the target's vocabulary.
-    """
-
-    def __init__(self, model: Target) -> None:
-        self._model, self._cache = model, DraftCache(model)
-
-    def begin(self, row: DraftRow) -> None:
-        self._cache.begin(row)
-
-    def has_room(self, row: DraftRow) -> bool:
-        return self._cache.has_room(row, row.budget)
-
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
-        return self._cache.read(rows, most_tokens)
-
-    def next_logits(
-        self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
-        pending = [
-            draft[-1:] or self._cache.catch_up(row) for row, draft in zip(rows, drafts, strict=True)
-        ]
-        scores = self._model.score(
-            [
-                ScoreRow(self._cache.slot(row.request_id), tokens, source=row.source)
-                for row, tokens in zip(rows, pending, strict=True)
-            ]
-        )
-        for row, tokens in zip(rows, pending, strict=True):
-            self._cache.keep(row.request_id, tokens)
-        return [score.logits_NV[0] for score in scores]
-
-    def end(self, request_id: int) -> None:
-        self._cache.end(request_id)
-
-
 class ChainDrafter(BaseDrafter):
     """Drafts chains; all rows that still draft share each call of the predictor.
 
@@ -192,8 +153,7 @@ class ChainDrafter(BaseDrafter):
         min_confidence: float = 0.0,
         round_share: float | None = None,
     ) -> None:
-        reads = isinstance(predictor, ModelPredictor)
-        self.traits = DrafterTraits(learns=False, reads=reads, round_share=round_share)
+        self.traits = DrafterTraits(learns=False, round_share=round_share)
         self._predictor, self._min_confidence = predictor, min_confidence
 
     def begin(self, row: DraftRow) -> None:
@@ -210,11 +170,6 @@ class ChainDrafter(BaseDrafter):
                 chain.extend(logits_V)
             active = [chain for chain in active if chain.num_left]
         return [chain.build() if chain in able else NOT_READY for chain in chains]
-
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
-        """Of predictors with a cache of their own; others read along with the target."""
-        assert isinstance(self._predictor, ModelPredictor)
-        return self._predictor.read(rows, most_tokens)
 
     def end(self, request_id: int) -> None:
         self._predictor.end(request_id)

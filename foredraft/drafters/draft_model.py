@@ -63,6 +63,7 @@ class DraftModelDrafter(StagedDrafter):
         fit: how well it drafts.
         guesser: see `StagedDrafter`.
         vocab_size: of the target; None: the draft model's own.
+        min_confidence: see `foredraft.drafters.chain.ChainDraft`.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class DraftModelDrafter(StagedDrafter):
         fit: Fit = _USUAL_FIT,
         guesser: GuidedDrafter | None = None,
         vocab_size: int | None = None,
+        min_confidence: float = 0.0,
     ) -> None:
-        super().__init__(fit, guesser, vocab_size or model.vocab_size)
+        super().__init__(fit, guesser, vocab_size or model.vocab_size, min_confidence)
         # How often it is right is not known yet: what is expected of a pair stands in for it.
         self.traits = replace(self.traits, reads=True, promise=None)
         self._model, self._cache = model, DraftCache(model, rewrites=guesser is None)

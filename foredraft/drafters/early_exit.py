@@ -19,13 +19,15 @@ from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRow, Observation
-from foredraft.drafters.chain import ChainDrafter, ModelPredictor
+from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.drafters.chain import ChainDrafter
+from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.heads.base import LARGEST_SIZE, CausalHead, HeadOption, HeadSource
 from foredraft.drafters.heads.layers import head_weights
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.heads.store import trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.drafters.staged import MOST_GUESSES, Fit
 from foredraft.models.base import (
     Capabilities,
     Computed,
@@ -35,6 +37,7 @@ from foredraft.models.base import (
     ModelShape,
     ScoreRow,
     ShallowTarget,
+    Target,
 )
 
 
@@ -142,8 +145,13 @@ class SharedCachePredictor:
 class SharedCacheDrafter(ChainDrafter):
     """Drafts on the target's own cache; verification goes on from what drafting computed."""
 
-    def __init__(self, predictor: SharedCachePredictor, min_confidence: float = 0.0) -> None:
-        super().__init__(predictor, min_confidence)
+    def __init__(
+        self,
+        predictor: SharedCachePredictor,
+        min_confidence: float = 0.0,
+        round_share: float | None = None,
+    ) -> None:
+        super().__init__(predictor, min_confidence, round_share)
         self._shared = predictor
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
@@ -220,9 +228,10 @@ class AdaptedDrafter(SharedCacheDrafter):
         self, module: AdapterModule, target: LayeredTarget, min_confidence: float = 0.0
     ) -> None:
         self._adapted = AdaptedPredictor(module, target)
-        super().__init__(self._adapted, min_confidence)
+        share = (module.exit_layer + module.num_layers) / target.num_layers
+        super().__init__(self._adapted, min_confidence, share)
         self.taps, self.layers = module.taps, (self._adapted.layers,)
-        self.traits = DrafterTraits(skips_gaps=True)
+        self.traits = DrafterTraits(skips_gaps=True, round_share=share)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         self._adapted.observe(observations)
@@ -262,21 +271,27 @@ def _check_exit_layer(exit_layer: object, num_layers: int) -> int:
     return exit_layer
 
 
-def _drafter(
-    target: LayeredTarget, exit_layer: Any, skip: Any, min_confidence: float
-) -> ChainDrafter:
+def _drafter(target: LayeredTarget, exit_layer: Any, skip: Any, min_confidence: float) -> Drafter:
     if skip is not None:
         if exit_layer is not None:
             raise ConfigError("exit_layer and skip are two ways to draft; give one of them")
-        view = target.sublayer_view(*parse_skip(skip, target.num_layers))
-        return ChainDrafter(ModelPredictor(view), min_confidence)
+        no_attention, no_mlp = parse_skip(skip, target.num_layers)
+        share = 1 - len(no_attention & no_mlp) / target.num_layers
+        return _of_view(target.sublayer_view(no_attention, no_mlp), share, min_confidence)
     if exit_layer is None:
         exit_layer = max(1, target.num_layers // 4)
     exit_layer = _check_exit_layer(exit_layer, target.num_layers)
     if target.capabilities.shallow:
         shared = SharedCachePredictor(target, target.shallow(exit_layer))
-        return SharedCacheDrafter(shared, min_confidence)
-    return ChainDrafter(ModelPredictor(target.layer_view(range(exit_layer))), min_confidence)
+        return SharedCacheDrafter(shared, min_confidence, exit_layer / target.num_layers)
+    share = exit_layer / target.num_layers
+    return _of_view(target.layer_view(range(exit_layer)), share, min_confidence)
+
+
+def _of_view(view: Target, share: float, min_confidence: float) -> DraftModelDrafter:
+    """A draft model whose forward takes this share of a plain step."""
+    fit = Fit(0.5, 0.5, (share,) * (MOST_GUESSES + 1))
+    return DraftModelDrafter(view, fit, min_confidence=min_confidence)
 
 
 def _build_adapted(
@@ -294,7 +309,7 @@ def _build_adapted(
     return AdaptedDrafter(trained_head(context, AdapterModule, "adapter"), target, min_confidence)
 
 
-def _build(context: DrafterContext) -> ChainDrafter:
+def _build(context: DrafterContext) -> Drafter:
     options = dict(context.options)
     min_confidence = options.pop("min_confidence", 0.0)
     if isinstance(min_confidence, bool) or not isinstance(min_confidence, int | float):

@@ -87,19 +87,25 @@ class StagedDrafter(BaseDrafter, ABC):
         fit: how well the model drafts.
         guesser: guesses for it; None: no token is guessed.
         vocab_size: of the target: other tokens are not drafted.
+        min_confidence: see `ChainDraft`.
     """
 
-    def __init__(self, fit: Fit, guesser: GuidedDrafter | None, vocab_size: int) -> None:
+    def __init__(
+        self,
+        fit: Fit,
+        guesser: GuidedDrafter | None,
+        vocab_size: int,
+        min_confidence: float = 0.0,
+    ) -> None:
         chances = (fit.greedy, fit.sampled)
         share = fit.token_share(GUESSED) if guesser else fit.shares[0]
         self.traits = DrafterTraits(
             promise=chances,
             round_share=share,
             spare=MOST_GUESSES if guesser else 0,
-            learns=guesser is not None,
         )
         self._fit, self._token_share, self._guesser = fit, share, guesser
-        self._vocab_size = vocab_size
+        self._vocab_size, self._min_confidence = vocab_size, min_confidence
 
     @abstractmethod
     def _has_room(self, row: DraftRow) -> bool:
@@ -121,7 +127,8 @@ class StagedDrafter(BaseDrafter, ABC):
             self._guesser.begin(row)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        chains = {r.request_id: ChainDraft(r) for r in rows if r.budget and self._has_room(r)}
+        able = [row for row in rows if row.budget and self._has_room(row)]
+        chains = {row.request_id: ChainDraft(row, self._min_confidence) for row in able}
         alike = list(chains.values())
         while alike:
             prices = self._fit.guess_prices(len(alike))

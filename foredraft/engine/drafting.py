@@ -71,7 +71,7 @@ class Drafting:
     # ---- a request comes, changes its drafter, and goes ------------------------------------------
 
     def begin(self, request: Request, running: Sequence[Request]) -> None:
-        """A request has its place in the cache: its controller says who drafts for it.
+        """A request has its place in the cache: it names who drafts for it, or its controller does.
 
         A drafter that keeps something for each token may lack what the target's cache holds: see
         `LoadedDrafter.can_follow`.
@@ -79,8 +79,10 @@ class Drafting:
         Args:
             running: the requests in the batch.
         """
-        policy = request.policy
+        policy, named = request.policy, request.params.speculation
         name = policy.begin(request, running)
+        if named in policy.drafters:
+            name = named
         if name is None:
             return
         loaded = policy.drafters[name]

@@ -1,4 +1,4 @@
-"""Who steps an engine: whoever reads a stream, or a thread of its own."""
+"""Drive an engine: by the readers of streams (`Streams`), or by a thread (`EngineThread`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _log = logging.getLogger("foredraft")
 
 Command = Callable[[], None]
 Mailbox = Callable[[Event | EngineStoppedError], None]
-"""Takes a request's events, or the reason why there will be none. Raises `RuntimeError` where
-nobody will read it."""
+"""Takes a request's events, or its error. Raises `RuntimeError` if the reader is gone."""
 
 
 class Streams:
-    """Whoever reads drives the engine; what a step brings others waits in their inboxes.
+    """The reader of a stream drives the engine; events of other streams wait in their inboxes.
 
-    Readers may be in several threads: they take turns at driving.
+    Several threads may read: they take turns at driving.
 
     Args:
         engine: runs the requests.
@@ -44,15 +43,15 @@ class Streams:
     ) -> Iterator[Event]:
         """Submit requests and yield their events until all are over.
 
-        Closing the iterator early cancels what is unfinished. Nothing is submitted before the
-        first event is asked for, and nothing generated unless every prompt is accepted.
+        Closing the iterator early cancels the unfinished requests. Requests are submitted when the
+        first event is asked for, and none is generated unless every prompt is accepted.
 
         Raises:
             PromptError, ConfigError: as `Engine.submit`.
         """
         engine, inbox, live = self._engine, deque[Event](), set[int]()
         try:
-            # Reading a grammar may take long, and nobody has to wait for it.
+            # Compiling a grammar may take long: do it before taking the lock.
             prepared = [engine.prepare(prompt, params, options) for prompt in prompts]
             with engine.lock:
                 for requests in prepared:
@@ -74,7 +73,7 @@ class Streams:
                     engine.cancel(request_id)
 
     def _drive(self, inbox: deque[Event], live: Set[int]) -> None:
-        """Step until something has arrived, also by another thread, or nothing will."""
+        """Step until an event has arrived (another thread may bring it), or no more can."""
         while not inbox:
             with self._engine.lock:
                 if inbox or not any(self._engine.is_live(i) for i in live):
@@ -85,14 +84,14 @@ class Streams:
 class EngineThread:
     """The engine's thread. It steps while there is work, and sleeps while there is none.
 
-    What others want of the engine goes through one queue and happens between two steps.
+    Commands of other threads go through one queue and are executed between two steps.
 
     Args:
         engine: what it steps.
-        policy: on whose behalf; None: the engine's own.
+        policy: the policy of the requests that it steps; None: the engine's own.
         send: called when mailboxes have received events: after each step, and after each command.
-        idle: does a little of what can wait, while there is no work. It returns the seconds after
-            which it wants to be called again; None: not before there was work again.
+        idle: does a little background work while no request is live. It returns the seconds after
+            which it wants to be called again; None: only after there was work again.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class EngineThread:
         self._commands.put(lambda: self._drop(request_ids))
 
     def wake(self) -> None:
-        """Look again whether there is something to do while there is no work."""
+        """Call `idle` again, if no request is live."""
         self._commands.put(lambda: None)
 
     def refuse(self, problem: str) -> None:
@@ -154,7 +153,7 @@ class EngineThread:
             self._changed.wait_for(lambda: self._is_over or not self._num_live)
 
     def stop(self) -> None:
-        """Abort what is under way, and end the thread."""
+        """Abort the live requests, and end the thread."""
         self.refuse("it was closed")
         self._stopping = True
         self.wake()
@@ -176,7 +175,7 @@ class EngineThread:
         self._end(fault)
 
     def _obey(self, seconds: float | None) -> None:
-        """What others have asked for by now. The first of it is waited for; None: for ever."""
+        """Execute queued commands; wait ``timeout`` seconds for the first (None: for ever)."""
         try:
             while True:
                 self._commands.get(timeout=seconds)()
@@ -200,9 +199,9 @@ class EngineThread:
             self.leave()
         try:
             mailbox(event)
-        except RuntimeError:  # its loop is closed: nobody listens any more
+        except RuntimeError:  # its event loop is closed: the client is gone
             self.abort([request_id])
-        if threading.current_thread() is not self._thread:  # the engine is stepped by somebody else
+        if threading.current_thread() is not self._thread:  # another thread steps the engine
             self._send()
 
     def _drop(self, request_ids: Sequence[int]) -> None:
@@ -211,7 +210,7 @@ class EngineThread:
                 self._engine.cancel(request_id)
 
     def _end(self, fault: EngineStoppedError | None) -> None:
-        """Nobody is left waiting, and nothing in the engine."""
+        """Refuse the queued commands and cancel the live requests."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

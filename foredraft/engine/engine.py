@@ -57,14 +57,14 @@ class EngineOptions:
     Attributes:
         max_batch_size: most requests in one step; further ones wait.
         max_step_tokens: most prompt tokens read in one step.
-        prefix_caching: what was read of a text is kept for requests that begin likewise, as long
-            as there is room.
+        prefix_caching: whether the KV entries of a text stay cached for requests with the same
+            beginning, while there is room.
         eos_token_ids: ids that end every request unless it ignores them.
         new_decoder: makes the decoder of a reply; None when there is no tokenizer.
-        rule_book: what requests ask of a distribution; None: all but what needs a tokenizer.
-        cost: what steps cost here; it follows the steps that are made. None: nobody wants to know.
+        rule_book: makes the sampling rules of requests; None: all but those that need a tokenizer.
+        cost: the model of step times on this machine, updated by each step. None: not tracked.
         trace: called with the record of each step.
-        keeps_evidence: whether verdicts say what they were decided on.
+        keeps_evidence: whether verdicts record the probabilities and draws behind them.
         clock: seconds, for the times of steps.
         new_seed: the seed of a request that names none.
     """
@@ -89,12 +89,12 @@ class Engine:
 
     Args:
         target: the model whose text it is.
-        policy: who drafts for requests that bring no policy of their own.
+        policy: drafts for requests without a policy of their own.
         options: how it runs.
 
     Attributes:
         lock: held during each call.
-        proof: makes some steps again, without drafts; None: nobody does.
+        proof: repeats some steps without drafts, to compare; None: live proof is off.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -114,7 +114,8 @@ class Engine:
         self._scheduler = Scheduler(
             options.max_batch_size, options.max_step_tokens, self._places.must_wait
         )
-        self._is_full = False  # of memory: nobody begins before somebody else has ended
+        # set after the cache refused memory: admit no request until a running one ends
+        self._is_full = False
         self._eos_token_ids = frozenset(options.eos_token_ids)
         self._rule_book = options.rule_book or RuleBook(target.vocab_size)
         self._ids = itertools.count()
@@ -145,11 +146,11 @@ class Engine:
         params: SamplingParams,
         options: RequestOptions | None = None,
     ) -> list[Request]:
-        """Requests that can be queued, one a reply. Waits for nobody: a step may be under way.
+        """Make the requests for a prompt, one a reply, ready to be queued. Never waits for a step.
 
         Raises:
-            PromptError: the prompt, with what there is of the reply, is empty, too long, or holds
-                ids outside the vocabulary.
+            PromptError: the prompt, with the resumed part of the reply, is empty, too long, or
+                holds ids outside the vocabulary.
             ConfigError: stop strings without a tokenizer, several replies in a conversation, a
                 drafter that is not loaded, a reply that cannot go on (`Request.resume`), or
                 something that an encoder-decoder has not.
@@ -180,7 +181,7 @@ class Engine:
         """Queue what `prepare` made.
 
         Args:
-            reader: handed the requests' events, beside whoever steps.
+            reader: called with the requests' events, which `step` also returns.
 
         Raises:
             ConfigError: its session is already in use.
@@ -202,7 +203,7 @@ class Engine:
 
     @property
     def prefixes(self) -> PrefixCache:
-        """What requests that begin alike share."""
+        """The prefix cache: requests with the same beginning share its entries."""
         return self._places.prefixes
 
     @property
@@ -221,12 +222,12 @@ class Engine:
     def step(self, policy: Policy | None = None) -> list[Event]:
         """One step: a token at least for each request whose prompt has been read.
 
-        A failure costs the one request that it happened in: it ends with finish reason "error" and
-        what it had committed. Where a forward of several rows fails, each is tried alone.
+        A failure ends only the request that it happened in, with finish reason "error" and its
+        committed tokens. Where a forward of several rows fails, each is tried alone.
 
         Args:
-            policy: whose step it is, if its requests stay apart (`Policy`); all others' requests
-                take part in any step.
+            policy: the policy to step, if its requests stay apart (`Policy.is_apart`); requests of
+                all other policies take part in any step.
         """
         with self.lock:
             self._is_stepping = True
@@ -271,7 +272,7 @@ class Engine:
             return self._cancel(request).result if request else None
 
     def stats(self) -> EngineStats:
-        """What the engine has done and is doing. Waits for nobody: a step may be under way."""
+        """Counts of the engine's work so far and of its live requests. Never waits for a step."""
         totals, running = self._totals, len(self._scheduler.running)
         usage, prefixes = self._target.cache.usage, self.prefixes.stats
         return EngineStats(
@@ -291,7 +292,7 @@ class Engine:
         )
 
     def close_session(self, session: Session) -> None:
-        """A conversation is over.
+        """End a conversation.
 
         Raises:
             ConfigError: a reply is under way.
@@ -300,7 +301,7 @@ class Engine:
             session.close()
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Refuse what cannot be generated from.
+        """Refuse a prompt that cannot be generated from.
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
@@ -314,7 +315,7 @@ class Engine:
             self._check_beginning(prompt)
 
     def _check_beginning(self, prompt: Sequence[int]) -> None:
-        """Refuse what a reply cannot go on from."""
+        """Refuse a decoder prompt that a reply cannot continue."""
         limit = self._target.max_context
         room = f"the context holds {limit}: shorten it so that at least one token fits behind it"
         check_ids(prompt, self._target.vocab_size, limit - 1, room)
@@ -322,9 +323,9 @@ class Engine:
     def _begin_reply(
         self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
     ) -> tuple[Sequence[int], RequestOptions]:
-        """What the reply goes on from: the prompt, or what a decoder begins with.
+        """Tokens that the reply continues: the prompt, or an encoder-decoder's decoder prompt.
 
-        The prompt of an encoder-decoder is its source, unless the options bring one.
+        The prompt of an encoder-decoder is its source, unless the options name another source.
         """
         if self._encoder is None:
             if options.source is not None:
@@ -375,9 +376,9 @@ class Engine:
         )
 
     def _admit(self) -> None:
-        """Let requests into the batch while there is room, in the batch and in the cache.
+        """Admit requests while there is room in the batch and in the cache.
 
-        The first one that there is no memory for waits, and all others behind it; alone it ends.
+        A request without memory waits, with all behind it; if no other runs, it ends with an error.
         """
         while not self._is_full and (request := self._scheduler.next_waiting()) is not None:
             running = self._scheduler.running
@@ -397,14 +398,15 @@ class Engine:
             self._scheduler.start(request)
 
     def _run(self, batch: Sequence[Turn]) -> None:
-        """One step of these rows; of fewer without memory for it; of each alone where it fails."""
+        """Step these rows; fewer if memory is short; each alone if the forward fails."""
         if not batch:
             return
         try:
             record = self._stepper.step(batch)
         except CacheFullError as error:
             self._run(self._with_room(batch, error))
-        except EngineStoppedError:  # the target's: no row will ever fare better
+        # a fault of the target itself: retrying rows one by one cannot help
+        except EngineStoppedError:
             raise
         except Exception as error:
             if len(batch) == 1:
@@ -420,7 +422,7 @@ class Engine:
             self._report(batch, record)
 
     def _with_room(self, batch: Sequence[Turn], error: CacheFullError) -> list[Turn]:
-        """The turns that are left when something gives way: drafts first, then the last row."""
+        """The turns that remain when memory ran out: drop the drafts first, then the last row."""
         if any(turn.may_draft for turn in batch):
             return [Turn(turn.request, turn.num_read, may_draft=False) for turn in batch]
         running = self._scheduler.running
@@ -434,7 +436,7 @@ class Engine:
         return [Turn(t.request, t.num_read, False) for t in batch if t.request is not last]
 
     def _preempt(self, request: Request) -> None:
-        """Let a request wait for memory. What it has committed it reads again, and goes on."""
+        """Preempt a request: it waits, prefills its committed tokens again, and continues."""
         _log.debug("request %d waits for memory", request.request_id)
         self._close(request)
         self._scheduler.preempt(request)
@@ -442,21 +444,21 @@ class Engine:
         self._is_full = True
 
     def _end_drafting(self) -> None:
-        """Nobody drafts for those who run: nobody knows what drafters have seen of a broken step.
+        """Detach all drafters of running requests: a broken step leaves their state unknown.
 
-        Controllers may name somebody again.
+        Controllers may attach a drafter again.
         """
         for request in self._scheduler.running:
             self._drafting.end(request)
         self._was_interrupted = False
 
     def _close(self, request: Request) -> None:
-        """Nobody drafts for a request any more, and its place is free."""
+        """Detach a request's drafter and free its slot."""
         self._drafting.end(request)
         self._places.close(request)
 
     def _report(self, batch: Sequence[Turn], record: StepRecord) -> None:
-        """Tell everybody of a step; a proof's own counts for nobody."""
+        """Report a step to costs, totals, traces and controllers, unless it is a proof's own."""
         if self.proof is not None:
             if self.proof.owns(batch):
                 return
@@ -474,10 +476,9 @@ class Engine:
         return self._event(request)
 
     def _event(self, request: Request) -> Event:
-        """What is new of a request; its reader gets it, too.
+        """The new event of a request; its reader gets it, too.
 
-        One that is over is taken out at the very end: if all this is interrupted, the next step
-        does it again.
+        A finished request is removed last: if this is interrupted, the next step does it again.
         """
         if request.is_over:
             self._finish(request)
@@ -499,11 +500,11 @@ class Engine:
 
 
 def check_ids(prompt: Sequence[int], vocab_size: int, most: int, room: str) -> None:
-    """Refuse ids that nothing can be generated from.
+    """Refuse token ids that cannot be generated from.
 
     Args:
-        most: how many there may be.
-        room: says so to a person.
+        most: most ids allowed.
+        room: the same limit in words, for the error message.
 
     Raises:
         PromptError: there are none, too many, or some that are outside the vocabulary.
@@ -524,7 +525,7 @@ def check_ids(prompt: Sequence[int], vocab_size: int, most: int, room: str) -> N
 
 
 def _check_resumable(params: SamplingParams) -> None:
-    """Raises a `ConfigError` where parameters do not say how a reply goes on."""
+    """Raises a `ConfigError` if the parameters do not determine how a reply continues."""
     if params.n > 1:
         raise ConfigError(f"n is {params.n}, and each reply goes on alone: see SamplingParams.each")
     if params.seed is None and params.temperature > 0.0:
@@ -532,7 +533,7 @@ def _check_resumable(params: SamplingParams) -> None:
 
 
 def _check_speculation(params: SamplingParams, policy: Policy) -> None:
-    """Raises a `ConfigError` where the request asks for a drafter that is not loaded for it."""
+    """Raises a `ConfigError` if the request names a drafter that is not loaded."""
     known = ("auto", "off", *policy.drafters)
     if params.speculation not in known:
         hint = nearest(params.speculation, known)

@@ -1,4 +1,4 @@
-"""A lock that threads get in turns: whoever works in a loop lets the others in between."""
+"""A first-come, first-served lock: a thread that takes it in a loop lets the others in between."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 
 
 class FairLock:
-    """A reentrant lock that is not taken again over the heads of those who wait for it.
+    """A reentrant lock that waiting threads get in the order of their requests.
 
-    Python's own lock goes to whoever asks first after its release, which is nearly always the
-    thread that has just released it: one that steps an engine would keep all others out.
+    Python's own lock is nearly always taken again by the thread that has just released it, so a
+    thread that steps an engine would keep all others out.
 
-    Reentrant at any point, since a finalizer may run at any point: one that closes a stream takes
-    the lock.
+    It is reentrant at any point, because a finalizer that closes a stream takes it, and finalizers
+    run at any point.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class FairLock:
         if self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.acquire()
             return
-        with self._next:  # the one who is next holds it until the lock is free
+        with self._next:  # the next waiter holds it until the lock is free
             self._lock.acquire()
 
     def __exit__(self, *exception: object) -> None:

@@ -1,6 +1,6 @@
-"""What verification needs of a forward, brought to the host in two transfers at most.
+"""Bring the results of a forward that verification needs to the host, in two transfers at most.
 
-A GPU works ahead of Python; every number that Python reads makes it wait for the GPU. So the
+A GPU runs asynchronously; each number that Python reads waits for it. So the
 likeliest tokens of all greedy rows come in one piece, and the logits of all rows that sample in
 another, however many rows and nodes there are.
 
@@ -25,12 +25,11 @@ def fetch(
 ) -> list[RowScores]:
     """Each row's scores as its rules need them, without taps.
 
-    On CPU everything is on the host already. What all rows need, their next token, is drawn for all
-    of them in one call where rules are simple; beyond that only what verification reaches is
-    looked at.
+    On CPU everything is on the host already. The next token of all rows with simple rules is drawn
+    in one call; other distributions are computed only where verification reaches them.
 
     Args:
-        keys: what the next token of each row is drawn with; None where a look at its law is needed.
+        keys: the draw key of each row's next token; None if the row's whole distribution is needed.
     """
     logits_NV = scores.logits_NV
     rows = [RowScores(logits_NV[span.start : span.stop]) for span in scores.heads]

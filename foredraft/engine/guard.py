@@ -1,4 +1,4 @@
-"""One loaded drafter, and the faults that it may have: they cost speed, and only where it fails."""
+"""One loaded drafter behind a guard: its faults cost the affected requests only speed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _LONGEST_PAUSE = 1024
 
 
 class LoadedDrafter:
-    """A drafter whose exceptions and malformed proposals cost one request its drafts.
+    """A drafter whose exceptions and malformed proposals end drafting for one request only.
 
-    After three faulty requests in a row the drafter is left out of the next few requests, then
-    tried again, with longer pauses as long as it keeps failing; a lack of memory does not count.
-    All of it is said in the log. Texts of seeded requests are unaffected. For drawn ones a fault
+    After three faulty requests in a row the drafter is suspended for the next few requests, then
+    tried again, with longer pauses while it keeps failing; a lack of memory does not count. Each
+    fault and suspension is logged. Texts of seeded requests are unaffected. For drawn ones a fault
     that depends on which token was drawn discards a draft after seeing it, which bends that
     request's distribution; nothing can undo that after the draw.
 
@@ -45,11 +45,11 @@ class LoadedDrafter:
         target: the model that its proposals are scored by.
         name: what controllers and records call it.
         most_nodes: see `DrafterTraits`.
-        joins_late: likewise.
+        joins_late: see `DrafterTraits`.
 
     Attributes:
         traits: what is known of it.
-        layers: the cache layers in which it keeps something for each token.
+        layers: the cache layers of its own, with an entry for each token.
         num_faults: requests in which it failed.
 
     Raises:
@@ -76,20 +76,20 @@ class LoadedDrafter:
 
     @property
     def taps(self) -> Sequence[int]:
-        """The layers whose outputs it wants now; they may change as it goes."""
+        """The layers whose outputs it wants now; they may change between steps."""
         return self._drafter.taps
 
     def can_follow(self, slot: int, num_cached: int) -> bool:
-        """Whether it can begin where the target's cache holds so much of a text already.
+        """Whether it can begin when the target's cache holds ``num_cached`` tokens.
 
-        Its own cache layers hold as much, or it goes on behind what they lack.
+        True if its own cache layers hold as many, or if it can continue behind the gap.
         """
         return self.traits.skips_gaps or all(
             not layers.first(slot) and layers.covered(slot) >= num_cached for layers in self.layers
         )
 
     def begin(self, row: DraftRow) -> bool:
-        """Begin to follow a request; False where it does not, because it is left out or fails."""
+        """Begin to follow a request; False if the drafter is suspended or fails."""
         if self._num_left_out:
             self._num_left_out -= 1
             return False
@@ -101,9 +101,10 @@ class LoadedDrafter:
         return True
 
     def propose(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
-        """Sound proposals by request; none where it failed, which it no longer follows then.
+        """Valid proposals by request id. Where the drafter failed, the request is missing.
 
-        All rows together, or one by one after a fault.
+        The drafter is detached from such a request. All rows are asked together, or one by one
+        after a fault.
         """
         try:
             proposals = self._drafter.propose(rows)
@@ -130,7 +131,7 @@ class LoadedDrafter:
         return {row.request_id: left for row, left in zip(rows, unread, strict=True)}
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal | None:
-        """What follows ``draft``, of a drafter that ``continues``; None where it failed."""
+        """The continuation of ``draft`` by a drafter that ``continues``; None if it failed."""
         assert self.traits.continues
         try:
             proposal = cast(ContinuingDrafter, self._drafter).propose_after(row, draft)
@@ -140,14 +141,14 @@ class LoadedDrafter:
         return proposal if self._is_sound(proposal, row) else None
 
     def observe(self, observations: Sequence[Observation]) -> list[int]:
-        """Tell it of steps; returns the requests that it failed in and follows no longer."""
+        """Pass on observations; returns the requests that it failed in (now detached)."""
         groups = [[seen] for seen in observations] if self._observes_alone else [observations]
         failed: list[int] = []
         for group in groups:
             try:
                 self._drafter.observe(group)
             except Exception as error:
-                # Nobody knows which rows it got to. From now on it gets them one by one.
+                # Which rows it has processed is unknown. From now on it gets them one by one.
                 self._observes_alone = True
                 for seen in group:
                     self._abandon(seen.request_id, "observe", error)
@@ -172,11 +173,11 @@ class LoadedDrafter:
         return True
 
     def _abandon(self, request_id: int, where: str, error: Exception) -> None:
-        """Follow a request no longer: what the drafter keeps of it is not trusted."""
+        """Detach the drafter from a request: its state for this request is not trusted."""
         self._count_fault(request_id, where, error)
         try:
             self._drafter.end(request_id)
-        except Exception as again:  # it has failed already; there is nothing left to save
+        except Exception as again:  # it has failed already, so a second error is ignored
             _log.debug("drafter failed to forget request %d: %s", request_id, again)
 
     def _count_fault(self, request_id: int, where: str, error: Exception) -> None:
@@ -206,14 +207,14 @@ class LoadedDrafter:
 
 
 def check_proposal(proposal: Proposal, row: DraftRow, target: Target) -> None:
-    """Make sure that what a drafter returned can be scored and verified.
+    """Check that a drafter's proposal can be scored and verified.
 
-    Costs one pass over the draft probabilities, and nothing to speak of for chosen tokens. That a
-    drawn token really was drawn from the probabilities beside it cannot be seen from one draw:
-    `DrawnProposalBuilder` sees to it, and a drafter that goes round it biases drawn texts.
+    Takes one pass over the draft probabilities, and almost no time for chosen tokens. One draw
+    cannot show that a token was drawn from the probabilities beside it: `DrawnProposalBuilder`
+    ensures it, and a drafter that bypasses the builder biases drawn texts.
 
     Raises:
-        MalformedProposalError: it cannot.
+        MalformedProposalError: the proposal is not valid.
     """
     if not isinstance(proposal, Proposal) or not isinstance(proposal.tree, TokenTree):
         raise MalformedProposalError(f"{proposal!r} is not a Proposal of a TokenTree")

@@ -1,4 +1,4 @@
-"""A request's place: its slot in the target's cache."""
+"""Slots of requests in the target's cache: given, shared and taken back."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from foredraft.engine.request import Request
 from foredraft.models.base import Target
 
 HEADROOM = 64
-"""Tokens of its reply that there must be room for, beside its text, before a request begins: it
-would soon have to give its place away again."""
+"""Tokens of room for the reply, beyond its text, that the cache must have before a request begins.
+With less the request would soon be preempted."""
 
 
 class Places:
-    """Gives requests their places, and takes them back.
+    """Gives requests their slots, and takes them back.
 
     Args:
         target: whose cache it is.
-        prefix_caching: keep what requests leave, for others that begin alike.
+        prefix_caching: keep the entries of ended requests for others with the same beginning.
     """
 
     def __init__(self, target: Target, prefix_caching: bool) -> None:
@@ -29,7 +29,7 @@ class Places:
         self.prefixes = PrefixCache(target.cache, prefix_caching)
 
     def open(self, request: Request) -> None:
-        """Give a request its place, with room for all of its text.
+        """Give a request a slot, with room for all of its text.
 
         Raises:
             CacheFullError: there is no room; nothing has changed.
@@ -44,7 +44,7 @@ class Places:
             request.has_begun = True
 
     def close(self, request: Request) -> None:
-        """Take its place back. What it held may serve others that begin alike."""
+        """Free a request's slot. Its entries stay cached for requests with the same beginning."""
         if request.slot < 0:
             return
         slot, tokens = request.slot, request.tokens
@@ -57,7 +57,7 @@ class Places:
         request.slot, request.num_cached = -1, 0
 
     def note(self, requests: Sequence[Request]) -> None:
-        """Let others find what these requests have read, block by block, while they go on."""
+        """Publish the full blocks that these requests have prefilled, while they continue."""
         size = self._cache.block_size
         for request in requests:
             num_full = request.num_cached // size
@@ -66,11 +66,11 @@ class Places:
                 self.prefixes.note(request.slot, request.tokens)
 
     def must_wait(self, request: Request, running: Sequence[Request]) -> bool:
-        """Whether a request is to wait for another that is just reading what it begins with.
+        """Whether a request should wait for another that is prefilling the same beginning.
 
-        That is so while a request that came before it, of the same salt, is reading a block of
-        text that the two have in common, and no block of it is cached that far. The other goes on
-        with each step, or makes way, or is over: then the request begins.
+        True while an earlier running request with the same salt is still prefilling a block that
+        both prompts share and that is not cached yet. This cannot block forever: the other request
+        advances in every step, is preempted, or ends.
         """
         if request.has_begun or request.prompt_logprobs is not None or not self._shares(request):
             return False
@@ -115,7 +115,7 @@ class Places:
         return request.has_read_prompt and self._cache.length(request.slot) >= request.num_prompt
 
     def _usable(self, request: Request, slot: int, num_cached: int) -> int:
-        """What stays of a cached beginning: a prompt that is asked about must be read."""
+        """Usable part of a cached beginning: prompt log probabilities need prefill."""
         if request.prompt_logprobs is None:
             return num_cached
         num_cached = request.prompt_logprobs.num_usable(num_cached)
@@ -124,5 +124,5 @@ class Places:
 
 
 def as_cache_full(error: Exception) -> CacheFullError:
-    """What any refusal of a cache is treated as: others may have to make room."""
+    """Any refusal of a cache as a `CacheFullError`: the engine may preempt others to make room."""
     return error if isinstance(error, CacheFullError) else CacheFullError(str(error))

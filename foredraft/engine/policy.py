@@ -1,4 +1,4 @@
-"""How requests are drafted for: who decides, and who may draft."""
+"""A policy: the controller that decides on drafts, and the drafters that it may use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from foredraft.engine.guard import LoadedDrafter
 from foredraft.models.base import Target
 
 Trace = Callable[[StepRecord], None]
-"""Called with the record of each step. The first time that it raises, the log says so, and it is
-called no more.
-"""
+"""Called with the record of each step. When it raises, the error is logged and it is not called
+again."""
 
 _log = logging.getLogger("foredraft")
 
@@ -39,21 +38,22 @@ class GuardedTrace:
 class Policy:
     """A controller and the drafters that it chooses from. Each request of an engine has one.
 
-    Requests of several policies run in one batch. A controller that fails costs the step its
-    drafts; it is said in the log.
+    Requests of several policies run in one batch. If a controller fails, the step has no drafts,
+    and the error is logged.
 
     Args:
-        controller: decides who drafts for a row, and how much.
+        controller: decides which drafter drafts for a row, and how many tokens.
         drafters: the loaded drafters that it knows by name.
         trace: called with the records of these requests' steps, without the rows of others.
-        is_apart: whether these requests take part only in steps that somebody asks for on their
-            behalf (`Engine.step`). So two policies can race on one target without slowing each
-            other down.
-        keeps_evidence: whether the verdicts on these requests say what they were decided on.
+        is_apart: whether these requests take part only in steps made for this policy
+            (`Engine.step`). Two policies can then race on one target without slowing each other
+            down.
+        keeps_evidence: whether the verdicts on these requests record the probabilities and draws
+            behind them.
 
     Attributes:
-        rule: by which drafts are verified. Anything but `verify` is a fault, and is planted by
-            audits alone, to see whether they would find it.
+        rule: verifies the drafts. Anything but `verify` is a fault, which only audits plant, to see
+            whether they would find it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Policy:
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, controller: Controller) -> Policy:
-        """One drafter, and whatever controls it."""
+        """A policy of one drafter and a controller."""
         return cls(controller, [LoadedDrafter(drafter, target)])
 
     @property
@@ -81,7 +81,7 @@ class Policy:
         return sum(loaded.num_faults for loaded in self.drafters.values())
 
     def begin(self, row: Row, others: Sequence[Row]) -> str | None:
-        """See `Controller.begin`; nobody where it fails."""
+        """See `Controller.begin`; no drafter if it fails."""
         try:
             return self._known(self.controller.begin(row, others))
         except Exception as error:
@@ -89,7 +89,7 @@ class Policy:
             return None
 
     def allow(self, rows: Sequence[Row], others: Sequence[Row]) -> list[Allowance]:
-        """See `Controller.allow`; nothing, by whoever drafts now, where it fails."""
+        """See `Controller.allow`; if it fails, no nodes, and each row keeps its drafter."""
         try:
             allowances = self.controller.allow(rows, others)
             if len(allowances) != len(rows):
@@ -109,7 +109,7 @@ class Policy:
             _say_failed("observe a step", error)
 
     def end(self, request_id: int) -> None:
-        """A request is over."""
+        """See `Controller.end`."""
         try:
             self.controller.end(request_id)
         except Exception as error:

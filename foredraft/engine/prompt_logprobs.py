@@ -24,7 +24,7 @@ class PromptLogprobs:
     """The log probabilities of one prompt, as far as it has been read.
 
     Args:
-        count: likeliest tokens at each place.
+        count: number of likeliest tokens at each position.
         num_prompt: tokens of the prompt.
 
     Attributes:
@@ -41,11 +41,11 @@ class PromptLogprobs:
         return len(self.tokens) == self._num_prompt
 
     def num_usable(self, num_cached: int) -> int:
-        """How many cached tokens need not be read: those whose log probabilities are known."""
+        """Number of cached tokens not to read again: their log probabilities are known."""
         return num_cached if self.is_complete else min(num_cached, len(self.tokens) - 1)
 
     def num_readable(self, num_cached: int, num_pending: int) -> int:
-        """How many pending tokens one step may read; the prompt's last one by itself."""
+        """Most pending tokens of one step; the prompt's last token is read by itself."""
         if self.is_complete:
             return num_pending
         return min(_AT_ONCE, self._num_prompt - 1 - num_cached)

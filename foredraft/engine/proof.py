@@ -1,4 +1,4 @@
-"""Live proof: some steps that drafted are made again without drafts, while nobody waits."""
+"""Live proof: while the engine is idle, some steps that drafted are repeated without drafts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("foredraft")
 
 MOST_TOKENS = 2048
-"""Steps behind more text than this are left out: to read it again would take too long."""
+"""Most tokens of text before a step that is proven: prefilling more would take too long."""
 _MOST_SAMPLES = 16
-"""That wait for their proof; then the oldest goes."""
+"""Most steps that wait for their proof; beyond it the oldest is dropped."""
 _LATER = 0.25
-"""Seconds until it is worth another look whether somebody else has work."""
+"""Seconds until the engine is checked again for live requests."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,24 @@ class _Sample:
 
 
 class LiveProof:
-    """Chooses steps, and lets an idle engine write them again from nothing.
+    """Samples steps, and lets an idle engine generate them again from scratch.
 
-    The same seed gives the same text whatever is drafted, so plain decoding must write what was
-    committed. Nothing is taken from the cache: a token that was accepted wrongly is found, and an
-    entry that was kept wrongly as well. Drawn drafts are left out, as another draw is no fault.
+    The same seed gives the same text whatever is drafted, so plain decoding must commit the same
+    tokens. The cache is not used, so wrongly accepted tokens and wrongly kept entries are both
+    found. Drawn drafts are left out, because another draw is not a fault.
 
-    While other requests are under way nothing happens, and a proof that has begun is dropped.
+    While other requests run no proof is made, and one under way is dropped.
 
     Args:
         engine: whose steps these are.
-        plain: a policy without drafters that stays apart, for the requests that make them again.
-        every: one of so many steps of a request that drafted.
+        plain: a policy without drafters that stays apart, for the requests that repeat the steps.
+        every: one in ``every`` steps that drafted is proven.
         tell: called after each proof; True: the tokens were the same.
 
     Attributes:
-        wake: called when there is something new to prove, whoever made the step.
-        num_steps: steps that were made again.
-        num_differences: those that came out otherwise. Anything but 0 is a fault.
+        wake: called when there is a new step to prove.
+        num_steps: steps that were repeated.
+        num_differences: repeated steps with other tokens. Anything but 0 is a fault.
 
     Raises:
         ConfigError: ``every`` is not a whole number, 1 or more.
@@ -80,10 +80,11 @@ class LiveProof:
         self._current: tuple[_Sample, Request] | None = None
 
     def see(self, batch: Sequence[Turn]) -> None:
-        """A step was made. Called by the engine, which holds its lock."""
+        """Take note of a step. The engine calls it and holds its lock."""
         if self._current is not None:
             own = self._current[1]
-            if any(turn.request is not own for turn in batch):  # somebody has work: this can wait
+            # other requests have work: the proof waits
+            if any(turn.request is not own for turn in batch):
                 self._current = None
                 self._engine.cancel(own.request_id)
         for turn in batch:
@@ -95,14 +96,14 @@ class LiveProof:
                     self.wake()
 
     def owns(self, batch: Sequence[Turn]) -> bool:
-        """Whether a step was a proof's: it counts for nobody."""
+        """Whether a step was the proof's own: such steps are not counted."""
         return all(turn.request.policy is self._policy for turn in batch)
 
     def advance(self) -> float | None:
-        """One step of a proof, if nobody else has work.
+        """One step of a proof, if no other request has work.
 
         Returns:
-            Seconds after which there may be more to do; None: not before another step was made.
+            Seconds until the next call; None: only after another step of a request.
         """
         engine = self._engine
         with engine.lock:
@@ -119,7 +120,7 @@ class LiveProof:
         return 0.0
 
     def _again(self, sample: _Sample) -> Request:
-        """A request that goes on from the same tokens, by the same rules and noise.
+        """A request that continues the same tokens, with the same rules and noise.
 
         Its id is none of the engine's own.
         """
@@ -170,7 +171,7 @@ class LiveProof:
 
 
 def _can_be_proven(turn: Turn) -> bool:
-    """Whether plain decoding must write what a step committed."""
+    """Whether plain decoding must commit the same tokens as a step."""
     proposal = turn.proposal
     return (
         len(proposal.tree) > 0

@@ -1,4 +1,4 @@
-"""A request inside the engine: what it came with, what is known of it, and what it produces."""
+"""A request inside the engine: its options, its state, its events and its result."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _log = logging.getLogger("foredraft")
 class Session:
     """A conversation, which takes one reply at a time.
 
-    Its turns share what the cache holds, as all requests that begin alike do.
+    Its replies share cache entries, as all requests with the same beginning do.
 
     Attributes:
-        is_busy: whether a reply is under way.
+        is_busy: whether a reply is being generated.
     """
 
     is_busy: bool = False
@@ -47,12 +47,12 @@ class Session:
 
 @dataclass(frozen=True)
 class ReplySoFar:
-    """What another engine has committed of a reply that is to go on here.
+    """The tokens of a reply that another engine has committed, for this engine to continue.
 
-    With the prompt, the parameters and the seed that the reply began with this is all there is to
-    know of it. The noise of a token depends on seed and position alone, and so do penalties, stop
-    strings, a grammar and ``min_tokens`` on the text. So the reply goes on as if it had never been
-    cut off.
+    Together with the prompt, the parameters and the seed this is the whole state of a reply. The
+    noise of a token depends on seed and position alone, and so do penalties, stop strings, a
+    grammar and ``min_tokens`` on the text. So a seeded reply continues as if it had never been
+    interrupted; a drawn one continues with fresh draws from the same distribution.
 
     Attributes:
         token_ids: what was committed, in order.
@@ -69,7 +69,7 @@ class ReplySoFar:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> ReplySoFar:
-        """What the events of one reply, from its first on, have brought."""
+        """The state after all events of one reply, from its first on."""
         stats, index = SpeculationStats(), 0
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -85,17 +85,17 @@ class ReplySoFar:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request comes with beside its prompt and its parameters.
+    """Options of a request beyond its prompt and its parameters.
 
     Attributes:
-        tenant: whose request it is: nothing of one tenant's text is shared with another.
+        tenant: the owner of the request; tenants share no cached text.
         priority: requests of higher numbers go first.
         session: the conversation that it belongs to.
-        policy: who drafts for it; None: the engine's own policy.
-        prefix_caching: whether it may begin with what the cache holds, and leave something there.
-        source: what an encoder-decoder's reply is written from; its prompt is then what the decoder
-            begins with. None: the prompt is the source.
-        so_far: what another engine has committed of the reply; None: it begins here.
+        policy: the controller and drafters for it; None: the engine's own policy.
+        prefix_caching: whether it may use cached entries, and leave its own in the cache.
+        source: the encoder's input of an encoder-decoder; its prompt is then the decoder prompt.
+            None: the prompt is the source.
+        so_far: the tokens that another engine has committed of the reply; None: it begins here.
     """
 
     tenant: str | None = None
@@ -109,28 +109,28 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What a request produced.
+    """The result of a request.
 
     Attributes:
         request_id: counts the requests of an engine.
         text: the generated text, without the stop string that ended it.
         token_ids: the generated ids; the last one is the one that completed the stop, if any.
         finish_reason: "stop" (end of text, stop id or stop string), "length" (max_tokens or the
-            context is full), "cancelled", or "error" (see ``error``; what was committed is kept).
-        stats: what speculation did.
+            context is full), "cancelled", or "error" (see ``error``; committed tokens are kept).
+        stats: drafted and accepted tokens, by drafter.
         seed: the seed in use, also when none was asked for.
         num_prompt_tokens: length of the prompt; of an encoder-decoder's, that of its source.
         num_cached_tokens: how many of them were still in the cache from an earlier turn.
-        error: what went wrong, for finish reason "error".
-        error_code: names it for programs, such as "grammar_too_complex", where the request's own
-            rules are the cause; None: the fault lies elsewhere.
+        error: the message, for finish reason "error".
+        error_code: a name of the error for programs, such as "grammar_too_complex", if the
+            request's own rules caused it; else None.
         error_field: the sampling parameter that it is about, if it is one.
         stop_string: the one that ended the text; None: none did.
         parent_id: the id of the first of the replies to one prompt; its own where there is one.
         index: which of these replies it is.
         logprobs: of each generated id, where the request asks for them.
-        prompt_logprobs: of each id of the prompt, likewise; None for the first, which has no text
-            before it.
+        prompt_logprobs: of each id of the prompt, where the request asks for them; None for the
+            first, which has no text before it.
     """
 
     request_id: int
@@ -153,13 +153,13 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class Event:
-    """What a step brought one request, or one of the replies that a request asked for.
+    """The new tokens and text of one reply after a step.
 
     Attributes:
         request_id: counts the replies of an engine.
         token_ids: newly committed ids.
         num_accepted: how many of them were drafted.
-        pieces: text that became certain, marked as drafted or the target's own.
+        pieces: text that is now final, marked as drafted or the target's own.
         num_prompt_read: tokens of the prompt that have been read by now.
         logprobs: of each of these ids, where the request asks for them; else empty.
         result: the final result, on the reply's last event.
@@ -184,12 +184,12 @@ class Event:
 
 
 Reader = Callable[[Event], None]
-"""Takes one request's events, on whichever thread steps. It must be quick and must not raise."""
+"""Takes one request's events on the thread that steps. It must be quick and must not raise."""
 
 
 @dataclass
 class _Sent:
-    """What the events of a request have carried so far: ids, accepted and drafted tokens."""
+    """Counts of ids, accepted and drafted tokens that a request's events have carried."""
 
     num_ids: int = 0
     num_accepted: int = 0
@@ -207,34 +207,34 @@ class Request:
         tokens: prompt and committed tokens. It only grows.
         num_prompt: length of the prompt.
         seed: the resolved seed.
-        policy: who may draft for it.
-        rules: what the request asks of a distribution.
+        policy: its controller and drafters.
+        rules: its sampling rules.
         text: of the reply.
         stop_ids: ids that end it.
-        options: what it came with.
-        leader: the first of several replies to one prompt, for the others, which begin with what
-            it has read.
+        options: its other options.
+        leader: the first of several replies to one prompt, for the others, which share its
+            prefilled prompt.
         index: which of these replies it is.
-        draft_params: what drafters see of ``params``: all but the seed.
-        draft_source: what they see of its source: the text.
-        keeps_evidence: whether verdicts are to say what they were decided on.
-        reader: handed its events, beside whoever steps.
-        slot: its row in the target's cache; -1 while it waits.
+        draft_params: the ``params`` that drafters see: all but the seed.
+        draft_source: the text of its source, for drafters.
+        keeps_evidence: whether verdicts record the probabilities and draws behind them.
+        reader: called with its events, which the step also returns.
+        slot: its slot in the target's cache; -1 while it waits.
         num_cached: how many of its tokens the cache holds.
-        drafter: who drafts for it now; None: nobody.
-        excluded_drafters: drafters that are not asked for it: it names another one or none, they
-            failed for it, were left out, or could not draft for it time after time.
-        num_not_ready: how often in a row its drafter has said that it cannot draft for it yet.
-        room: the most nodes that it may draft in the step to come.
-        order: its place in every queue; see `Scheduler`.
+        drafter: name of the drafter that drafts for it now; None: no drafter.
+        excluded_drafters: drafters that must not draft for it, because the user chose otherwise,
+            they raised an error, they are suspended, or they kept answering NOT_READY.
+        num_not_ready: NOT_READY answers of its drafter in a row.
+        room: the most nodes that it may draft in the next step.
+        order: its position in every queue; see `Scheduler`.
         has_begun: whether it has ever been in the batch.
-        num_begun_with: tokens that were in the cache when it was given its place.
-        num_named: blocks of its text that others can find.
+        num_begun_with: tokens that were in the cache when it was given its slot.
+        num_named: published blocks of its text, which other requests can share.
         num_reused: tokens of the prompt that were in the cache when it began.
         num_prompt_read: the most tokens of the prompt that were in the cache after a step.
-        has_read_nonsense: whether it ended because its logits were no numbers.
+        has_read_nonsense: whether it ended because its logits were not finite.
         prompt_logprobs: of the prompt, where the request asks for them.
-        logprobs: of the generated tokens, likewise.
+        logprobs: of the generated tokens, where the request asks for them.
     """
 
     request_id: int
@@ -296,7 +296,7 @@ class Request:
 
     @property
     def num_readable(self) -> int:
-        """How many pending tokens one step may read."""
+        """Most pending tokens that one step may read."""
         if self.prompt_logprobs is None:
             return self.num_pending
         return self.prompt_logprobs.num_readable(self.num_cached, self.num_pending)
@@ -308,7 +308,7 @@ class Request:
 
     @property
     def salt(self) -> str | None:
-        """What others must have in common with it to share what the cache holds of its text."""
+        """The cache salt: only requests with the same salt share cached entries."""
         tenant, source = self.options.tenant, self.options.source
         return tenant if source is None else f"{source.digest} of {tenant!r}"
 
@@ -318,12 +318,12 @@ class Request:
 
     @property
     def has_read_prompt(self) -> bool:
-        """Whether its place in the cache holds the whole prompt."""
+        """Whether its slot holds the whole prompt."""
         return self.slot >= 0 and self.num_cached >= self.num_prompt
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may begin: it does not wait for another to read its prompt."""
+        """Whether it may begin: it does not wait for its leader to prefill the prompt."""
         return self.leader is None or self.leader.is_over or self.leader.has_read_prompt
 
     @property
@@ -331,9 +331,9 @@ class Request:
         return self.request_id if self.leader is None else self.leader.request_id
 
     def resume(self, so_far: ReplySoFar) -> None:
-        """Put what another engine has committed behind the prompt: no event brings it again.
+        """Append the tokens that another engine has committed. No event repeats them.
 
-        Like a request that made way for others, it reads it once more.
+        Like a preempted request, it prefills them again.
 
         Raises:
             ConfigError: the reply is over with these tokens, or they lack log probabilities.
@@ -368,10 +368,10 @@ class Request:
     def draft_row(
         self, budget: int = 0, prices: Prices = USUAL_PRICES, num_cached: int | None = None
     ) -> DraftRow:
-        """What a drafter may know of it.
+        """The request as a drafter sees it.
 
         Args:
-            budget: the most nodes to draft.
+            budget: most nodes to draft.
             prices: what nodes cost.
             num_cached: tokens that will not be observed; None: those that the cache holds.
         """
@@ -392,10 +392,10 @@ class Request:
         return row if self.options.prefix_caching else replace(row, shares=False)
 
     def fail(self, error: Exception) -> None:
-        """End this request, and no other. What it committed stays; one that is over stays so.
+        """End only this request with an error. Committed tokens stay; a finished request is not
+        changed.
 
-        An error with a code says by itself what is wrong with the request. Any other is logged with
-        its traceback.
+        An error with a code is the request's own fault. Any other is logged with its traceback.
         """
         if self.finish_reason is not None:
             return
@@ -417,10 +417,10 @@ class Request:
         assert self.stats.committed == len(self.tokens) - self.num_prompt
 
     def check_cache(self, cache: Cache) -> None:
-        """Refuse to go on from a step that was interrupted between its commit and its cache.
+        """Refuse to continue after an interrupt between commit and cache.
 
         Raises:
-            RuntimeError: request and cache disagree; the text would silently be another.
+            RuntimeError: request and cache disagree, so the text would silently change.
         """
         num_held = cache.length(self.slot)
         if num_held != self.num_cached:
@@ -430,8 +430,7 @@ class Request:
             )
 
     def take_event(self) -> Event:
-        """What is new since the last event. The last one, of a request that is over, has its
-        result."""
+        """The news since the last event. The last event of a finished request has its result."""
         sent, stats = self._sent, self.stats
         ids = tuple(self.tokens[self.num_prompt + sent.num_ids :])
         is_first = bool(ids) and not sent.num_ids and self.prompt_logprobs is not None
@@ -452,7 +451,7 @@ class Request:
         return event
 
     def _result(self) -> GenerationResult:
-        """What it produced."""
+        """The result so far."""
         assert self.finish_reason is not None
         source = self.options.source
         return GenerationResult(

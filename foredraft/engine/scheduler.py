@@ -1,4 +1,4 @@
-"""Which requests take part in a step, and how much of its text each of them reads."""
+"""Choose the requests of a step, and the tokens that each of them prefills."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from foredraft.engine.request import Request
 from foredraft.engine.turn import Turn
 
 MAX_STEP_TOKENS = 512
-"""Most prompt tokens that a step reads: nobody waits longer than that for the next token, and the
-memory of a forward stays bounded."""
+"""Most prompt tokens of a step. It bounds the time between two tokens of a row, and the memory of a
+forward."""
 
 PRIORITY_STEPS = 1000
-"""A priority of one more counts like having come so many steps earlier. So nobody waits for ever:
-whoever came long enough ago goes before all that come now."""
+"""One level of priority counts like an arrival this many steps earlier. So no request starves: one
+that has waited long enough goes before all new ones."""
 
 MAX_PRIORITY = 16
-"""Higher and lower priorities count like this one and its negative: the head start is bounded."""
+"""Priorities beyond this one and its negative are clipped: the head start is bounded."""
 
 _LEAST_SHARE = 8
-"""Prompts get at least one part in so many of a step's tokens, however many rows decode."""
+"""Prompts get at least this fraction (1 / value) of a step's tokens, however many rows decode."""
 
 
 MustWait = Callable[[Request, Sequence[Request]], bool]
-"""Whether a waiting request is to wait for one of those that run."""
+"""Whether a waiting request should wait for one of the running ones."""
 
 
 class Scheduler:
-    """Requests in one order for everything: the first to come and the higher priority goes first.
+    """One order of requests for everything: earlier arrival and higher priority go first.
 
-    The order of two requests never changes. So the first of them is never held up by the others:
-    it is admitted first, reads first, and is the last to give its place in the cache away.
+    The order of two requests never changes. So the others never delay the first: it is admitted
+    first, reads first, and is preempted last.
 
     Args:
         max_batch_size: most requests in one step, of those that take part in the same steps.
         max_step_tokens: most pending tokens read in one step, if not one by one.
-        must_wait: keeps a request from beginning now; it must not do so for ever.
+        must_wait: delays a request; it must not do so for ever.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Scheduler:
         self._num_steps = 0
 
     def add(self, request: Request) -> None:
-        """A request arrives."""
+        """Queue a new request."""
         priority = max(-MAX_PRIORITY, min(request.options.priority, MAX_PRIORITY))
         came = self._num_steps - PRIORITY_STEPS * priority
         request.order = (came, next(self._arrivals))
@@ -71,11 +71,11 @@ class Scheduler:
         self._wait(request)
 
     def next_waiting(self) -> Request | None:
-        """The first request that may begin; None when nobody waits that there is room for.
+        """The first request that may begin; None if none waits, or the batch has no room.
 
-        A place in the batch is kept for each request before it that waits for another to read what
-        it begins with: nobody passes it for good. The queue is not looked through where the batch
-        is full.
+        Each earlier request that waits for another to prefill its beginning keeps a seat in the
+        batch, so that later ones cannot overtake it for good. The queue is not searched while the
+        batch is full.
         """
         num_taken = Counter(map(_apart, self._running))  # by those that share their steps
         if all(num_taken[apart] >= self._max_batch_size for apart in self._num_waiting):
@@ -89,12 +89,12 @@ class Scheduler:
         return None
 
     def start(self, request: Request) -> None:
-        """A waiting request enters the batch."""
+        """Move a waiting request into the batch."""
         self._stop_waiting(request)
         insort(self._running, request, key=_order)
 
     def preempt(self, request: Request) -> None:
-        """A running request waits again, in its old place."""
+        """Move a running request back to its position among the waiting."""
         self._running.remove(request)
         self._wait(request)
 
@@ -109,11 +109,11 @@ class Scheduler:
     def next_batch(self, policy: Policy | None = None) -> list[Turn]:
         """The turns of the next step: rows that decode always take part, prompts share the rest.
 
-        Requests of a policy that stays apart take part in its own steps only, but for when others
-        wait for the memory that they hold.
+        Requests of a policy that stays apart take part in its own steps only, unless others wait
+        for the memory that they hold.
 
         Args:
-            policy: on whose behalf the step is made.
+            policy: the policy that the step is made for.
         """
         self._num_steps += 1
         present = [row for row in self._running if self._waiting or _apart(row) in (None, policy)]
@@ -154,7 +154,7 @@ class Scheduler:
 
 
 def _apart(request: Request) -> Policy | None:
-    """The policy that a request stays apart with; None: it runs with all others."""
+    """The policy of a request that stays apart; None: the request runs with all others."""
     return request.policy if request.policy.is_apart else None
 
 

@@ -1,4 +1,4 @@
-"""What an engine has done and is doing, in numbers."""
+"""Counts of an engine's work so far and of its live requests."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from foredraft.engine.turn import Turn
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. Totals count from the engine's beginning.
+    """A snapshot. Totals count from the engine's start.
 
     Attributes:
         running: requests in the batch.
         waiting: requests that wait for room in it.
-        finished: requests that are over, by finish reason.
+        finished: finished requests, by finish reason.
         steps: forwards of the target.
-        prompt_tokens: tokens of prompts that were read (what the cache held is not), and of replies
-            that were read again after a preemption.
+        prompt_tokens: prefilled tokens: of prompts (without cached ones), and of replies after a
+            preemption.
         committed: tokens committed, drafted or the target's own.
         drafted: draft tokens sent to verification.
         accepted: draft tokens committed.
-        preemptions: how often a request gave its place in the cache to another.
+        preemptions: how often a request was preempted.
         cache_tokens: entries that requests use, in tokens.
-        cache_free_tokens: how many more they may use, those included that are kept for later.
-        prefix_tokens: of all texts that began.
-        prefix_cached_tokens: of them, those that were in the cache already.
+        cache_free_tokens: entries that requests may still use; cached blocks count as free.
+        prefix_tokens: tokens of all texts that began.
+        prefix_cached_tokens: tokens of them that were already cached.
     """
 
     running: int
@@ -59,7 +59,7 @@ class Totals:
     _reported_preemptions: int = 0
 
     def unreported_preemptions(self) -> int:
-        """Those since the last call."""
+        """Preemptions since the last call."""
         reported, self._reported_preemptions = self._reported_preemptions, self.preemptions
         return self.preemptions - reported
 

@@ -21,7 +21,7 @@ class Stepper:
 
     Args:
         target: the model whose text it is.
-        drafting: who drafts, and how much.
+        drafting: asks controllers and drafters.
         clock: seconds, for the times of steps.
     """
 
@@ -61,7 +61,7 @@ class Stepper:
 
 
 def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
-    """Room for what may be read and drafted: it is there before anything is drawn."""
+    """Reserve cache entries for pending and drafted tokens, before any token is drawn."""
     try:
         for turn in batch:
             turn.request.check_cache(cache)

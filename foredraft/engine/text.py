@@ -13,7 +13,7 @@ NewDecoder = Callable[[Sequence[int]], TokenDecoder]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text and who wrote it.
+    """A stretch of text, drafted or not.
 
     Attributes:
         text: whole characters; pieces one after the other are the text.
@@ -27,15 +27,15 @@ class Piece:
 class TextAssembler:
     """Builds a request's text.
 
-    Text that may turn out to be the beginning of a stop string is held back until it is clear, so
-    what `take` has handed out is never taken back. Bytes of an unfinished character at the very
-    end are not part of the text (their tokens are part of the token ids).
+    Text that may be the beginning of a stop string is held back until that is decided, so `take`
+    never revokes text. Bytes of an unfinished character at the very end are not part of the text
+    (their tokens are part of the token ids).
 
     Args:
         decode: the request's own decoder; None when there is no tokenizer, and no text then.
         stop: strings that end the text.
-        min_tokens: no stop string counts that is complete with the token of this number, or before.
-        include_stop: whether the text ends with what stopped it, and not before.
+        min_tokens: stop strings that are complete within this many tokens do not count.
+        include_stop: whether the text includes the stop string or stop token.
 
     Attributes:
         text: so far.
@@ -84,7 +84,7 @@ class TextAssembler:
             self._pieces.append(Piece(delta, drafted))
 
     def take(self, final: bool = False) -> list[Piece]:
-        """Pieces that are certain by now and were not taken before; all that is left if final."""
+        """New pieces that are final by now; all that is left if ``final``."""
         held = 0 if final or self._stopped else self._num_held()
         kept: list[Piece] = []
         while held and self._pieces:
@@ -98,7 +98,7 @@ class TextAssembler:
         return taken
 
     def _found_from(self, before: int) -> tuple[int, int] | None:
-        """Where the first stop string that ends behind ``before`` characters begins and ends."""
+        """Start and end of the first stop string that ends behind ``before`` characters."""
         places = [
             (at, at + len(stop))
             for stop in self._stop
@@ -117,8 +117,8 @@ class TextAssembler:
 
     def _num_held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        # Without what is new it was such an end already. So few lengths have to be tried, however
-        # long the stop strings are.
+        # Without the new characters it was such an end already, so few lengths have to be tried,
+        # however long the stop strings are.
         most = self._held + len(self.text) - self._num_seen
         lengths = range(min(self._longest_stop - 1, most), 0, -1)
         self._num_seen = len(self.text)

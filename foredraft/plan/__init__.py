@@ -1,1 +1,1 @@
-"""What speculation would bring: drafters under loads, on this machine and on others."""
+"""Predict the gain of speculation: drafters under loads, on this machine and on others."""

@@ -1,10 +1,9 @@
-"""What a drafter would bring under a load: recorded drafts, priced by a model of costs.
+"""The predicted gain of a drafter under a load: recorded drafts, priced by a cost model.
 
 The model of costs is the controller's (`foredraft.core.cost`), and so are the drafters' times
-(`foredraft.control.times`). How often drafts hold is taken from what was recorded: with fewer nodes
-a step the same text comes in other steps, and `foredraft.trace.replay` says in which. The tokens a
-step are those that the controller's slots come to at that number of nodes
-(`foredraft.control.acceptance`).
+(`foredraft.control.times`). Acceptance is taken from the recording: with fewer nodes a step the
+same text takes other steps, which `foredraft.trace.replay` computes. Tokens a step follow from the
+controller's acceptance by position at that number of nodes (`foredraft.control.acceptance`).
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from foredraft.trace.replay import pieces
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of nodes to weigh."""
 _DRAWS, _BAND = 400, (5.0, 95.0)
-"""Of prompts, with replacement; the percentiles between which 90 % of what they come to lie."""
+"""Bootstrap samples over prompts, and the percentiles of the 90 % interval."""
 _BEYOND = 4
-"""How many times the largest load that was run others are told from it."""
+"""Loads up to this multiple of the largest recorded load are predicted from it."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class RowPart:
     Attributes:
         context: tokens in the cache before it.
         nodes: drafted.
-        committed: tokens, or how many are expected.
-        is_cut: its draft is what was left of a recorded one, and more would have been drafted.
+        committed: committed tokens, or their expected number.
+        is_cut: its draft is the remainder of a recorded one; more would have been drafted.
     """
 
     context: int
@@ -48,7 +47,7 @@ class RowPart:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a setting is expected to do under a load. Times are milliseconds.
+    """Predicted performance of a setting under a load. Times are in milliseconds.
 
     Attributes:
         setting: drafter and nodes; with "none" nothing is drafted.
@@ -56,14 +55,14 @@ class Outlook:
         nodes: drafted by a row in a step, on average.
         committed: tokens a step of a row.
         rates: the share of steps in which the draft held to depth 1, 2, …
-        gain: tokens by time over plain decoding.
+        gain: throughput relative to plain decoding.
         low, high: between which 90 % of bootstraps over prompts have it.
         step_ms: of a full batch.
         token_ms: from a request's token to its next, on average.
         first_ms: until the first token of a request that joins the others.
         requests_per_s: that can be served, of replies as long as those recorded.
-        holds: share of drafted tokens that hold.
-        break_even: what that share would have to be for drafting to pay nothing; None: nothing is
+        holds: share of drafted tokens that are accepted.
+        break_even: the acceptance rate at which drafting neither gains nor loses; None: nothing is
             drafted.
     """
 
@@ -91,11 +90,11 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Costs:
-    """What steps take on one machine.
+    """Step times on one machine.
 
     Attributes:
         forward: of the target.
-        plain: what plain decoding did, for the rest of a step; None: not recorded.
+        plain: the recording of plain decoding, for the time beside the forward; None: not recorded.
     """
 
     forward: CostModel
@@ -109,10 +108,10 @@ class Costs:
 
 
 def best_outlook(recordings: Sequence[Recording], load: int, costs: Costs) -> Outlook:
-    """The outlook with the number of nodes that brings the most; of those recorded, at most.
+    """The outlook with the best number of nodes, up to the recorded number.
 
     Args:
-        recordings: of one drafter, by rising most nodes. Of those with enough the first counts.
+        recordings: of one drafter, by rising most nodes. The first with enough nodes is used.
     """
     found, below = list[Outlook](), 0
     for recording in recordings:
@@ -126,7 +125,7 @@ def best_outlook(recordings: Sequence[Recording], load: int, costs: Costs) -> Ou
 
 
 def outlook(recording: Recording, load: int, costs: Costs, most_nodes: int | None) -> Outlook:
-    """What a drafter with at most so many nodes does under a load.
+    """The outlook of a drafter with at most ``most_nodes`` nodes under a load.
 
     Args:
         most_nodes: None: as many as were recorded.
@@ -135,7 +134,7 @@ def outlook(recording: Recording, load: int, costs: Costs, most_nodes: int | Non
     if most_nodes:
         replies = _completed(replies, most_nodes)
     flat = [(number, piece) for number, reply in enumerate(replies) for piece in reply]
-    # By prompt: tokens, their time, and what they would have taken without drafts.
+    # By prompt: tokens, their time, and the time of plain decoding.
     totals_P3 = np.zeros((max(recording.prompts) + 1, 3))
     steps_ms = 0.0
     for group, count in _groups(flat, load):
@@ -163,7 +162,7 @@ def outlook(recording: Recording, load: int, costs: Costs, most_nodes: int | Non
         high,
         step_ms,
         token_ms,
-        step_ms / 2 + read_ms,  # the step that is under way when a request comes
+        step_ms / 2 + read_ms,  # the step that runs when a request arrives
         1e3 * load / (reply * token_ms + load * max(0.0, read_ms - step_ms)),
         (committed - 1.0) / nodes if nodes else 0.0,
         (step_ms / plain_step_ms - 1.0) / nodes if nodes else None,
@@ -199,7 +198,7 @@ def most_load(recordings: Sequence[Sequence[Recording]], costs: Sequence[Costs])
 
 
 def _pieces(reply: Sequence[TracedRow], most_nodes: int | None) -> Iterator[RowPart]:
-    """The steps of a reply, had at most so many nodes been drafted in each."""
+    """The steps of a reply with at most that many nodes drafted in each."""
     for row in reply:
         drafted = len(row.draft.tokens)
         most = drafted if most_nodes is None else most_nodes
@@ -211,12 +210,12 @@ def _pieces(reply: Sequence[TracedRow], most_nodes: int | None) -> Iterator[RowP
 
 
 def _completed(replies: Sequence[Sequence[RowPart]], most_nodes: int) -> list[list[RowPart]]:
-    """The steps, those with what was left of a draft as if it had gone on as drafts usually do.
+    """The steps; remainders of drafts are extended at the usual acceptance.
 
-    Else drafts would seem to end early just where all of them held.
+    Otherwise drafts would seem short exactly where all of them were accepted.
     """
     whole = [piece for reply in replies for piece in reply if not piece.is_cut]
-    held = [0.0] * (most_nodes + 1)  # the share that holds at a depth, of those that came there
+    held = [0.0] * (most_nodes + 1)  # share accepted at a depth, of drafts that reached it
     for depth in range(1, most_nodes + 1):
         there = [p for p in whole if p.nodes >= depth and p.committed >= depth]
         held[depth] = _mean([p.committed > depth for p in there])
@@ -236,7 +235,7 @@ def _completed(replies: Sequence[Sequence[RowPart]], most_nodes: int) -> list[li
 def _groups(
     flat: Sequence[tuple[int, RowPart]], load: int
 ) -> Iterator[tuple[list[tuple[int, RowPart]], int]]:
-    """Batches of so many rows, drawn from all steps; how many of the last one's count."""
+    """Batches drawn from all steps, and the number of valid rows in the last one."""
     order = [*flat]
     random.Random(0).shuffle(order)
     for start in range(0, len(order), load):
@@ -248,7 +247,7 @@ def _groups(
 def _shares(
     rows: Sequence[RowPart], recording: Recording, costs: Costs
 ) -> tuple[list[float], float]:
-    """Each row's share of a step's time, and what the step takes without drafts.
+    """Each row's share of a step's time, and the step's time without drafts.
 
     Rows share alike, but for what drafted nodes add to the forward: by their number.
     """
@@ -275,7 +274,7 @@ def _reading_ms(recording: Recording, costs: Costs, parts: Sequence[RowPart], lo
 
 
 def _band(totals_P3: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Of the gain, by drawing prompts with replacement."""
+    """The interval of the gain, by a bootstrap over prompts."""
     seen_P3 = totals_P3[totals_P3[:, 0] > 0]
     drawn = np.random.default_rng(0).integers(len(seen_P3), size=(_DRAWS, len(seen_P3)))
     sums = seen_P3[drawn].sum(1)

@@ -1,7 +1,7 @@
-"""What drafters did with some prompts, or in a trace: each step's nodes and committed tokens.
+"""Recordings of drafters on prompts, or from a trace: nodes and committed tokens of each step.
 
-Whether a draft token holds is a matter of text, model and drafter. What a step takes is one of the
-machine, and of the load. So runs are kept without the machine's part, which is `outlook`'s.
+Acceptance depends on text, model and drafter; step times depend on machine and load. So recordings
+leave the machine's part out, which `outlook` adds.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from foredraft.trace.replay import is_decoding
 
 AUTO, PLAIN = "auto", "none"
 _SIZES_PER_OCTAVE, _LEAST_STEPS = 4, 3
-"""Of forwards that are looked at together, and how many of them there have to be."""
+"""Forwards that are grouped, and the least number in a group."""
 _FEW = (2, 4)
-"""Nodes that are recorded beside the most that a drafter is asked for."""
+"""Numbers of nodes recorded besides the drafter's most."""
 _INTERRUPTED = 1.25
-"""So much longer than steps of its cost usually take, a step was interrupted by the machine."""
+"""A step that takes this many times its usual time was interrupted by the machine."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: a drafter, and how many nodes it is asked for.
+    """A setting to run: a drafter and its number of nodes.
 
     Attributes:
         drafter: its name; "auto" and "none" among them.
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of what drafts."""
+        """Name of the drafter or head."""
         return self.head or self.drafter
 
     @property
@@ -85,7 +85,7 @@ class Setting:
 
 @dataclass
 class Recording:
-    """What one drafter did.
+    """The recording of one drafter.
 
     Attributes:
         drafter: its name.
@@ -98,7 +98,7 @@ class Recording:
         rest_ms: of each step by its rows, beside drafter and forward.
         prompt_tokens: of each request.
         head: the folder of the trained head that drafted, where one was named.
-        pace: what its steps took, over what the models of costs say that they take.
+        pace: measured step time over the cost models' prediction.
     """
 
     drafter: str
@@ -114,11 +114,11 @@ class Recording:
     pace: float = 1.0
 
     def setting(self, most_nodes: int | None) -> Setting:
-        """The same with at most so many nodes; with those that the controller chose, if it did."""
+        """The setting with at most that many nodes, or with the controller's choice."""
         return Setting(self.drafter, most_nodes if self.most_nodes else None, self.head)
 
     def note(self, times: StepTimes, rows: Sequence[tuple[bool, int]]) -> None:
-        """Take in what the drafter took in a step that read no prompt.
+        """Record the drafter's time in a step without prefill.
 
         Args:
             rows: of each row whether it was asked for drafts, and its nodes.
@@ -130,17 +130,17 @@ class Recording:
         )
 
     def draft_ms(self, num_rows: int, deepest: int) -> float:
-        """What the drafter takes in a step of so many rows, of which one gets so many nodes."""
+        """Drafting time of a step with ``num_rows`` rows, one of which has ``num_nodes`` nodes."""
         round_ms = self.times.round_ms(self.drafter, num_rows) or 0.0
         num_rounds = deepest if self.takes_rounds else 1
         return num_rounds * round_ms + self.times.follow_ms(self.drafter, num_rows)
 
     def step_rest_ms(self, num_rows: int) -> float:
-        """What a step of so many rows takes beside drafter and forward."""
+        """Time of a step beside drafter and forward."""
         return num_rows * median(self.rest_ms) if self.rest_ms else 0.0
 
     def step_ms(self, step: StepRecord, cost: CostModel) -> float:
-        """What a step would take by the models of costs."""
+        """Step time by the cost models."""
         rows = step.rows
         deepest = max(len(row.proposal.tree) for row in rows)
         beside = self.draft_ms(len(rows), deepest) + self.step_rest_ms(len(rows))
@@ -148,7 +148,8 @@ class Recording:
 
 
 def recorded_trace(trace: Trace) -> tuple[Recording, Recording]:
-    """All requests of a trace, each as if it had a prompt of its own: plainly, and as drafted.
+    """All requests of a trace, each as if it had a prompt of its own: without drafts, and as
+    drafted.
 
     Raises:
         ConfigError: nothing was drafted in it.
@@ -175,7 +176,7 @@ def recorded_trace(trace: Trace) -> tuple[Recording, Recording]:
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of all settings.
+    """The requests that all settings run.
 
     Attributes:
         prompts: token ids.
@@ -199,18 +200,18 @@ class Work:
         return cls(fitting, params)
 
     def with_seeds_from(self, number: int) -> Work:
-        """The same with other seeds, which count where the temperature is above 0."""
+        """The same with other seeds, which matter at temperatures above 0."""
         return replace(self, params=replace(self.params, seed=(self.params.seed or 0) + number))
 
     def under(self, load: int) -> Load:
-        """So many requests at once, until each prompt has been answered."""
+        """Run ``load`` requests at once, until each prompt has been answered."""
         number = max(len(self.prompts), load)
         prompts = [self.prompts[i % len(self.prompts)] for i in range(number)]
         return Load(prompts, self.params, load, stays_full=True)
 
 
 class Runner(OurServer):
-    """A setting that serves loads, and keeps what it did as a `Recording`.
+    """Runs loads with one setting, and records them as a `Recording`.
 
     Args:
         llm: holds the models.
@@ -239,7 +240,7 @@ class Runner(OurServer):
         return self._loaded.with_drafter(options, trace=noted, is_apart=True)
 
     def recording(self, num_prompts: int) -> Recording:
-        """What it has done with the load that has ended.
+        """The recording of the load that has ended.
 
         Args:
             num_prompts: different ones.
@@ -277,7 +278,8 @@ class Runner(OurServer):
         return found
 
     def pace(self, recording: Recording, cost: CostModel) -> float:
-        """See `Recording`: of the whole, so that what was run comes out as it was.
+        """See `Recording`: over the whole run, so that the prediction for the recorded setting
+        equals the measurement.
 
         Models follow the machine from step to step and forget, or take the median of what they saw;
         either may be some hundredths off in all steps of a run.
@@ -291,7 +293,7 @@ class Runner(OurServer):
         return 1e3 * tokens / took_ms if took_ms else 0.0
 
     def _totals(self, recording: Recording, cost: CostModel) -> tuple[float, float, int]:
-        """Of the full steps: milliseconds by the models of costs, those they took, their tokens.
+        """Of full steps: predicted milliseconds, measured milliseconds, and tokens.
 
         A step that the machine interrupts counts as if it had not been. There are few in a run, but
         one of 50 ms is a twentieth of a second's steps, and it hits one setting and not another.
@@ -314,8 +316,8 @@ class Recorded:
     """All drafters under one load.
 
     Attributes:
-        plain: what plain decoding did.
-        drafters: what each of the others did, by rising most nodes.
+        plain: the recording of plain decoding.
+        drafters: the other recordings, by rising most nodes.
         cost: of the forwards that all of them ran.
     """
 
@@ -332,7 +334,7 @@ def record(
     advance: Callable[[str], None],
     elsewhere: CostModel | None = None,
 ) -> dict[int, Recorded]:
-    """What settings do under each load, beside plain decoding.
+    """Record settings and plain decoding under each load.
 
     All take turns, so that a slow moment of the machine hits all of them.
 

@@ -1,4 +1,4 @@
-"""Outlooks as tables and sentences: what to run, until when it pays, and whether that came true."""
+"""Outlooks as tables and sentences: the setting to run, its highest useful load, and a check."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from foredraft.plan.record import AUTO, PLAIN, Recorded, Setting, Work, measured
 from foredraft.plan.training import LearningCurve, Payback, paybacks
 
 _BETTER = 1.02
-"""How much more a setting has to bring to be recommended: than "auto", or than no drafts at all."""
+"""Least gain over "auto", or over no drafts at all, for a setting to be recommended."""
 CHECK_ROUNDS = 2
-"""Runs of what is checked."""
+"""Rounds of a check."""
 _OTHER_SEEDS = 1_000_003
-"""Between the seeds of what is recorded and of what is checked."""
+"""Difference between the seeds of recording and check."""
 _COLUMNS = {
     "at once": "{load:d}",
     "drafter": "{drafter}",
@@ -50,7 +50,7 @@ CHECK_COLUMNS = {
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """What all drafters would bring on one machine.
+    """Predicted gain of all drafters on one machine.
 
     Attributes:
         machine: its name.
@@ -83,10 +83,10 @@ class MachinePlan:
         return cls(machine, found, most)
 
     def choice(self, load: int) -> Outlook:
-        """What to run under a load.
+        """The recommended setting under a load.
 
-        That is "auto" where nothing is clearly better than it, and no drafts where nothing is
-        clearly better than them.
+        It is "auto" unless another setting is clearly better, and no drafts unless drafting is
+        clearly better.
         """
         outlooks = self.outlooks[load]
         best = max(outlooks, key=lambda each: each.gain)
@@ -98,7 +98,7 @@ class MachinePlan:
 
     @property
     def lines(self) -> list[str]:
-        """What to run and until when it pays, in sentences."""
+        """Sentences: the setting to run, and the load up to which it pays."""
         said = []
         for load in self.outlooks:
             choice = self.choice(load)
@@ -114,7 +114,7 @@ class MachinePlan:
         return said
 
     def training(self, curve: LearningCurve, hours: Sequence[float]) -> list[Payback]:
-        """What training its head for some hours more would bring, under each load."""
+        """Predicted gain of training its head for some more hours, under each load."""
         found = list[Payback]()
         for load, outlooks in self.outlooks.items():
             (head,) = (each for each in outlooks if each.setting.head is not None)
@@ -166,7 +166,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of what was expected, as a share."""
+        """The error as a share of the expected gain."""
         return self.outlook.gain / self.measured - 1.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def check(
 ) -> list[Check]:
     """Run some settings of one load beside plain decoding, in turns.
 
-    At temperatures above 0 their texts are others than those recorded. Left out are those of whose
-    steps each one read a prompt, as with long prompts and short replies: there is nothing to time.
+    At temperatures above 0 their texts differ from the recorded ones. A setting is left out if each
+    of its steps prefilled a prompt (long prompts, short replies), because no step can be timed.
     """
     drafting = [each for each in outlooks if each.setting.drafter != PLAIN]
     if not drafting:

@@ -1,4 +1,4 @@
-"""Whether training a head for longer pays: the curve of a pilot, told onward.
+"""Whether training a head for longer pays: extrapolate the learning curve of a pilot.
 
 A head learns as E(n) = E_inf - b * n^-c: tokens a step after n tokens of text. The pilot's own
 measurements say which E_inf, b and c; how far these points leave that open is what the band says.
@@ -23,14 +23,14 @@ from foredraft.train.curves import read_compared
 _POWERS = np.arange(0.05, 2.01, 0.05)
 _LEAST_POINTS = 4
 _DRAWS, _BAND = 200, (5.0, 95.0)
-"""Of points, with replacement; the percentiles between which 90 % of what they come to lie."""
+"""Bootstrap samples over points, and the percentiles of the 90 % interval."""
 
 Points = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """How a head has learnt so far.
+    """The learning curve of a head so far.
 
     Attributes:
         kind: of the head.
@@ -46,7 +46,7 @@ class LearningCurve:
 
     @classmethod
     def of(cls, folder: Path, temperature: float) -> LearningCurve:
-        """Of a folder of ``foredraft train``.
+        """The curve of a folder of ``foredraft train``.
 
         Args:
             temperature: of the requests: that of the replies whose measurements count is 0 or 1,
@@ -77,11 +77,11 @@ class LearningCurve:
 
     @property
     def committed(self) -> float:
-        """Tokens a step of the best so far, which is what is kept."""
+        """Tokens a step of the best checkpoint so far, which is the one that is kept."""
         return float(self.points_N2[:, 1].max())
 
     def after(self, tokens: float) -> tuple[float, float, float]:
-        """Tokens a step after so many tokens of text, and between which 90 % of fits have it."""
+        """Tokens a step after that many tokens of text, with the bounds of 90 % of fits."""
         drawn = np.random.default_rng(0)
         number = len(self.points_N2)
         found = [self._told(self.points_N2, tokens)]
@@ -93,7 +93,7 @@ class LearningCurve:
         return found[0], float(min(low, found[0])), float(max(high, found[0]))
 
     def _told(self, points_N2: Points, tokens: float) -> float:
-        """By the curve that fits best, no less than what is there, no more than there can be."""
+        """Prediction of the best fit, at least the current value, at most the possible one."""
         reached, rest = -inf, inf
         for power in _POWERS:
             shape_N = points_N2[:, 0] ** -power
@@ -109,15 +109,15 @@ class LearningCurve:
 
 @dataclass(frozen=True)
 class Payback:
-    """What some hours more of training would bring under a load.
+    """Predicted gain of some more hours of training under a load.
 
     Attributes:
         kind: of the head.
         hours: of training, beyond the pilot.
-        now: tokens by time over plain decoding with the head as it is.
+        now: throughput relative to plain decoding with the current head.
         gain: with the head as it would be.
         low, high: between which 90 % of fits have it.
-        instead: what would be run without that training, and what it gains.
+        instead: the setting without that training, and its gain.
         tokens: generated until the time of training is saved; None: it never is.
     """
 
@@ -147,14 +147,14 @@ class Payback:
 def paybacks(
     curve: LearningCurve, head: Outlook, choice: Outlook, hours: Sequence[float]
 ) -> Iterator[Payback]:
-    """What training would bring under one load.
+    """Predicted gain of training under one load.
 
     Drafts hold in the requests that were recorded as often as they do, and training changes that
     as it changes held-out replies: what is committed beyond a token a step grows alike.
 
     Args:
         head: as it is.
-        choice: what would be run otherwise.
+        choice: the setting otherwise recommended.
     """
     for number in hours:
         told = curve.after(curve.tokens + 3600.0 * number * curve.tokens_per_s)
@@ -178,6 +178,6 @@ def paybacks(
 
 
 def _gain(head: Outlook, curve: LearningCurve, committed: float) -> float:
-    """With the head at so many tokens a step on held-out replies."""
+    """The gain with the head at ``committed`` tokens a step on held-out replies."""
     growth = (committed - 1.0) / max(1e-6, curve.committed - 1.0)
     return head.gain * min(1.0 + (head.committed - 1.0) * growth, head.nodes + 1.0) / head.committed

@@ -50,11 +50,11 @@ class AnswerWriter(Protocol):
     """Writes the answer to one request in the form of its API."""
 
     def whole(self) -> Coroutine[Any, Any, dict[str, Any]]:
-        """The answer when all is there."""
+        """The whole answer at the end."""
         ...
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes, an event a step."""
+        """The answer as a stream, an event a step."""
         ...
 
     def error_event(self, error: ApiError) -> bytes:
@@ -88,7 +88,7 @@ async def stream_of(
     error_event: Callable[[ApiError], bytes],
     headers: dict[str, str] | None = None,
 ) -> Response:
-    """Events as a response; an error in their midst becomes an event, never a silent cut.
+    """Events as a response; an error in a stream becomes an event, never a silent cut.
 
     Args:
         events: the first comes as soon as the request is accepted, and may be empty.
@@ -113,10 +113,10 @@ async def stream_of(
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns; it is cancelled when the client goes away.
+    """The result of ``work``, which is cancelled when the client disconnects.
 
     Raises:
-        ClientDisconnect: the client has gone.
+        ClientDisconnect: the client has disconnected.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_until_gone(request))

@@ -78,7 +78,7 @@ def api_app(
     when_loaded: Callable[[ServerContext], None] | None = None,
     salt: bytes | None = None,
 ) -> FastAPI:
-    """The interfaces of an engine, wherever that runs; see `create_app` and `ServerContext`."""
+    """The HTTP APIs over an engine in any process; see `create_app` and `ServerContext`."""
     context = ServerContext(settings or ServerSettings(), load, salt)
 
     @contextlib.asynccontextmanager
@@ -108,7 +108,8 @@ def api_app(
     named_keys = _named_keys(context)
     for routes in _ROUTES:
         app.include_router(routes.router, dependencies=named_keys)
-    # What only the handler of Exception takes is raised again, and logged as a fault of the server.
+    # Starlette raises exceptions that only the handler of Exception takes again, and logs them as
+    # faults of the server.
     known = (ApiError, ForedraftError, RequestValidationError, HTTPException, ClientDisconnect)
     for kind in (*known, Exception):
         app.add_exception_handler(kind, answer)

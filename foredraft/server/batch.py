@@ -211,7 +211,7 @@ class BatchSummary:
         failed: requests that were refused or went wrong; their answers say why.
         skipped: requests that had been answered before.
         prompt_tokens: of the requests answered now.
-        completion_tokens: likewise.
+        completion_tokens: of the replies of now.
     """
 
     answered: int = 0
@@ -265,7 +265,7 @@ async def run_batch(
 
 @asynccontextmanager
 async def in_process(new_app: Callable[..., FastAPI]) -> AsyncIterator[Ask]:
-    """A server in this process, asked without a network.
+    """A server in this process, called without a network.
 
     A call that is cancelled ends like a connection that closes.
 

@@ -1,4 +1,4 @@
-"""A reply as a row of blocks, each of one kind, for dialects that open and close them."""
+"""A reply as a sequence of typed blocks, for dialects that open and close them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BlockBuilder:
         self._is_open = False
 
     def add(self, parts: Sequence[Part]) -> Iterator[BlockChange]:
-        """What changes: a block opens, grows by a part, or closes."""
+        """The changes that a part makes: a block opens, grows, or closes."""
         for part in parts:
             kind: BlockKind = "call"
             if part.kind == "content":

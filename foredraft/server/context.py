@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the requests under way, tenants and metrics."""
+"""State shared by all routes: the engine, the running requests, tenants and metrics."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class ServerContext:
     Args:
         settings: of the server.
         load: brings the engine up, on a thread of its own.
-        salt: what the names of tenants are hashed with, which servers of one engine must agree on;
-            None: a fresh one.
+        salt: hashed with the names of tenants; servers of one engine must use the same. None: a
+            fresh one.
 
     Attributes:
         steps: the engine's steps, for watchers.
@@ -120,7 +120,7 @@ class ServerContext:
 
     @property
     def is_live(self) -> bool:
-        """Whether the process is well: a restart would not help."""
+        """Whether the process is healthy: a restart would not help."""
         return self.failure is None and self._is_healthy
 
     @property

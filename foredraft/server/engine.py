@@ -1,4 +1,4 @@
-"""What the server asks of an engine, which need not be in its process."""
+"""The server's interface to an engine, which may be in another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ServedModel(Protocol):
-    """What is known of a model without asking it.
+    """Static information on a model.
 
     Attributes:
         name: None where it was built from parts.
@@ -57,7 +57,7 @@ class ServedReplies(Protocol):
 
 
 class ServedEngine(Protocol):
-    """Runs requests: `foredraft.async_llm.AsyncLLM`, or something that stands for one elsewhere."""
+    """Runs requests: `foredraft.async_llm.AsyncLLM`, or a client of engines elsewhere."""
 
     @property
     def llm(self) -> ServedModel: ...
@@ -68,7 +68,7 @@ class ServedEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """What it has done and is doing. Never waits."""
+        """Counts of its work so far and of its live requests. Never waits."""
         ...
 
     async def open_all(
@@ -83,18 +83,18 @@ class ServedEngine(Protocol):
 
         Args:
             asked: prompts, each with its parameters.
-            session: where there are several engines, requests of one session share one, and so
-                what it has cached of them.
+            session: with several engines, requests of one session go to one engine, whose cache
+                they share.
 
         Raises:
             QueueFullError: too many requests are waiting.
             EngineStoppedError: it takes none any more.
-            PromptError, ConfigError: a prompt or what is asked for cannot be used.
+            PromptError, ConfigError: a prompt or a parameter cannot be used.
         """
         ...
 
     async def aclose(self, *, drain: bool = True) -> None:
-        """Take no more requests. Those under way come to their end, or are aborted."""
+        """Take no more requests. Running ones finish, or are aborted."""
         ...
 
 

@@ -45,7 +45,7 @@ _RETRY_SECONDS = 1
 _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
 _OPERATORS = (CapabilityError,)
-"""Configuration errors that the operator of the server has to mend, not the client."""
+"""Configuration errors of the server's operator, not of the client."""
 
 _FORMS = {
     "str": "text",
@@ -63,7 +63,7 @@ class ApiError(Exception):
 
     Attributes:
         status: HTTP status.
-        message: what is wrong, with which value, and what to do.
+        message: the problem, the value, and the remedy.
         param: the field it is about.
         code: for programs.
         headers: of the response.
@@ -113,7 +113,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """The error for a server that cannot answer now: 503. The client may try again soon."""
+    """The error of a server that cannot answer now: 503. The client may retry soon."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(_RETRY_SECONDS)})
 
 
@@ -194,5 +194,5 @@ async def answer(request: Request, error: Exception) -> Response:
     known = as_api_error(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         what = f"{request.method} {request.url.path}"
-        known.message = f"there is no {what:.200}; /openapi.json lists what there is"
+        known.message = f"there is no {what:.200}; /openapi.json lists the routes"
     return known.response(request.url.path)

@@ -17,13 +17,13 @@ from foredraft.server.pace import Paced
 
 @dataclass
 class ReplyState:
-    """What is known of one reply so far.
+    """The state of one reply so far.
 
     Attributes:
         num_prompt_tokens: of its prompt.
         num_tokens: committed by now.
         accepted: draft tokens accepted, by step that brought it something.
-        drafted: draft tokens verified, likewise.
+        drafted: draft tokens verified, by step that brought it something.
         arrived: when steps brought it something, in seconds of `time.perf_counter`.
         result: at its end.
     """
@@ -110,7 +110,7 @@ class Generation:
         return await (self._next() if self._paced is None else self._paced.next())
 
     async def _steps(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events as steps bring them."""
+        """Events, one for each step."""
         while True:
             try:
                 yield await self._next()

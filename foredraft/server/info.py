@@ -1,4 +1,4 @@
-"""What the server says of itself: health, version, metrics and models."""
+"""Routes about the server itself: health, version, metrics and models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ router = APIRouter()
 @probes.head("/health", include_in_schema=False)
 @probes.get("/health")
 async def health(context: Context, ready: str = "0") -> Response:
-    """Whether the process is well. With ``?ready``, as `/ready`."""
+    """Whether the process is healthy. With ``?ready``, as `/ready`."""
     if ready.lower() not in ("0", "false"):
         return await is_ready(context)
     if not context.is_live:
@@ -82,7 +82,7 @@ def _described(context: ServerContext, name: str) -> dict[str, Any]:
         "owned_by": "foredraft",
         "root": context.model_names[0],
         "max_model_len": max_context,
-        # The same for clients of other APIs.
+        # aliases for clients of other APIs
         "type": "model",
         "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),

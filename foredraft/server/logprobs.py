@@ -10,7 +10,7 @@ from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
-"""JSON has no infinity; this is what OpenAI sends for what cannot occur."""
+"""OpenAI's value for tokens of probability 0, because JSON has no infinity."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class CompletionLogprobs:
         """The fields of the next tokens.
 
         Args:
-            entries: of each token; None for the first of a prompt, which nothing foretells.
+            entries: of each token; None for the first of a prompt, which has no text before it.
             num_prompt: how many of the tokens are the prompt, all of it, before the reply.
         """
         offsets = self._offsets.of_prompt(tokens[:num_prompt]) if num_prompt else []
@@ -66,7 +66,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
-        """The token itself first. Of tokens with one text the likelier one counts."""
+        """The token itself first. If tokens share a text the likeliest one counts."""
         if entry is None:
             return None
         top: dict[str, float] = {}
@@ -78,7 +78,7 @@ class CompletionLogprobs:
 class ReplyLogprobs:
     """Log probabilities of a reply's tokens, by where in its text they begin.
 
-    So a stretch of the text has those of its own tokens, whichever steps brought them.
+    A stretch of text gets those of its own tokens, independent of the steps.
 
     Args:
         tokenizer: the model's.
@@ -95,7 +95,8 @@ class ReplyLogprobs:
         self._waiting.extend(zip(offsets, entries, strict=True))
 
     def take(self, begin: int, end: int | None = None) -> list[TokenLogprobs]:
-        """Those of tokens that begin in this stretch of the text; of earlier ones none are kept.
+        """Entries of tokens that begin in this stretch of text; entries of earlier tokens are
+        dropped.
 
         Args:
             begin: characters before the stretch.
@@ -110,7 +111,7 @@ class ReplyLogprobs:
 
 
 class _Offsets:
-    """How many characters come before each token, in the text that the client is given.
+    """Offsets: the number of characters before each token in the client's text.
 
     Tokens of one character begin where it does.
     """
@@ -120,14 +121,14 @@ class _Offsets:
         self._num_characters = 0
 
     def of_prompt(self, tokens: Sequence[int]) -> list[int]:
-        """Of a prompt's tokens. Special tokens are text there."""
+        """Offsets of a prompt's tokens, where special tokens are text."""
         decode = self._tokenizer.new_decoder(skip_special_tokens=False)
         offsets = self._of(decode(token) for token in tokens)
         self._num_characters = len(self._tokenizer.decode(tokens, skip_special_tokens=False))
         return offsets
 
     def of_reply(self, tokens: Sequence[int]) -> list[int]:
-        """Of a reply's next tokens."""
+        """Offsets of a reply's next tokens."""
         return self._of(map(self._decode, tokens))
 
     def _of(self, texts: Iterable[str | None]) -> list[int]:

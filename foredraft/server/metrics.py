@@ -25,9 +25,9 @@ _PARTS = ("draft", "score", "verify", "learn")
 
 
 _LEDGER = {
-    "ledger_plain_seconds": ("What all tokens would have taken without drafts.", "plain_ms"),
-    "ledger_spent_seconds": ("What they took.", "spent_ms"),
-    "ledger_balance_seconds": ("What speculation may still lose before it stops.", "balance_ms"),
+    "ledger_plain_seconds": ("Estimated time of all tokens without drafts.", "plain_ms"),
+    "ledger_spent_seconds": ("Time that they took.", "spent_ms"),
+    "ledger_balance_seconds": ("Time that may still be lost before drafting stops.", "balance_ms"),
 }
 """Gauges of a controller that keeps a ledger: description, and field of its report."""
 
@@ -122,7 +122,7 @@ class Metrics:
             self._gauge(name, text).set_function(read)
 
     def watch_speculation(self, llm: LLM) -> None:
-        """Show what speculation gains, and what the controller thinks of it."""
+        """Add gauges of the gain of speculation, and of the controller's estimates."""
         self._cost, controller = llm.cost, llm.controller
         if not isinstance(controller, AdaptiveBudget):
             return
@@ -161,7 +161,7 @@ class Metrics:
             self._saved.inc((per_row * plain - times.total_ms) / 1000)
 
     def add_proof(self, is_same: bool) -> None:
-        """Count a step that was made again; see `LiveProof`."""
+        """Count a step that live proof repeated; see `LiveProof`."""
         self._proofs.inc()
         self._differences.inc(not is_same)
 

@@ -1,9 +1,9 @@
 """Streams at an even pace: one token an event, however many a step committed.
 
-How many tokens come at once tells whoever counts the bytes of an encrypted stream which parts of a
-reply were foreseen, and so something of what it says (J. Wei et al., arXiv 2411.01076). And people
-like an even stream. Tokens wait here until it is their turn, at the mean pace of all that have come
-so far: at the end of a reply about as many as a step brings.
+The number of tokens an event leaks, to an observer who counts the bytes of an encrypted stream,
+which parts of a reply were drafted correctly, and so something about its text (J. Wei et al., arXiv
+2411.01076). An even stream is also easier to read. Tokens wait here until it is their turn, at the
+mean pace of all that have come so far: at the end of a reply about as many as a step brings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Indexed: TypeAlias = tuple[int, Event]
 """An event with the index of its reply."""
 
 _LONGEST_WAIT = 1.0
-"""Seconds between two tokens that wait; more than so much is no pace."""
+"""Most seconds between two waiting tokens."""
 
 
 class Paced:
@@ -30,7 +30,7 @@ class Paced:
     Args:
         source: the events as steps bring them.
         clock: in seconds.
-        sleep: for so many of them.
+        sleep: waits that many seconds.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Paced:
             await self._news.wait()
         if self._waiting[0][1].token_ids:
             await self._sleep(max(0.0, self._due - self._clock()))
-            # Whoever sleeps wakes up late: less than an interval of it is made good.
+            # a sleep ends late: make up for it, by less than one interval
             interval = self._interval()
             self._due = max(self._due + interval, self._clock())
         return self._waiting.popleft()
@@ -86,7 +86,7 @@ class Paced:
             self._news.set()
 
     def _interval(self) -> float:
-        """Between two tokens. Where more wait than a step brings, half of it."""
+        """Seconds between two tokens; half of it if more tokens wait than a step brings."""
         mean = (self._clock() - self._began) / max(1, self._num_come)
         behind = len(self._waiting) > 2 * self._largest
         return min(mean / 2.0 if behind else mean, _LONGEST_WAIT)

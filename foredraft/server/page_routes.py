@@ -53,21 +53,21 @@ _HEADERS = {
 
 
 class ForwardBody(BaseModel):
-    """How many tokens to time a forward of."""
+    """The number of tokens of the forward to time."""
 
     model_config = ConfigDict(extra="forbid")
     num_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS + 1)]
 
 
 class ReplayBody(BaseModel):
-    """A trace, line by line, without what its steps were decided on."""
+    """A trace, line by line, without the evidence for its verdicts."""
 
     model_config = ConfigDict(extra="forbid")
     trace: str
 
 
 def replay_report(trace: Trace) -> dict[str, Any]:
-    """What `foredraft trace replay` says of a trace, by request."""
+    """The report of `foredraft trace replay` on a trace, by request."""
     found = Replay.of(trace)
     requests = [
         {
@@ -94,7 +94,7 @@ class _Page:
 
     @property
     def lanes(self) -> Lanes:
-        _ = self._context.engine  # while the server drains, this says so
+        _ = self._context.engine  # raises while the server drains
         return self._lanes
 
     async def stream(self, body: RunBody, key_id: str | None) -> AsyncGenerator[bytes, None]:
@@ -143,7 +143,7 @@ class _Run:
         self._error = self._error or error
 
     def check(self) -> None:
-        """Raise what the run was ended with."""
+        """Raise the error that ended the run, if any."""
         if self._error is not None:
             raise self._error
 
@@ -158,7 +158,7 @@ def is_page_file(path: str) -> bool:
 
 
 def include_page(app: FastAPI, context: ServerContext, llm: Callable[[], LLM]) -> None:
-    """Serve the page at `/`, and what it calls under `/page/`.
+    """Serve the page at `/`, and its endpoints under `/page/`.
 
     Args:
         llm: the served model, once it is loaded: what the page shows looks into it.

@@ -1,4 +1,4 @@
-"""What the page runs: one lane or several on the loaded target, each step with its reasons.
+"""Runs of the page: one lane or several on the loaded target, with evidence for each step.
 
 Lanes take turns. The one whose clock is behind makes the next step, and a clock counts its own
 lane's steps alone: so two lanes race on one machine without slowing each other down.
@@ -44,7 +44,7 @@ class _Body(BaseModel):
 
 
 class Message(_Body):
-    """Of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: Text
@@ -64,10 +64,10 @@ class LaneSpec(_Body):
 
 
 class RunBody(_Body):
-    """What the page asks to run: a conversation in one lane, or the same in several.
+    """A request of the page: a conversation in one lane, or the same in several.
 
     Attributes:
-        begin: what the reply begins with; it is read with the prompt.
+        begin: the first words of the reply, prefilled with the prompt.
     """
 
     messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=64)]
@@ -93,7 +93,7 @@ class Lanes:
     """Engines of the page's own on the loaded target; the least recently used one goes.
 
     Args:
-        llm: what the server serves.
+        llm: the served model.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -103,7 +103,7 @@ class Lanes:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """What a lane may draft with: the server's own, and those that need nothing."""
+        """Drafters for lanes: the server's own, and those that need no files."""
         return tuple(dict.fromkeys((self._llm.drafter_name, *ready_drafters(self._llm.target))))
 
     def get(self, spec: LaneSpec) -> _Watched:
@@ -147,7 +147,7 @@ class Lanes:
             return self._llm.cost or measure_cost(self._llm.target)
 
     def forward_ms(self, num_tokens: int) -> float:
-        """Times a forward of so many tokens, now."""
+        """Measure the time of a forward of that many tokens."""
         with self._llm.engine.lock:
             return forward_ms(self._llm.target, num_tokens)
 
@@ -195,12 +195,12 @@ class _Watched:
 
     @property
     def controller(self) -> dict[str, Any] | None:
-        """What it would do next and what its ledger says; None for a fixed budget."""
+        """The controller's next plan and its ledger; None for a fixed budget."""
         controller = self.llm.controller
         return controller.report() if isinstance(controller, AdaptiveBudget) else None
 
     def take(self, request_id: int) -> Iterator[tuple[StepTimes, TracedRow]]:
-        """What a request's steps were since the last time."""
+        """The steps of a request since the last call."""
         steps = self._steps.get(request_id, deque())
         while steps:
             yield steps.popleft()
@@ -213,7 +213,7 @@ class _Lane:
     """One lane of a run.
 
     Attributes:
-        clock_ms: what its steps took.
+        clock_ms: time of its steps.
         is_over: whether its text is finished.
     """
 
@@ -287,7 +287,7 @@ def run_lanes(lanes: Lanes, body: RunBody, tenant: str | None = None) -> Iterato
     Nothing runs before the first event is asked for; closing it early ends all lanes.
 
     Raises:
-        ConfigError, PromptError: what was asked for cannot be run.
+        ConfigError, PromptError: the request cannot be run.
     """
     prompt = lanes.encode(body.messages, body.begin)
     made = [*map(lanes.get, body.lanes)]

@@ -54,8 +54,8 @@ class Part:
 class ReplyParser:
     """Splits a reply at its marks. The parts do not depend on how the text was cut into steps.
 
-    Text that may be the beginning of a mark waits until that is clear. What stands between the
-    marks of a tool call and is none comes out as content, marks included.
+    Text that may be the beginning of a mark waits until that is decided. Text between the marks of
+    a tool call that is not a call becomes content, marks included.
 
     Args:
         reasoning: whether a reply may begin with thoughts.
@@ -81,7 +81,7 @@ class ReplyParser:
         return self._calls.count
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain with this text."""
+        """The parts that are final after this text."""
         self._waiting += text
         return self._selected(self._certain())
 
@@ -97,7 +97,7 @@ class ReplyParser:
         return self._selected(iter(parts))
 
     def take(self, event: Event) -> list[Part]:
-        """The parts that are certain with a step's text; with a reply's last event, all."""
+        """The parts that are final after a step's text; after a reply's last event, all."""
         text = "".join(piece.text for piece in event.pieces)
         parts = self.feed(text) if text else []
         return parts if event.result is None else [*parts, *self.close()]
@@ -173,9 +173,9 @@ class ReplyParser:
         return taken
 
     def _find(self, mark: str) -> tuple[int, bool]:
-        """How many characters come before a mark, and whether it is there.
+        """The number of characters before a mark, and whether the mark was found.
 
-        Where it is not, the characters at the end that may be its beginning do not count.
+        If not, characters at the end that may be its beginning are not counted.
         """
         at = self._waiting.find(mark)
         if at >= 0:
@@ -191,7 +191,7 @@ def opens_thoughts(prompt: str) -> bool:
 
 
 def after_thoughts(grammar: Grammar) -> Grammar:
-    """The grammar of what a reply says, for a reply that begins in thoughts: those stay free."""
+    """A reply's grammar after its thoughts, which stay free."""
     return replace(grammar, begins_after=END_THINK)
 
 

@@ -23,14 +23,14 @@ from foredraft.server.info import OPEN_PATHS
 _log = logging.getLogger("foredraft.server")
 _EXIT_SECONDS = 5
 _SEND_BUFFER = 256 << 10
-"""Bytes that the system keeps for a client that does not read; by default it may be megabytes."""
+"""Send buffer in bytes for a client that does not read; the system's default may be megabytes."""
 
 
 class GracefulServer(uvicorn.Server):
     """uvicorn that drains on SIGTERM or Ctrl-C: replies under way may finish first.
 
-    Meanwhile probes are answered and new requests get 503. Replies that have not finished after
-    ``drain_timeout`` end with an error event. A second signal ends them at once.
+    Meanwhile probes are answered and new requests get 503. Replies still running after
+    ``drain_timeout`` are aborted with an error event. A second signal aborts them immediately.
 
     Attributes:
         address: where it is found; None before it listens.

@@ -1,4 +1,4 @@
-"""What can be set about the server, from the command line or the environment (``FOREDRAFT_…``)."""
+"""Settings of the server, from the command line or the environment (``FOREDRAFT_…``)."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ class ServerSettings(BaseSettings):
     """Time between the comments that keep a silent stream open."""
 
     prove_every: Annotated[int, Field(ge=0)] = 0
-    """Of so many steps that drafted, one is made again without drafts while the server is idle, and
-    compared; 0 proves none."""
+    """One in this many steps that drafted is repeated without drafts while the server is idle, and
+    compared; 0: none."""
     request_metrics: Literal["none", "summary", "detailed"] = "summary"
-    """What a reply says of speculation."""
+    """Figures of speculation in each reply."""
     reasoning_content: bool = False
     """Send thoughts under their old name as well."""
     share_between_keys: bool = False
@@ -138,10 +138,10 @@ class ServerSettings(BaseSettings):
             return self.host == "localhost"
 
     def address(self, port: int) -> str:
-        """Where a browser on this machine finds it.
+        """The server's URL for a browser on this machine.
 
         Args:
-            port: the one that is listened on, which for ``port`` 0 the system has chosen.
+            port: the bound port, which the system chooses for ``port`` 0.
         """
         scheme = "https" if self.ssl_certfile else "http"
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
@@ -151,7 +151,7 @@ class ServerSettings(BaseSettings):
 class LocalSettings(ServerSettings):
     """Settings of a server that its own process calls: no keys, and next to no limits.
 
-    The environment is not read: what is in it is meant for `foredraft serve`.
+    The environment is not read: its variables are meant for `foredraft serve`.
     """
 
     max_waiting: Annotated[int, Field(ge=0)] = _WITHOUT_LIMIT

@@ -35,7 +35,7 @@ class RequestSpan:
         self.generation: Generation | None = None
 
     def watch(self, generation: Generation) -> None:
-        """Report at the end what this generation came to."""
+        """Report this generation's usage at the end."""
         self.generation = generation
 
 

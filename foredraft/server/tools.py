@@ -1,4 +1,4 @@
-"""Tools of a request: which there are, whether one must be called, and the grammar for that."""
+"""Tools of a request, forced calls, and the grammar for them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from foredraft.server.replies import CALL, END_CALL
 Tool = Mapping[str, Any]
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""For llguidance: without it a model may write spaces for as long as it likes."""
+"""Option of llguidance: without it a model may write spaces without end."""
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of tools.
+    """The tools and the tool choice of a request.
 
     Attributes:
         tools: that the model is shown.
@@ -34,7 +34,7 @@ class ToolUse:
 
     @property
     def grammar(self) -> Grammar | None:
-        """Of a reply that calls what is forced."""
+        """The grammar of a reply that makes the forced calls."""
         if not self.forced:
             return None
         calls = [_call_schema(tool) for tool in self.tools if _name(tool) in self.forced]

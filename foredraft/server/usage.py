@@ -1,4 +1,4 @@
-"""What a reply took: usage, and what speculation did for it."""
+"""Usage of a reply: its token counts, and the figures of speculation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foredraft.server.generation import ReplyState
 from foredraft.server.replies import END_THINK, THINK
 
 _MAX_MASKS = 256
-"""Tokens of a prediction whose places are kept in the form that counting needs."""
+"""Most distinct tokens of a prediction whose bit masks are cached."""
 
 
 def usage_of(
@@ -70,12 +70,12 @@ class Thoughts:
 
 
 def num_cached(replies: Sequence[ReplyState]) -> int:
-    """Prompt tokens that were not read anew; known at the end."""
+    """Prompt tokens that were cached; known at the end."""
     return sum(reply.result.num_cached_tokens for reply in replies if reply.result is not None)
 
 
 def _prediction_details(repeated: Sequence[Repeated]) -> dict[str, int]:
-    """What OpenAI counts of a prediction, whatever drafted from it."""
+    """OpenAI's token counts of a prediction, independent of the drafter."""
     accepted = sum(each.count for each in repeated)
     rejected = sum(each.num_predicted for each in repeated) - accepted
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
@@ -96,7 +96,7 @@ class ExpectedText:
         self.mask = lru_cache(_MAX_MASKS)(self._mask)
 
     def _mask(self, token: int) -> int:
-        """The places of a token, as the bits of a number."""
+        """The positions of a token, as the bits of a number."""
         bits = bytearray(self.num_tokens // 8 + 1)
         for place in self._places.get(token, ()):
             bits[place >> 3] |= 1 << (place & 7)
@@ -134,7 +134,7 @@ def speculation_of(replies: Sequence[ReplyState], detail: str) -> dict[str, Any]
     """vLLM's ``metrics`` of one reply that is over; None for several, or where not asked for.
 
     As there (vllm-project/vllm#48915), only steps with a draft count: `num_spec_steps` is the sum
-    of the histogram, whose place j counts the steps that accepted j draft tokens.
+    of the histogram, whose entry j counts the steps that accepted j draft tokens.
     """
     reply = replies[0]
     if detail == "none" or len(replies) != 1 or reply.result is None:

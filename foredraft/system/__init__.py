@@ -1,1 +1,1 @@
-"""What any part may need of the machine and its files; knows nothing of models."""
+"""Helpers for the machine and its files. They know nothing of models."""

@@ -1,4 +1,4 @@
-"""Where a model runs."""
+"""The device that a model runs on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def resolve_device(asked: str) -> str:
     """The device behind "auto", or the one that was asked for.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the device does not exist here.
     """
     import torch  # slow to import
 

@@ -1,4 +1,4 @@
-"""What only an extra of the package installs, and the command that installs it."""
+"""Optional packages, the extras of foredraft that install them, and the commands for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ EXTRAS = {
     "matplotlib": ("plots", "pictures of trainings"),
     "opentelemetry-exporter-otlp-proto-http": ("otel", "spans (serve --otlp-traces-endpoint)"),
 }
-"""Packages that a plain installation may lack: the extra that brings each, and what it is for."""
+"""Packages that a plain installation lacks: the extra of each, and its purpose."""
 
 
 def install_command(extra: str) -> str:
-    """What a person types to get an extra of the installed foredraft."""
+    """The command that installs an extra of this foredraft."""
     return f"pip install 'foredraft[{extra}]'"
 
 
 def needs_extra(what: str, extra: str, problem: ImportError) -> ConfigError:
-    """The error where ``what`` needs packages that are not there, or are of another version."""
+    """The error if ``what`` needs packages that are missing or of another version."""
     return ConfigError(f"{what} the extra {extra!r} ({problem}): {install_command(extra)}")

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever a process is killed."""
+"""Atomic file writes: a killed process leaves either the whole file or none."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ABANDONED_S = 3600.0
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; at the end it takes the place of what was there, flushed to the disk.
+    """A file to write. At the end it is flushed to disk and replaces the old one.
 
     Raises:
-        TrainingError: it cannot be written; what was there before is as it was.
+        TrainingError: it cannot be written; the old file is unchanged.
     """
     with _unfinished(path) as unfinished:
         with _explained(path), unfinished.open("wb") as file:
@@ -63,8 +63,8 @@ def write_tensors(
 def _unfinished(path: Path) -> Iterator[Path]:
     """A name to write under, beside ``path``; gone at the end.
 
-    Every writer gets a name of its own: two processes may write the same file at the same time,
-    and the last one wins. What a killed process left is removed once it is old.
+    Every writer gets a name of its own: if two processes write the same file at once, the last one
+    wins. Leftovers of killed processes are removed once they are old.
     """
     for other in path.parent.glob(f".{path.name}.*.partial"):
         with suppress(OSError):
@@ -79,7 +79,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
 
 
 def flush_folder(directory: Path) -> None:
-    """See that renames in a folder have reached the disk, where the system has such a thing."""
+    """Flush a folder's renames to disk, on systems that can."""
     if os.name == "nt":
         return
     handle = os.open(directory, os.O_RDONLY)
@@ -91,7 +91,7 @@ def flush_folder(directory: Path) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What the system refuses, as an error that says what is safe and what to do."""
+    """Errors of the system, as a `TrainingError` that says what is safe and what to do."""
     try:
         yield
     except (OSError, SafetensorError) as error:  # the library's own error holds the system's text
@@ -100,11 +100,11 @@ def _explained(path: Path) -> Iterator[None]:
 
 def _cannot_write(path: Path, error: Exception) -> str:
     if getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
-        return f"cannot write {path}: {error}. What was written before is whole"
+        return f"cannot write {path}: {error}. Earlier files are whole"
     free = ""
     with suppress(OSError):
         free = f" ({shutil.disk_usage(path.parent).free / 1e9:.2f} GB are free)"
     return (
-        f"the disk is full: {path} was not written{free}. What was written before is whole; free "
+        f"the disk is full: {path} was not written{free}. Earlier files are whole; free "
         "some space and run the same command again"
     )

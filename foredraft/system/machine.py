@@ -1,4 +1,4 @@
-"""What runs here: for `doctor`, and for the record of every measurement."""
+"""A description of this machine, for `doctor` and for the record of every measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foredraft.version import __version__
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "llama-cpp-python")
 
 _READ_BYTES = 128 << 20
-"""Far more than caches hold."""
+"""Bytes to read: far more than CPU caches hold."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -38,7 +38,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def memory_bytes_per_s() -> float:
-    """How fast this machine reads memory with torch's threads: the best of three reads."""
+    """Memory bandwidth in bytes a second with torch's threads: the best of three reads."""
     import time
 
     import torch
@@ -52,10 +52,10 @@ def memory_bytes_per_s() -> float:
 
 
 def give_memory_back() -> None:
-    """Return to the system what the C library keeps of memory that was freed.
+    """Return freed memory that the C library holds to the system (``malloc_trim``).
 
-    Weights that were laid out anew leave tens of megabytes behind, which nobody takes up again.
-    Does nothing where the library is not glibc.
+    Repacking weights leaves tens of megabytes that are never used again. Does nothing if the
+    library is not glibc.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -70,7 +70,7 @@ def package_version(name: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The CPU as its maker calls it."""
+    """The CPU's model name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

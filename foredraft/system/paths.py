@@ -1,4 +1,4 @@
-"""Where foredraft keeps files of its own."""
+"""The folder of foredraft's own files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where foredraft keeps what it makes.
+    """The folder of cached files.
 
     The first of ``$FOREDRAFT_CACHE``, ``$XDG_CACHE_HOME/foredraft`` and ``~/.cache/foredraft``.
     """

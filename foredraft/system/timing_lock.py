@@ -1,10 +1,11 @@
-"""One lock for timing: while somebody measures, training and writing stand still.
+"""One lock for timing: while a process measures, training and generation jobs pause.
 
-Two files: whoever measures takes a gate first, so that a crowd of trainings, each of which takes
-the lock again right after giving it back, cannot keep it out for ever.
+It has two files: a measuring process takes a gate first, so that many training jobs, which release
+and take the lock again and again, cannot keep it out for ever.
 
-A process that is stopped (SIGSTOP, Ctrl-Z) disturbs no timing, so nobody who measures waits for it.
-One that goes on during a measurement ends the piece of work at hand, and then finds the gate shut.
+A measurement does not wait for a stopped process (SIGSTOP, Ctrl-Z), which disturbs no timing. A
+process that is continued during a measurement finishes its piece of work, and then finds the gate
+shut.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ except ImportError:  # Windows has no such locks; timings there are taken as the
 
 SWITCH = "FOREDRAFT_TIMING_LOCK"
 _TO_OTHERS_S = 0.002
-"""Asleep between giving the lock back and taking it again: others get it that are not behind the
-gate."""
+"""Seconds of sleep between releasing the lock and taking it again, so that processes that do not
+use the gate can get it."""
 _LOOK_EVERY_S = 0.02
 _LOCKS = Path("/proc/locks")
-"""Who holds which lock, on Linux."""
+"""The kernel's table of file locks, on Linux."""
 
 
 def lock_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the lock is: ``$FOREDRAFT_TIMING_LOCK``, or in foredraft's cache."""
+    """The lock file: ``$FOREDRAFT_TIMING_LOCK``, or in foredraft's cache."""
     named = environment.get(SWITCH)
     return Path(named).expanduser() if named else cache_root(environment) / "timing.lock"
 
 
 @contextmanager
 def measuring(say: Callable[[str], None], path: Path | None = None) -> Iterator[None]:
-    """Hold the machine for a measurement: others that heed the lock stand still meanwhile.
+    """Hold the machine for a measurement: processes that heed the lock pause meanwhile.
 
     Args:
-        say: told what is waited for, if anything is, and who is not waited for.
+        say: called with a message about processes that are waited for, or skipped because they are
+            stopped.
     """
     with ExitStack() as held:
         for file in _files(path or lock_path(), held):
@@ -52,7 +54,7 @@ def measuring(say: Callable[[str], None], path: Path | None = None) -> Iterator[
 
 
 class Heed:
-    """Stands still while somebody measures; call it often, between pieces of work.
+    """Pauses while another process measures; call it often, between pieces of work.
 
     Between two calls it holds its share of the lock, so a measurement begins when the piece of work
     at hand is done.
@@ -69,10 +71,10 @@ class Heed:
         self._held.close()
 
     def __call__(self) -> float:
-        """Wait if need be.
+        """Wait while another process measures.
 
         Returns:
-            For how many seconds.
+            Seconds waited.
         """
         if self._gate is None or self._lock is None:
             return 0.0
@@ -86,19 +88,19 @@ class Heed:
 
 
 def _files(path: Path, held: ExitStack) -> list[IO[bytes]]:
-    """Gate and lock, open; none where there are no locks, or no place for them."""
+    """Gate and lock, open; none if the system has no locks, or the folder cannot be written."""
     if fcntl is None:
         return []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         paths = (path.with_name(f"{path.name}.gate"), path)
         return [held.enter_context(each.open("ab")) for each in paths]
-    except OSError:  # a cache that cannot be written is no reason not to work
+    except OSError:  # without a writable cache, work without the lock
         return []
 
 
 def _take(file: IO[bytes], say: Callable[[str], None]) -> None:
-    """Take a lock, unless all who hold it are stopped."""
+    """Take a lock, unless all its holders are stopped."""
     waits = False
     while not _is_taken(file):
         holders = _holders(file)
@@ -121,13 +123,13 @@ def _is_taken(file: IO[bytes]) -> bool:
 
 
 def _holders(file: IO[bytes]) -> list[int]:
-    """Process ids; none where the system does not say."""
+    """Process ids of the lock's holders; none if the system does not tell."""
     try:
         lines = _LOCKS.read_text().splitlines()
     except OSError:
         return []
     # 1: FLOCK  ADVISORY  WRITE 4711 08:01:2342 0 EOF. Some file systems (btrfs) name another device
-    # here than stat does, so the inode alone is compared. Those who wait have "->" before FLOCK.
+    # here than stat does, so the inode alone is compared. Waiting processes have "->" before FLOCK.
     inode = str(os.fstat(file.fileno()).st_ino)
     locks = [fields for fields in map(str.split, lines) if fields[1] == "FLOCK"]
     return [int(fields[4]) for fields in locks if fields[5].rpartition(":")[2] == inode]

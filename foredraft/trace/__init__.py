@@ -1,1 +1,1 @@
-"""What happened, step by step, as lines of JSON: written, read, shown and replayed."""
+"""Traces: the steps of a run as lines of JSON, written, read, shown and replayed."""

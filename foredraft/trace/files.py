@@ -21,11 +21,11 @@ _T = TypeVar("_T", TracedRun, TracedStep)
 class TraceFile:
     """A trace that is being written; a context manager that closes it.
 
-    The first line is written with `begin`, once it is known what runs; each step is flushed, so
-    that a run that is interrupted leaves a whole file.
+    `begin` writes the first line, once the run is known; each step is flushed, so an interrupted
+    run leaves a valid file.
 
     Args:
-        path: what is there is replaced.
+        path: an existing file is replaced.
 
     Raises:
         ConfigError: it cannot be written.
@@ -44,7 +44,7 @@ class TraceFile:
         self._write(TracedRun(foredraft=__version__, started=started, **about))
 
     def tracer(self, tokenizer: Decoding | None = None) -> Tracer:
-        """What an engine is given to write here."""
+        """The `Tracer` for an engine that writes to this file."""
         return Tracer(self._write, tokenizer)
 
     def _write(self, line: TracedRun | TracedStep) -> None:

@@ -40,11 +40,11 @@ class Candidate(_Line):
 
 
 class NodeLaw(_Line):
-    """What the target said after a node.
+    """The target's distribution after a node.
 
     Attributes:
         node: -1 is the text before the step.
-        taken: the token that was committed there; None where verification did not come.
+        taken: the token that was committed there; None if verification did not reach the node.
         candidates: the likeliest ones, those that were drafted and the one taken, likeliest first.
     """
 
@@ -63,7 +63,7 @@ class TracedDecision(_Line):
 
 
 class Residual(_Line):
-    """One of the likeliest tokens of what the next token was drawn from after a ratio test."""
+    """One of the likeliest tokens of the residual distribution after a ratio test."""
 
     token: int
     text: str
@@ -71,7 +71,7 @@ class Residual(_Line):
 
 
 class Why(_Line):
-    """What a verdict was decided on.
+    """The evidence for a verdict.
 
     Attributes:
         rule: "target-only" (the target draws, and a drafted token is accepted if it is that one),
@@ -79,7 +79,7 @@ class Why(_Line):
         temperature: of the request.
         laws: at every node that has children in the draft, and at every one reached.
         decisions: of the ratio test, in the order they were made.
-        residual: likewise, the likeliest tokens and the one that was drawn.
+        residual: of the ratio test: the likeliest tokens and the one that was drawn.
     """
 
     rule: Literal["target-only", "block", "traversal"]
@@ -91,11 +91,11 @@ class Why(_Line):
 
 
 class TracedDraft(_Line):
-    """What was drafted; lists by node.
+    """A draft; lists by node.
 
     Attributes:
         parents: of each node an earlier one, or -1 for the text before the step.
-        authors: who proposed it, where several drafters or parts of one did.
+        authors: the drafter, or its part, that proposed the node, if there are several.
         chances: the drafter's own estimate that it and all above it are accepted.
         draft_probs: with which it was drawn, for drawn drafts.
         target_probs: by the target's law after its parent.
@@ -120,7 +120,7 @@ class TracedDraft(_Line):
 
 
 class Committed(_Line):
-    """A token of the text, and how it got there. ``text``: whole characters it completed."""
+    """A token of the text and its origin. ``text``: whole characters it completed."""
 
     token: int
     text: str
@@ -137,7 +137,7 @@ class TracedRow(_Line):
         kind: the verdict's; None after a chunk of a prompt.
         path: accepted nodes, in order.
         num_accepted: draft tokens committed.
-        drafter: who drafted, where several drafters are loaded; else the run's.
+        drafter: the row's drafter, if several are loaded; else the run's.
     """
 
     request_id: int
@@ -160,7 +160,7 @@ class TracedStep(_Line):
     Attributes:
         at_ms: when it ended, since the trace began.
         num_waiting: requests queued.
-        num_preempted: requests that gave their place in the cache away for it.
+        num_preempted: requests that were preempted for it.
     """
 
     type: Literal["step"] = "step"
@@ -173,7 +173,7 @@ class TracedStep(_Line):
 
 
 class TracedRun(_Line):
-    """The first line: what was run.
+    """The first line: the run's settings.
 
     Attributes:
         started: ISO 8601, UTC.

@@ -12,11 +12,10 @@ from foredraft.trace.why import why
 
 
 class Tracer:
-    """What an engine is given as its trace: makes a line of each step.
+    """The trace function of an engine: writes each step as a line.
 
-    It says why a token was taken where the engine keeps the evidence of verdicts
-    (``keeps_evidence``). Reading it takes time, too (not measured yet); it falls outside the times
-    of the steps.
+    It explains verdicts if the engine keeps their evidence (``keeps_evidence``). Reading it takes
+    time, too (not measured yet); it falls outside the times of the steps.
 
     Args:
         sink: handed each line, in the thread that runs the step.
@@ -28,7 +27,7 @@ class Tracer:
         self._began, self._num_steps = time.perf_counter(), 0
 
     def read_with(self, tokenizer: Decoding | None) -> None:
-        """Take texts from this tokenizer from now on, where it was not there at the beginning."""
+        """Set the tokenizer, if it was not known at the beginning."""
         self._texts = TokenTexts(tokenizer)
 
     def __call__(self, record: StepRecord) -> None:

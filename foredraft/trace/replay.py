@@ -1,10 +1,10 @@
-"""What another setting would have done, from what a trace holds.
+"""Replay a trace with other settings, to see what they would have done.
 
 Seeded text does not depend on drafting, so the same tokens would have been committed; only the
 steps that bring them differ. With fewer draft tokens a step keeps the first nodes of what was
-drafted (drafters order them by likelihood), and where a recorded draft reached further, the rest of
-it is taken for what would have been drafted next. What would have been drafted beyond the recorded
-nodes nobody knows, so for more draft tokens than were allowed the answer is a lower bound.
+drafted (drafters order them by likelihood), and if the recorded draft was longer, its remainder
+becomes the next step's draft. Drafts beyond the recorded nodes are unknown, so the result for more
+draft tokens than were allowed is a lower bound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foredraft.trace.files import Trace
 from foredraft.trace.format import TracedRow, TracedStep
 
 SIZES = (0, 1, 2, 4, 8, 16)
-"""Numbers of draft tokens that are tried."""
+"""Numbers of draft tokens to try."""
 _WORTH_SAYING = 1.05
 _MOST_SENTENCES = 3
 
@@ -68,7 +68,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a setting did, or would have done.
+    """The measured or replayed result of a setting.
 
     Attributes:
         ms: by `StepCost`.
@@ -109,12 +109,12 @@ def replay(steps: Sequence[TracedStep], num_draft_tokens: int, cost: StepCost) -
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some steps of one request, one after the other, and what they took.
+    """Consecutive steps of one request, and their times.
 
     Attributes:
         first, last: numbers of the tokens of the reply, from 1.
         text: what they brought.
-        drafters: who drafted.
+        drafters: drafters of these steps.
         draft_ms, score_ms, rest_ms: in all; ``rest_ms`` is verifying and learning.
         recorded: what was done, by `StepCost`.
         best: the best of the numbers of draft tokens that were tried; ``recorded`` if none is
@@ -137,7 +137,7 @@ class Stretch:
 
     @property
     def sentence(self) -> str:
-        """What would have been faster, and why."""
+        """A sentence: the faster setting, and the reason."""
         done, best = self.recorded, self.best
         steps = max(1, done.steps)
         who = " and ".join(self.drafters) or "the drafter"
@@ -153,7 +153,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a trace tells of its slow places, and of other numbers of draft tokens.
+    """A replayed trace: its slow stretches, and other numbers of draft tokens.
 
     Attributes:
         cost: of a step.
@@ -214,7 +214,7 @@ def _stretches_of(trace: Trace, request_id: int, cost: StepCost) -> list[Stretch
 def stretches(
     steps: Sequence[TracedStep], cost: StepCost, sizes: Sequence[int], num_tokens: int = 32
 ) -> list[Stretch]:
-    """The steps of one request in stretches of at least so many tokens.
+    """The steps of one request in stretches of a least number of tokens.
 
     Args:
         steps: that hold one row each; those that read the prompt are left out.
@@ -257,7 +257,7 @@ def is_decoding(row: TracedRow) -> bool:
 
 
 def pieces(row: TracedRow, num_draft_tokens: int) -> Iterator[tuple[int, int]]:
-    """(nodes, committed) of the steps that would have brought what one step brought."""
+    """(nodes, committed) of the replayed steps that replace one recorded step."""
     parent, at = -1, 0
     while at < len(row.committed):
         kept = [*_below(row.draft.parents, parent)][:num_draft_tokens]

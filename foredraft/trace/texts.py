@@ -8,11 +8,11 @@ from typing import Protocol
 from foredraft.engine.text import NewDecoder, TokenDecoder
 
 _MAX_DECODERS = 4096
-"""More than the requests that are ever under way at once."""
+"""More than the requests that ever run at once."""
 
 
 class Decoding(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that traces use."""
 
     def token_text(self, token: int) -> str: ...
 
@@ -32,7 +32,7 @@ class TokenTexts:
         self._decoders: OrderedDict[int, TokenDecoder] = OrderedDict()  # the last used behind
 
     def of(self, token: int) -> str:
-        """What a token adds to a text; bytes of an unfinished character show as such."""
+        """The text of a token; bytes of an unfinished character are shown as bytes."""
         return self._tokenizer.token_text(token) if self._tokenizer else ""
 
     def push(self, request_id: int, token: int) -> str:

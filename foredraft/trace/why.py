@@ -24,7 +24,7 @@ from foredraft.trace.texts import TokenTexts
 
 _NUM_LIKELIEST = 6
 _NUM_LOUDEST = 3
-"""Tokens with the largest sum of log probability and noise: those that nearly won."""
+"""Number of runners-up: tokens with the largest sum of log probability and noise."""
 _NUM_RESIDUAL = 6
 
 
@@ -54,12 +54,12 @@ class _Probs:
 
 
 def _rounded(x: float) -> float:
-    """Six digits: what people compare, and short lines."""
+    """Rounded to six digits, to keep lines short."""
     return float(f"{x:.6g}")
 
 
 def why(row: RowStep, texts: TokenTexts) -> tuple[f.Why | None, f.TracedDraft]:
-    """What a row's verdict was decided on, and its draft with the target's probabilities."""
+    """The evidence for a row's verdict, and its draft with the target's probabilities."""
     verdict, proposal = row.verdict, row.proposal
     if verdict is None or verdict.evidence is None:
         return None, _draft(proposal, texts, {})
@@ -80,7 +80,7 @@ def why(row: RowStep, texts: TokenTexts) -> tuple[f.Why | None, f.TracedDraft]:
 
 
 def _laws(proposal: Proposal, verdict: Verdict, evidence: Evidence) -> Iterable[tuple[int, Law]]:
-    """Where somebody wants to know: where the draft goes on, and where verification came."""
+    """Distributions at nodes that have children, and at nodes that verification reached."""
     for node in sorted({ROOT, *proposal.tree.children, *verdict.path}):
         try:
             yield node, evidence[node]
@@ -131,7 +131,7 @@ def _node_law(
 
 
 def _taken(node: int, proposal: Proposal, verdict: Verdict) -> int | None:
-    """The token that was committed after a node; None where verification did not come."""
+    """The token committed after a node; None if verification did not reach it."""
     reached = (ROOT, *verdict.path)
     if node not in reached:
         return None
@@ -155,7 +155,7 @@ def _decisions(evidence: Evidence) -> Iterable[f.TracedDecision]:
 def _residual(
     weights_V: Tensor | None, drawn: int | None, texts: TokenTexts
 ) -> tuple[f.Residual, ...] | None:
-    """The likeliest tokens of it, and the one that was drawn."""
+    """The residual's likeliest tokens, and the one that was drawn."""
     if weights_V is None:
         return None
     total = float(weights_V.sum())

@@ -1,7 +1,7 @@
-"""How much of what a head drafts the target would accept, on text that it was not trained on.
+"""Acceptance of a head's drafts by the target, measured on held-out text.
 
-Greedy text: a draft is right where its best token is the text's. Above temperature 0 target and
-drafter choose with the same Gumbel noise, and agree with the chance
+Greedy text: a draft token is right if it is the text's. Above temperature 0 target and drafter
+choose with the same Gumbel noise, and agree with probability
 
     sum_x 1 / sum_y max(p_y / p_x, q_y / q_x)        (Daliri, Musco, Suresh, arXiv 2408.07978)
 
@@ -22,7 +22,7 @@ from foredraft.train.batches import TrainBatch
 
 _ROWS_AT_ONCE = 128
 _SAMPLED_STRIDE = 8
-"""Of the anchors of a sampled text, one in so many is looked at: each needs its rows sorted."""
+"""One in this many anchors of a sampled text is measured: each needs its rows sorted."""
 
 
 def gumbel_acceptance(target_probs_NR: Tensor, draft_probs_NR: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def gumbel_acceptance(target_probs_NR: Tensor, draft_probs_NR: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class HeldOutAcceptance:
-    """What was measured on held-out text.
+    """Acceptance on held-out text.
 
     Attributes:
         greedy: by depth, the share of anchors of greedy text where the draft is right, of those
@@ -53,7 +53,7 @@ class HeldOutAcceptance:
             agree, on text that was sampled (on greedy text where there is no other).
         overlap: by depth, the sum of the smaller probabilities there.
         committed_greedy: tokens a step of a chain of that depth, temperature 0.
-        committed_sampled: likewise, temperature 1.
+        committed_sampled: tokens a step of a chain of that depth, temperature 1.
         covered: share of the target's mass that the head can name.
         num_anchors: of greedy and of sampled text.
     """
@@ -68,7 +68,7 @@ class HeldOutAcceptance:
 
     @property
     def score(self) -> float:
-        """What checkpoints are chosen by: the mean of both temperatures."""
+        """The score by which checkpoints are chosen: the mean of both temperatures."""
         return (self.committed_greedy + self.committed_sampled) / 2
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class HeldOutAcceptance:
 
 
 class AcceptanceCount:
-    """Adds up what batches show.
+    """Accumulates acceptance over batches.
 
     Args:
         depth: draft tokens to count.
@@ -158,7 +158,7 @@ class AcceptanceCount:
         self._overlap.append(torch.stack(overlaps).cpu())
 
     def result(self) -> HeldOutAcceptance:
-        """Of all that was added."""
+        """The acceptance over all batches."""
         depth = self._depth
         empty = torch.zeros(depth, 0)
         sampled_DN = torch.cat(self._sampled, 1) if self._sampled else empty
@@ -177,7 +177,7 @@ class AcceptanceCount:
 
 
 def tokens_a_step(shares: Sequence[float]) -> float:
-    """What a chain commits, its depths right so often where all before were right."""
+    """Tokens a step of a chain, from the acceptance at each depth."""
     reached, total = 1.0, 1.0
     for share in shares:
         reached *= share
@@ -193,7 +193,7 @@ def shares_by_depth(rights: Iterable[Sequence[bool]], depth: int) -> list[float]
     """
     right, tried = [0] * depth, [0] * depth
     for of_text in rights:
-        for first in range(1, len(of_text)):  # what comes first is the target's own
+        for first in range(1, len(of_text)):  # the first token is the target's own
             for k, is_right in enumerate(of_text[first : first + depth]):
                 tried[k] += 1
                 right[k] += is_right
@@ -213,7 +213,7 @@ def by_depth(predictions: Sequence[Prediction], depth: int) -> list[Prediction]:
 
 
 def anchors(batch: TrainBatch, texts_B: Tensor, depth: int) -> Tensor:
-    """Text and position [N, 2] of anchors with at least so many tokens to draft in the text."""
+    """Text and position [N, 2] of anchors with at least ``depth`` tokens after them."""
     length = batch.texts.tokens_BL.shape[1]
     inside_BL = torch.arange(length, device=texts_B.device) + depth + 1
     fits_BL = inside_BL[None] < batch.texts.lengths_B[:, None]

@@ -1,7 +1,7 @@
 """Batches of texts, in an order that a seed fixes.
 
-A text that is longer than a row becomes several windows. Each shows some text before what is
-learnt from it, and every token of a reply is learnt from once.
+A text that is longer than a row becomes several windows. Each window includes some context before
+its trained tokens, and every token of a reply is trained once.
 
 Shape legend: B texts, L tokens of the longest, T positions in replies, E hidden size, R output
 rows.
@@ -23,7 +23,8 @@ from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text
 
 _SORTED_BATCHES = 16
-"""Batches whose texts are sorted by length together: rows of one batch are then about as long."""
+"""Batches whose texts are sorted by length together, so that batches have rows of similar
+length."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Window:
         text: its position in the list of all.
         start: its first token.
         stop: one past its last.
-        learnt_from: tokens from here on are learnt.
+        learnt_from: first trained token.
     """
 
     text: int
@@ -62,7 +63,7 @@ def windows_of(number: int, text: Text, length: int) -> list[Window]:
 def batches_of(
     windows: Sequence[Window], batch_tokens: int, seed: int, epoch: int
 ) -> list[list[Window]]:
-    """All windows in batches of at most so many tokens, padding included; shuffled by the seed."""
+    """All windows in batches of limited tokens, padding included; shuffled by the seed."""
     draw = random.Random(f"{seed} {epoch}")
     shuffled = list(windows)
     draw.shuffle(shuffled)
@@ -89,7 +90,7 @@ def _cut(windows: Sequence[Window], batch_tokens: int) -> list[list[Window]]:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the target says about the tokens of replies, after the tokens before them.
+    """The target's distribution of each reply token, given the tokens before it.
 
     Attributes:
         last_TE: normed output of the last layer at the token before.
@@ -109,11 +110,11 @@ class Teacher:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What one step learns from.
+    """The data of one training step.
 
     Attributes:
-        texts: what the head reads.
-        teacher: what the target says.
+        texts: the head's inputs.
+        teacher: the target's distributions.
         anchors_BL: whether a position may be the last token that the target has read when a
             reply is drafted.
         temperatures_B: that the replies were drawn at.

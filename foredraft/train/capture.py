@@ -2,9 +2,9 @@
 
 Texts are captured in chunks that are named by their content: a folder for each target
 (`TrainingTarget.forward_key`: all weights, and how they are run), in it one for each chunk, in it a
-file for each layer. So another kind of head, or more text, finds what is there already, and a kill
-or a stop costs the chunk that was under way. Two trainings may capture at the same time. What does
-not fit the cap is read by the target again whenever it is trained on.
+file for each layer. So other kinds of heads and later runs with more text reuse them, and a kill or
+a stop costs only the current chunk. Two training runs may capture at the same time. Texts beyond
+the size limit are read by the target again whenever they are trained on.
 
 Shape legend: T tokens of a chunk, L tokens of a text, E hidden size.
 """
@@ -33,7 +33,7 @@ from foredraft.train.target import States, TrainingTarget
 from foredraft.train.texts import Text, digest_of
 
 CHUNK_TOKENS = 8192
-"""Of a chunk, at least; at most about twice as many."""
+"""Least tokens of a chunk; the most are about twice as many."""
 PACKED_TOKENS = {"cpu": 640, "cuda": 16_384}
 """Tokens of one forward, by the type of the device."""
 
@@ -114,10 +114,10 @@ class Capture:
         return {n for chunk in self._chunks if chunk.digest in self._on_disk for n in chunk.texts}
 
     def fill(self, monitor: Monitor, seconds: float = math.inf) -> bool:
-        """Capture what is not there yet, as far as the cap allows.
+        """Capture missing chunks, up to the size limit.
 
         Args:
-            monitor: shows how it goes; asked to pause, and whether to stop, before each forward.
+            monitor: shows progress; may pause or stop before each forward.
             seconds: when they are over, no other chunk is begun; one is captured in any case.
 
         Returns:
@@ -232,7 +232,7 @@ class Capture:
             yield group
 
     def _make_room(self) -> int:
-        """Bytes that all captures take, once old ones of no use here are gone, if they must be."""
+        """Bytes that all captures take, after removing old unused ones if necessary."""
         mine = {chunk.digest for chunk in self._chunks}
         folders = [f for f in self._root.glob("*/*") if f.is_dir()] if self._root.is_dir() else []
         sizes = {f: sum(p.stat().st_size for p in f.iterdir()) for f in folders}

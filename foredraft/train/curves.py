@@ -18,7 +18,7 @@ from foredraft.system.files import write_text
 from foredraft.train.acceptance import tokens_a_step
 
 TABLE, COPIES = "table", "earlier matches"
-"""Who names a token, beside `BOTH`."""
+"""Sources of a table's guesses, beside `BOTH`."""
 BY_DEPTH = "by depth"
 
 
@@ -101,7 +101,7 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: str | P
 
 @dataclass(frozen=True)
 class ComparedHead:
-    """A head's folder, as far as it is compared.
+    """The compared figures of a head's folder.
 
     Attributes:
         name: of the folder.
@@ -145,7 +145,7 @@ class ComparedHead:
 
 
 def read_compared(folder: Path) -> list[ComparedHead]:
-    """What a folder holds: a head; of a table, also what the text's own repetitions reach.
+    """The drafter in a folder: a head, or a table with the acceptance of copies from the text.
 
     Raises:
         ModelLoadError: it is no head's, or damaged.
@@ -163,7 +163,7 @@ def read_compared(folder: Path) -> list[ComparedHead]:
 
 
 def _naming(name: str, numbers: int, info: HeadInfo) -> list[ComparedHead]:
-    """What names tokens without computing, in greedy text."""
+    """Acceptance of drafters without layers, in greedy text."""
     made = {"tokens learnt from": info.provenance.get("reply tokens", 0)}
     names = {TABLE: name, COPIES: "copies", BOTH: f"{name} + copies"}
     compared = []

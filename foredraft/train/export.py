@@ -19,13 +19,13 @@ from foredraft.system.files import write_tensors, write_text
 
 FORMATS = ("speculators",)
 _VERSION = "0.7.0"
-"""Of speculators, whose schema this is."""
+"""Version of speculators that has this schema."""
 _DRAFT_TOKENS = 3
 _WHY_NOT = {
     "hidden_head": "its layer attends over the state alone and adds to state and embedding "
     "together, and its own state goes through a matrix of its own",
 }
-"""What keeps a kind from being written, where it is near."""
+"""Reasons why similar kinds cannot be exported."""
 
 
 def export_head(

@@ -1,4 +1,4 @@
-"""The folder that a training writes: who may write there, its state, and its model card.
+"""The folder that a training run writes: its lock, its state, and its model card.
 
 Beside the head itself (`foredraft.drafters.heads.store`) it holds ``training/``: the state,
 with which a training goes on, the curves, and text that the target wrote for it.
@@ -33,7 +33,7 @@ _KEY = "training"
 
 
 def training_folder(out: Path) -> Path:
-    """Where all lies that only training needs."""
+    """The folder of files that only training needs."""
     return out / "training"
 
 
@@ -68,13 +68,13 @@ def alone_in(out: Path) -> Iterator[None]:
 
 
 def check_out(out: Path, kind: str, start_from: Path | None = None) -> None:
-    """See that a training of this kind may write into a folder.
+    """Check that a training run of this kind may write into a folder.
 
-    It may where there is no head, where a training of this kind was left, and where the head that
-    is there is what it starts from. In all these cases a head is replaced only by a better one.
+    It may if there is no head, if a run of this kind was interrupted there, or if it starts from
+    the head there. In all these cases a head is replaced only by a better one.
 
     Raises:
-        ConfigError: there is a head that this training knows nothing of, or something else.
+        ConfigError: there is a head of another run, or something else.
         ModelLoadError: there is a head, and its ``head.json`` cannot be used.
     """
     finish_saving(out)
@@ -129,12 +129,12 @@ def _free_name(out: Path) -> Path:
 
 @dataclass
 class Counters:
-    """How far a training has come.
+    """Progress of a training run.
 
     Attributes:
         step: batches that were learnt from.
         tokens: without padding.
-        seconds: of learning, over all resumptions, as those below.
+        seconds: of learning, over all resumptions, as the times below.
         prepared_s: seconds before learning: loading the target, text, the first measurement.
         measuring_s: seconds of measuring acceptance while learning, and of saving.
         last_measuring_s: seconds that the last measurement took.
@@ -169,7 +169,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What `save_state` wrote."""
+    """A state that `save_state` wrote."""
 
     counters: Counters
     recipe: Mapping[str, Any]
@@ -185,7 +185,7 @@ def save_state(
     """Write a state in one file; the one before is there until this one is whole.
 
     Args:
-        recipe: what a resumption must have in common with it.
+        recipe: settings that a resumed run must share.
         groups: tensors, such as weights and moments, by group and name.
 
     Raises:
@@ -197,10 +197,10 @@ def save_state(
 
 
 def load_state(path: Path, recipe: Mapping[str, Any]) -> SavedState | None:
-    """What `save_state` wrote; None where there is nothing.
+    """The state that `save_state` wrote; None if there is none.
 
     Args:
-        recipe: what it must have in common with this one.
+        recipe: settings that the saved run must share.
 
     Raises:
         ConfigError: another recipe was trained there.
@@ -219,7 +219,7 @@ def load_state(path: Path, recipe: Mapping[str, Any]) -> SavedState | None:
 
 
 def read_counters(out: Path) -> Counters:
-    """How far the training in a folder has come; nothing, where there is none.
+    """Progress of the training run in a folder; zero if there is none.
 
     Raises:
         ModelLoadError: its state is damaged.

@@ -29,7 +29,7 @@ from foredraft.train.target import TrainingTarget
 _SURVIVAL_KEPT = 0.95
 _LEAST_WEIGHT = 0.05
 _CANDIDATES = 64
-"""Of the target's likeliest tokens, so many are learnt from at each position."""
+"""Number of the target's likeliest tokens that are trained on at each position."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Learner:
         return self._averaged or self.module
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """All that the next step depends on."""
+        """The whole state that the next step depends on."""
         groups: dict[str, dict[str, Tensor]] = {
             "module": self.module.state_dict(),
             "optimiser": self._optimiser.state(),
@@ -91,7 +91,7 @@ class Learner:
         return groups
 
     def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a `state`."""
         self.module.load_state_dict(groups["module"])
         self._optimiser.load(groups.get("optimiser", {}))
         if self._averaged is not None:
@@ -136,7 +136,7 @@ class Learner:
 
     @torch.no_grad()
     def _candidates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Output rows [T, C] that the target finds likely, and how likely."""
+        """The target's likeliest output rows [T, C], and their probabilities."""
         log_probs_TR = batch.teacher.log_probs(self.rows.head_RE)
         num = min(_CANDIDATES, log_probs_TR.shape[1])
         values_TC, rows_TC = log_probs_TR.topk(num, -1)
@@ -151,7 +151,7 @@ class Learner:
         candidates: tuple[Tensor, Tensor],
         weight: float,
     ) -> tuple[Tensor, Goal]:
-        """Where a prediction is learnt, and what is to be said there."""
+        """Positions where a prediction is trained, and the target's distributions there."""
         shift, rows_BL = prediction.shift, batch.teacher.rows_BL
         about_BL = torch.full_like(rows_BL, -1)
         about_BL[:, : max(0, rows_BL.shape[1] - shift)] = rows_BL[:, shift:]
@@ -164,7 +164,7 @@ class Learner:
     def _depth_weights(
         self, predictions: Sequence[Prediction], survival: Sequence[float]
     ) -> list[float]:
-        """By how often drafting gets to a depth, as far as the last batches tell."""
+        """Weights by how often drafting reaches each depth in the last batches."""
         survived = [1.0]
         for share in survival:
             survived.append(survived[-1] * share)
@@ -176,7 +176,7 @@ class Learner:
     def _average(self, step: int) -> None:
         if self._averaged is None:
             return
-        # A short memory at first: the start is to be forgotten soon.
+        # A short memory at first, so that the initial values are forgotten soon.
         kept = min(self._options.average, (1 + step) / (10 + step))
         own = dict(self.module.named_parameters())
         for name, mean in self._averaged.named_parameters():

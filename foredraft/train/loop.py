@@ -47,7 +47,7 @@ class Job:
         kind_options: those of the kind, checked.
         start_from: the folder of a head whose weights to begin with; None: the target's.
         capture_root: where states of targets are kept.
-        capture_bytes: at most so many.
+        capture_bytes: limit of their bytes.
         provenance: more about the data, for the card.
     """
 
@@ -63,14 +63,14 @@ class Job:
 class Trainer:
     """Trains a head in a directory, from nothing or from where it was left.
 
-    A head that is there is only ever replaced by one that is better on held-out text.
+    An existing head is replaced only by one that is better on held-out text.
 
     Args:
         job: which head, and where.
         target: whose head it is to be.
         texts: of the target's own; some are kept from training.
         options: how to train.
-        monitor: told how it goes.
+        monitor: receives the progress.
         spent_s: seconds of this run that lie before: loading the target, writing text.
 
     Raises:
@@ -109,7 +109,7 @@ class Trainer:
         self._acceptance: HeldOutAcceptance | None = None
 
     def _resumed_learner(self) -> Learner:
-        """Where training was left, or a new head."""
+        """The saved learner, or a new head."""
         job, shape = self._job, self._target.shape
         saved = load_state(state_path(job.out), self._recipe)
         if saved is None:
@@ -126,7 +126,7 @@ class Trainer:
         self.counters.resumed += 1
         self.counters.evaluated = min(self.counters.evaluated, self._options.done(self.counters))
         module = job.kind.from_config(shape, saved.recipe["config"])
-        # What output rows stand for decides about more than weights, so it comes first.
+        # The token of each output row affects more than weights, so it is restored first.
         module.load_state_dict(saved.groups["module"])
         learner = Learner(module, self._target, self._options)
         learner.load(saved.groups)
@@ -249,7 +249,7 @@ class Trainer:
         return count.result()
 
     def _measure_first(self) -> None:
-        """Measure the head that is there, as those after it will be, or else the new one."""
+        """Measure the existing head in the same way as later ones, or else the new one."""
         counters, began = self.counters, time.monotonic()
         self._monitor.stage("Measuring acceptance on held-out text")
         counters.best, kept, self._kept = 0.0, self._kept, None

@@ -1,6 +1,6 @@
-"""What a head is trained to do: losses of its logits against the target's distribution.
+"""Losses of a head's logits against the target's distribution.
 
-A loss takes what is known of some positions (`Positions`) and returns its value at each, with its
+A loss takes the figures of some positions (`Positions`) and returns its value at each, with its
 gradient by the logits in closed form: logits are many, so they are made, used and dropped piece by
 piece (`product_loss`). With p the target's probability at temperature 1, q the head's and
 alpha = sum(min(p, q)) their overlap:
@@ -10,7 +10,7 @@ soft       cross-entropy, -sum(p log q)
 hard       -log q of the text's own token
 nla        -log alpha: the chance that rejection sampling accepts (LK losses, Nebius)
 tv         1 - alpha
-lk         w soft + (1 - w) tv with w = exp(-3 alpha): first the one, then the other (likewise)
+lk         w soft + (1 - w) tv with w = exp(-3 alpha): first soft, then tv (LK losses)
 =========  =====================================================================================
 
 A target's mass on tokens that the head cannot name is lost to it.
@@ -37,7 +37,8 @@ from foredraft.core.errors import unknown
 
 _LK_RATE = 3.0
 _SMALLEST = 1e-3
-"""Overlap below which -log overlap grows no steeper: a head that knows nothing must not diverge."""
+"""Overlap below which the slope of -log overlap is constant, so that an untrained head does not
+diverge."""
 _CPU_ELEMENTS = 1 << 19
 """Logits of one piece: what is made of them fits the cores' caches."""
 _GPU_ELEMENTS = 1 << 26
@@ -151,10 +152,10 @@ def loss_named(name: str) -> Loss:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the target says at some positions.
+    """The target's distribution at some positions.
 
     Attributes:
-        candidates_TC: output rows that it finds likely, at some positions.
+        candidates_TC: its likeliest output rows, at some positions.
         probs_TC: how likely; float32.
         rows_N: which of the T belongs to each position of the product.
         labels_N: row of the text's own token; -1: it has none.

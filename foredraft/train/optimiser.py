@@ -1,4 +1,4 @@
-"""Muon for hidden matrices, AdamW for the rest, and how their rates go."""
+"""Muon for hidden matrices, AdamW for the rest, and the schedule of their rates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Optimiser:
         self._highest = [[group["lr"] for group in part.param_groups] for part in self._parts]
 
     def step(self, share: float) -> None:
-        """A step at so much of the highest rates."""
+        """A step at this share of the highest rates."""
         for part, rates in zip(self._parts, self._highest, strict=True):
             for group, rate in zip(part.param_groups, rates, strict=True):
                 group["lr"] = rate * share
@@ -64,7 +64,7 @@ class Optimiser:
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a `state`."""
         for number, part in enumerate(self._parts):
             state: dict[int, dict[str, Tensor]] = {}
             for name, tensor in tensors.items():
@@ -94,7 +94,7 @@ def _trained(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def rate_share(done: float) -> float:
-    """Of the highest rate, after a share of the training: a short rise, then half a cosine."""
+    """Share of the highest rate at a share of the training: a short rise, then half a cosine."""
     done = min(max(done, 0.0), 1.0)
     if done < _WARM_UP:
         return (done + 1e-3) / (_WARM_UP + 1e-3)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 _TEXTS_PER_MINUTE = 16
 """Held-out texts that are measured on in a training of few minutes."""
 _READING_SHARE = 0.5
-"""Of the minutes that are left when the text is there, at most so much goes into reading it."""
+"""Largest share of the minutes left after writing the text that is spent on reading it."""
 _MEASURING_SHARE = 0.2
-"""Of the minutes for learning, at most so much goes into measuring."""
+"""Largest share of the minutes for learning that is spent on measuring."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """What text a target is to write.
+    """Options of the text that a target generates for training.
 
     Attributes:
         tokens: of replies, such as 2M; those that are there already count.
@@ -185,7 +185,7 @@ class WriteOptions:
             raise ConfigError(f"temperatures are {self.temperatures}; give some, 0 or higher")
 
     def prompt_limit(self, max_context: int) -> int:
-        """Most tokens of a prompt in a context of so many: a reply still fits behind it."""
+        """Most tokens of a prompt in a context of that size, so that a reply still fits."""
         return min(self.max_prompt_tokens, max_context - min(self.max_tokens, max_context // 2))
 
 

@@ -1,4 +1,4 @@
-"""What is said while a head is trained, and who may end it."""
+"""Progress of a training run, and the monitor that may pause or stop it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a training is.
+    """The state of a training run.
 
     Attributes:
         done: share of the learning.
         tokens: learnt from, over all resumptions.
-        seconds: of learning, likewise.
+        seconds: of learning, over all resumptions.
         loss: of the last steps.
         overlap: by depth, of the last steps.
         tokens_per_s: of learning.

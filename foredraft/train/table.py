@@ -1,7 +1,7 @@
 """Learn a table of n-grams, measure it on text that was kept from it, and write its folder.
 
-Counted are contexts of one to five tokens in replies. What a context's successors are is
-interpolated with what the shorter contexts say, and a context is left out where a shorter one says
+It counts contexts of one to five tokens in replies. The distribution of a context's successors is
+interpolated with those of shorter contexts, and a context is dropped if a shorter one predicts
 about the same.
 
 Shape legend: T tokens of all texts, N places of a reply where a context fits, G contexts of one
@@ -50,9 +50,9 @@ _PRIOR_TRIALS = 20.0
 _HELD_OUT_TEXTS = 200
 _SEPARATOR = np.uint64(1 << 40)
 _DOUBT = 4.0
-"""A context that was seen as often as this counts as much as what the shorter ones say."""
+"""A context seen this often weighs as much as the shorter ones."""
 _SAME = 0.2
-"""A context is left out where a shorter one names the same token, about as likely."""
+"""A context is dropped if a shorter one predicts the same token with about the same probability."""
 _ENTRY_BYTES = 4 + NUM_SUCCESSORS * 3
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -246,7 +246,7 @@ class _Tally:
 def measure(
     table: NgramTable, texts: Sequence[Text], progress: Progress
 ) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
-    """What it names right in texts that it was not learnt from.
+    """Measure how often the table predicts the next token on held-out texts.
 
     Returns:
         Shares of next tokens named right, for people; and the shares by situation and chance that
@@ -307,7 +307,7 @@ def train_table(
     A table that is there is replaced only by one that names as many tokens right.
 
     Returns:
-        What was measured.
+        The measured shares.
 
     Raises:
         ConfigError: the texts are another model's, all of them are kept from it, or the folder

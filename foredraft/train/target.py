@@ -1,4 +1,5 @@
-"""What training needs of a target: its ends, copies of its layers, and its states of texts.
+"""A target for training: its embedding and LM head, copies of its layers, and hidden states of
+texts.
 
 Shape legend: T tokens of all texts, L tokens of one, E hidden size, V vocabulary, R some rows of
 the head.
@@ -27,7 +28,7 @@ _ROWS_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class States:
-    """What a target made of one text.
+    """The target's hidden states of one text.
 
     Attributes:
         layers: output [L, E] of each layer that was asked for.

@@ -67,12 +67,12 @@ class Text:
 
     @cached_property
     def number_by_content(self) -> int:
-        """The same for the same tokens, and evenly spread."""
+        """A uniform hash of the tokens."""
         return int.from_bytes(hashlib.sha256(self.tokens.tobytes()).digest()[:4], "little")
 
     @cached_property
     def prompt_number(self) -> int:
-        """The same for the same prompt, and evenly spread."""
+        """A uniform hash of the prompt."""
         digest = hashlib.sha256(self.prompt_ids.tobytes()).digest()
         return int.from_bytes(digest[:4], "little")
 

@@ -71,7 +71,7 @@ class ReplyRequest:
 
 @dataclass(frozen=True)
 class WrittenReply:
-    """What the target replied.
+    """A reply of the target.
 
     Attributes:
         number: of the request.
@@ -198,7 +198,7 @@ class Writer:
 
         Raises:
             ConfigError: no prompt is short enough.
-            TrainingError: the disk is full; what was written before is whole.
+            TrainingError: the disk is full; earlier files are whole.
         """
         if self.tokens >= self._options.tokens:
             return self.tokens
@@ -258,7 +258,7 @@ class Writer:
     def _requests(
         self, numbers: Sequence[int], should_end: Callable[[], bool]
     ) -> tuple[dict[int, ReplyRequest], dict[int, SourcePrompt]]:
-        """What is to be answered, by number, and the prompts."""
+        """The prompts still to answer, by number, and all prompts."""
         options = self._options
         prompts = {n: self._given(n) for n in numbers if not self._is_made_up(n)}
         prompts |= self._made_up([n for n in numbers if self._is_made_up(n)], should_end)
@@ -303,7 +303,7 @@ class Writer:
         what acceptance is measured on would be part of the prompts that are trained on.
         """
         is_held_out = random_.random() < 1 / HELD_OUT_ONE_IN
-        # Of a shard before this one, so that it is the same wherever shards were cut.
+        # From a shard before this one, so that it is the same wherever shards were cut.
         earlier = [a for a in self._articles if a.number < number - self._options.shard]
         usable = [article for article in earlier if article.is_held_out == is_held_out]
         most = max(_SHORTEST_PROMPT, int(_WORDS_PER_TOKEN * self.prompt_limit))

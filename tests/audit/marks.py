@@ -1,4 +1,4 @@
-"""What is tested always, and what only by `make test-all`."""
+"""Marks of tests that run always, and of those that only `make test-all` runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def few_now(things: Iterable[Any], now: Sequence[Any]) -> list[Any]:
-    """Those that `make test` runs; the others take minutes and are left to `make test-all`."""
+    """Cases of `make test`; the others take minutes and run in `make test-all`."""
     return [
         pytest.param(
             each,

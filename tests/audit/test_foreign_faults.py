@@ -1,4 +1,4 @@
-"""Faults by somebody who does not know how the audit looks for them.
+"""Faults written without knowledge of the audit's tests.
 
 Each is the kind that ships: the text reads well, and greedy tests of one request pass.
 """

@@ -134,7 +134,7 @@ def test_a_difference_that_only_preemption_makes_is_found(
 def test_no_two_texts_of_a_test_are_drawn_with_the_same_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is added up has to be independent: else a sound engine would seem to differ."""
+    """Summed terms must be independent: else a sound engine would seem to differ."""
     audit, seeds, look_at = new_audit(SEEDED, Chosen(CHAIN)), list[int](), OwnAudit.look_at
 
     def noted(self: OwnAudit, reply: AuditedReply, *rest: Any) -> None:

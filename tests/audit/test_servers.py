@@ -54,7 +54,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def new_llm(tokenizer: Tokenizer, **options: Any) -> LLM:
     """A model of signs, with a drafter that copies.
 
-    What follows depends on the last sign, behind some of them on the last two. So about half of the
+    The next token depends on the last sign, for some of them on the last two. So about half of the
     drawn drafts hold, and most of the greedy ones, and a wrong entry of the cache shows.
     """
     signs = [tokenizer.encode(sign, add_special_tokens=False)[0] for sign in SIGNS]

@@ -1,4 +1,4 @@
-"""The audit's statistics: known values, no false alarms, and the power that they promise."""
+"""The audit's statistics: known values, no false alarms, and the promised power."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Source:
         self.held = False  # the draft before
 
     def run(self, count: int, serve: Callable[[Source, Array, Array], int]) -> LawTests:
-        """So many tokens, as ``serve`` makes them of the law and what was drafted."""
+        """``count`` tokens, as ``serve`` makes them of the law and the draft."""
         tests, token = LawTests(1), 0
         for place in range(count):
             if place % 60 == 0:

@@ -1,4 +1,4 @@
-"""What the clients of a comparison ask."""
+"""Requests of a comparison's clients."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Report = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def bench(checkpoint: Path) -> Run:
-    """Options go behind the subcommand. What is written must fit on the page of results."""
+    """Options go behind the subcommand. The output must fit on the page of results."""
     from typer.testing import CliRunner, Result
 
     from benchmarks.__main__ import app
@@ -40,7 +40,7 @@ def bench(checkpoint: Path) -> Run:
 
 @pytest.fixture
 def report(bench: Run, tmp_path: Path) -> Report:
-    """What a command that succeeds writes with --json."""
+    """The JSON that a successful command writes with --json."""
 
     def report(name: str, *arguments: str) -> dict[str, Any]:
         path = tmp_path / "out.json"

@@ -33,7 +33,7 @@ class Probe(Protocol):
     def cache(self) -> Cache: ...
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
-        """What a forward does: entries behind the ones that count."""
+        """Like a forward: write entries behind the valid ones."""
         ...
 
     def read(self, slot: int) -> list[int]:
@@ -61,7 +61,7 @@ def entries_of(tokens: Sequence[int]) -> Tensor:
 
 
 def tokens_of(keys_LHTD: Tensor, values_LHTD: Tensor) -> list[int]:
-    """What `entries_of` was given, if every number of every entry says so."""
+    """The argument of `entries_of`, if all numbers of all entries agree."""
     tokens = [int(key) for key in keys_LHTD[0, 0, :, 0].round()]
     assert torch.equal(keys_LHTD, entries_of(tokens))
     assert torch.equal(values_LHTD, -keys_LHTD)
@@ -220,7 +220,7 @@ def test_what_was_not_written_cannot_be_kept(
 
 @pytest.mark.parametrize("event", ["keep", "truncate", "fork", "free"])
 def test_entries_are_kept_once(probe: Probe, event: str) -> None:
-    """What lay behind the entries that count is gone after any change of these."""
+    """Entries behind the valid ones are gone after any change."""
     slot = probe.cache.allocate()
     probe.write(slot, [7, 8, 9])
     probe.cache.keep(slot, 1, ())
@@ -371,7 +371,7 @@ def test_holds_what_a_list_would_hold(data: st.DataObject, new: Callable[[], Pro
 
 
 class _Untouchable(dict[int, object]):
-    """What another thread may be changing."""
+    """State that another thread may be changing."""
 
     def __iter__(self) -> Iterator[int]:
         raise AssertionError("it is read by a thread that does not own it")

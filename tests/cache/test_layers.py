@@ -49,7 +49,7 @@ def test_holds_what_was_written(probe: Probe) -> None:
     first, second = probe.cache.allocate(), probe.cache.allocate()
     write(layers, first, 0, [1, 2, 3])
     write(layers, second, 0, [7])
-    write(layers, first, 2, [4, 5])  # a guess gives way
+    write(layers, first, 2, [4, 5])  # a guess is overwritten
     assert (read(layers, first, 4), read(layers, second, 1)) == ([1, 2, 4, 5], [7])
 
 

@@ -1,4 +1,4 @@
-"""How much a cache may take."""
+"""Memory limits of caches."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_hit_is_the_target_s_and_layers_say_how_far_they_cover_it(probe: Probe
     requests = Requests(probe)
     layers = probe.cache.add_layers(LAYERS, torch.float32)
     requests.run(TEXT)
-    slot, num_cached = requests.begin([*TEXT[:150], 5])  # nobody wrote the layers' entries
+    slot, num_cached = requests.begin([*TEXT[:150], 5])  # the layers' entries were not written
     assert (num_cached, layers.covered(slot)) == (150, 0)
     assert layers.next_start(slot, 150, 1) == layers.next_start(slot, 150, 100) == 150
     assert layers.next_start(slot, 150, 150) == 192
@@ -158,7 +158,7 @@ def test_layers_begin_right_behind_what_they_lack(probe: Probe) -> None:
     layers.write(0, slot, 160, state(39), -state(39))
     assert (layers.first(slot), layers.skipped(slot), layers.covered(slot)) == (128, 0, 199)
     requests.prefixes.release(slot, TEXT)
-    slot, num_cached = requests.begin([*TEXT, 1])  # nobody sees the block that begins in its middle
+    slot, num_cached = requests.begin([*TEXT, 1])  # the block that begins in its middle is not seen
     assert (num_cached, layers.first(slot), layers.covered(slot)) == (199, 128, 199)
 
 
@@ -275,7 +275,7 @@ def test_what_is_distrusted_is_found_no_more(probe: Probe) -> None:
 
 
 def test_nor_is_what_it_was_copied_from(probe: Probe) -> None:
-    """A block that is filled in part is copied by whoever goes on from it."""
+    """A slot that continues a partly filled block copies it."""
     requests = Requests(probe)
     requests.run(TEXT[:40])
     slot, num_cached = requests.begin([*TEXT[:30], 5, 6])
@@ -364,7 +364,8 @@ def test_what_is_in_use_is_never_evicted() -> None:
 
 
 def test_a_request_that_fits_alone_fits_behind_its_own_traces() -> None:
-    """What is kept of an earlier one must not stand in its way, not even a block it began with."""
+    """Cached entries of earlier requests must not block a new one, not even a block it began
+    with."""
     requests = Requests(TokenProbe(max_tokens=4 * 64))
     assert requests.run([*range(100)]) == 0
     assert requests.run([*range(90), *TEXT[:160]]) == 90

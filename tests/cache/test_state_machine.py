@@ -1,4 +1,4 @@
-"""Whatever is done to a cache of blocks in whatever order, it holds what plain lists would hold."""
+"""Under any sequence of operations a cache of blocks holds the same entries as plain lists."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _AS_IT_IS = o.Derived()
 
 
 def made(*arguments: str, derived: o.Derived = _AS_IT_IS) -> tuple[Any, Result]:
-    """What a command gets for these arguments."""
+    """The object that a command gets for these arguments."""
     got: list[Any] = []
 
     def command(tea: Tea, water: str = "hot") -> None:
@@ -106,7 +106,7 @@ def test_a_mapping_is_explained() -> None:
 
 @pytest.mark.parametrize("cls", [LoadOptions, SamplingParams, ServerSettings])
 def test_every_field_is_documented(cls: type[Any]) -> None:
-    """What the docstring does not say, no help can show."""
+    """Help texts come from docstrings, so every field needs one."""
     names = cls.model_fields if hasattr(cls, "model_fields") else [f.name for f in fields(cls)]
     assert not {*names} - {*o.docs_of_fields(cls)}
 

@@ -1,4 +1,4 @@
-"""What a person at a terminal meets: Ctrl-C, pasted lines, waiting, and where output goes."""
+"""Behaviour at a terminal: Ctrl-C, pasted lines, waiting, and output streams."""
 
 from __future__ import annotations
 

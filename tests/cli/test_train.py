@@ -134,7 +134,7 @@ def test_two_trainings_do_not_write_into_one_folder(
     assert isinstance(other.exception, ConfigError)
     assert "another process is training in" in str(other.exception)
     assert not out.exists()
-    with alone_in(out):  # whoever was refused holds nothing
+    with alone_in(out):  # a refused run holds no lock
         pass
 
 

@@ -1,4 +1,4 @@
-"""Which of the openai SDK's own tests are run, and which cannot pass, with the reason."""
+"""The openai SDK's own tests that run, and those that cannot pass, with the reason."""
 
 from __future__ import annotations
 

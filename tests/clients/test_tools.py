@@ -18,7 +18,7 @@ _OPENAI_TESTS = "OPENAI_TESTS"
 
 
 def run(*arguments: str, timeout: int = 280, cwd: Path | None = None, **environment: str) -> str:
-    """What a program of this environment prints; it must succeed."""
+    """The output of a program of this environment; it must succeed."""
     if not (BIN / arguments[0]).exists():
         pytest.skip(f"{arguments[0]} is not installed")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}

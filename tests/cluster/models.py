@@ -1,4 +1,4 @@
-"""What the engines of a test run: a model of tables, and deaths at a step that is named."""
+"""Models of the tests' engines: a model of tables, and deaths at a named step."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Death:
     """Kills its own process after the step in which a reply has its ``after``-th event.
 
     Attributes:
-        path: a file that holds ``after``. Whoever takes it away dies, so there is one death a file.
-            Where it says "stops" behind that, the engine dies and its process lives.
+        path: a file that holds ``after``. The engine that removes it dies, so there is one death a
+            file. If "stops" follows, the engine dies and its process lives.
         target: of the engine.
     """
 

@@ -1,4 +1,4 @@
-"""Who gets which engine, and what its cache then holds of a chat."""
+"""Routing of requests to engines, and the cached part of a chat there."""
 
 from __future__ import annotations
 

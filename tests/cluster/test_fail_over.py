@@ -80,7 +80,7 @@ def lasting(value: Any) -> Any:
 
 
 def ask(client: httpx.Client, path: str, body: dict[str, Any], stream: bool) -> Any:
-    """What an answer says: all of it, or of a stream what its deltas add up to."""
+    """The text of an answer, or the sum of a stream's deltas."""
     answer = client.post(path, json=body | ({"stream": True} if stream else {}))
     assert answer.status_code == 200, answer.text
     if not stream:
@@ -229,7 +229,7 @@ def test_a_new_version_ends_replies_first(served: Served) -> None:
 
 
 def test_gates_agree_on_whose_is_what(machines: Any, tokenizer_directory: Path) -> None:
-    """What a key has cached is found by it through every gate, and by no other key."""
+    """A key finds its cached text through every gate, and no other key does."""
     body = CHAT | {"messages": [{"role": "user", "content": "the ferry and the sea " * 30}]}
 
     def cached(client: httpx.Client, key: str) -> int:

@@ -25,7 +25,7 @@ remote = pytest.importorskip("foredraft.cluster.remote", reason="clusters need f
 exceptions = pytest.importorskip("ray.serve.exceptions")
 
 Script = list[Any]
-"""What a replica sends; an exception is raised there."""
+"""Items that a replica sends; an exception is raised there."""
 FOREVER = asyncio.Event
 
 

@@ -1,4 +1,4 @@
-"""What an engine says of itself to Ray Serve, without a cluster."""
+"""Reports of an engine to Ray Serve, without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every drafter is held to, and how one is built for it.
+"""Checks that every drafter must pass, and builders of drafters for them.
 
 A drafter joins by existing: `drafter_names` finds it. It is built from its `DrafterSpec` alone: a
 drafter that needs or takes a draft model gets a second model of the target's vocabulary, and
@@ -204,7 +204,7 @@ HOW_MADE: dict[str, dict[str, Any]] = {"mtp+heads": {"heads": 3}}
 
 
 def spec_of(name: str) -> DrafterSpec:
-    """What the drafter says of itself; see `WITH_HEADS`."""
+    """The drafter's traits; see `WITH_HEADS`."""
     return drafter_spec(name.partition("+")[0])
 
 
@@ -317,7 +317,7 @@ def run(
 def plain(
     target: Target, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> list[tuple[int, ...]]:
-    """What plain decoding gives each prompt on its own."""
+    """The reply of plain decoding to each prompt alone."""
     drafter = build_drafter("none", DrafterContext(target))
     return [run(target, drafter, [prompt], params, 0)[0].token_ids for prompt in prompts]
 
@@ -524,7 +524,7 @@ def _slot_that_holds(target: Target, tokens: Sequence[int]) -> int:
 def _plain_history(
     target: Target, text: Sequence[int], num_prompt: int, taps: Sequence[int]
 ) -> list[Observation]:
-    """What a drafter observes when this text is decoded plainly."""
+    """Observations of a drafter when this text is decoded plainly."""
     observations, slot = [], target.cache.allocate()
     for end in range(num_prompt, len(text)):
         start = target.cache.length(slot)

@@ -37,9 +37,9 @@ PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
 TEMPERATURES = (0.0, pytest.param(0.7, marks=pytest.mark.slow), 1.0)
 MAX_TOKENS = 16
 OFTEN = ("table", "native-fused-bf16")
-"""What runs by default over the whole of a grid: exact numbers, and what most people run."""
+"""Drafters that run by default over a whole grid: exact numbers, and the most used ones."""
 UNTRAINED = {"toy_head", *WITH_HEADS}
-"""Right by chance only: heads that nobody has trained. So are those that need one given."""
+"""Right by chance only: untrained heads. So are drafters that need one given."""
 
 
 @functools.cache

@@ -130,11 +130,11 @@ class KeepsNumbers(NgramDrafter):
 class KeepsSlots(DraftModelDrafter):
     def __init__(self, model: Target) -> None:
         super().__init__(model)
-        self._cache = model.cache
+        self._slots_of_model = model.cache
 
     def begin(self, row: DraftRow) -> None:
         super().begin(row)
-        self._cache.allocate()  # and nobody frees it
+        self._slots_of_model.allocate()  # and it is never freed
 
 
 @pytest.mark.parametrize("new", [KeepsRequests, KeepsNumbers])

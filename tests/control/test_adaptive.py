@@ -163,7 +163,7 @@ def _budgets(num_steps: int, other_from: int | None = None) -> list[tuple[int, .
 
 
 def test_a_drafter_that_was_not_asked_is_not_blamed() -> None:
-    """A row that its drafter has left teaches nobody that drafts stay empty."""
+    """A row that its drafter has left does not count as one with empty drafts."""
     experience = Experience()
     control = AdaptiveBudget([DrafterTraits("a", 8, True)], experience=experience)
     row = new_request([1] * 10, SamplingParams(max_tokens=50), num_prompt=5, num_cached=9)
@@ -229,7 +229,7 @@ def test_without_measured_times_it_goes_by_a_usual_machine() -> None:
 
 
 def test_without_measured_times_the_forwards_of_drafters_are_not_free() -> None:
-    """Six tokens of ten are right; where each takes .8 of a step, drafts cost too much."""
+    """Six tokens of ten are right; where each takes 0.8 of a step, drafts cost too much."""
     params = SamplingParams(max_tokens=500)
     row = new_request([1] * 10, params, num_prompt=5, num_cached=9)
     row.room = 40
@@ -294,7 +294,7 @@ def test_disturbed_drafting_is_come_back_to_within_50_steps(
     slowness: Callable[[int], tuple[float, float]], others: dict[str, MadeUp]
 ) -> None:
     def after(slowness: Callable[[int], tuple[float, float]]) -> tuple[float, float]:
-        """What is gained in 200 steps, right from the beginning and after a while."""
+        """The gain in 200 steps, from the start and later."""
         run = Simulation({"self": self_like()} | others, slowness=slowness).run(52, 1)
         run.spent_ms = run.plain_ms = 0.0
         early = run.run(40, 1).speedup
@@ -324,7 +324,7 @@ def test_a_dear_draft_forward_is_let_alone() -> None:
 
 @pytest.mark.parametrize("load", [1, 4, 16])
 def test_a_head_and_a_copy_share_the_work(load: int) -> None:
-    """Whoever pays at a load drafts, and nobody where nobody does."""
+    """A drafter that pays at a load drafts, and none does where none pays."""
     head = MadeUp(constant(0.6), 1.0, 0.5, joins_late=False, promise=(0.7, 0.5))
     both = Simulation({"head": head, "self": self_like(3.5 / load**0.5)}, seed=load).run(800, load)
     alone = Simulation({"head": head}, seed=load).run(800, load)

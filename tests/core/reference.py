@@ -23,7 +23,7 @@ def is_path(tree: TokenTree, nodes: Sequence[int]) -> bool:
 
 
 def reference_probs(logits: list[float], params: SamplingParams) -> list[float]:
-    """What `logits_to_probs` promises: temperature, top-k, top-p, min-p, in that order."""
+    """A reference of `logits_to_probs`: temperature, top-k, top-p, min-p, in that order."""
     if params.temperature == 0:
         return _one_hot(logits)
     best = max(logits)
@@ -73,7 +73,7 @@ def ruled_logits(
     bad_sequences: Sequence[Sequence[int]] = (),
     stop_ids: Sequence[int] = (),
 ) -> list[float]:
-    """What rules promise to make of logits behind a text, before temperature and filters."""
+    """A reference of the rules' effect on logits, before temperature and filters."""
     changed = [logit + params.logit_bias.get(t, 0.0) for t, logit in enumerate(logits)]
     for token in {*prompt, *reply}:
         factor = params.repetition_penalty

@@ -1,4 +1,4 @@
-"""What checks say when they refuse a value."""
+"""Messages of checks that refuse a value."""
 
 from __future__ import annotations
 

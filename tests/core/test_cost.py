@@ -30,7 +30,7 @@ def test_times_follow_the_machine(before: Times, after: Times) -> None:
     cost, now = CostModel(before), dict(after)
     for _ in range(60):
         cost.observe([(1, 50)], now[1])
-    for size in (1, 2, 3):  # sizes that nobody has tried since have moved as well
+    for size in (1, 2, 3):  # untried sizes have moved as well
         assert cost.ms([(size, 50)]) == pytest.approx(now[size], rel=0.2)
     for size in (1, 4, 8) * 40:
         cost.observe([(size, 50)], now[size])
@@ -99,7 +99,8 @@ def test_times_that_make_no_sense_are_refused(times: Times) -> None:
 
 
 def test_a_size_that_was_measured_beside_a_neighbour_finds_its_place() -> None:
-    """Too dear by less than what first steps correct at once, so that nobody would draft."""
+    """Overestimated costs, within the range that the first steps correct, would stop all
+    drafting."""
     truth = {1: 3.8, 2: 3.85, 3: 4.5, 4: 5.4}
     disturbed = {1: 1.0, 2: 1.2, 3: 1.25, 4: 1.1}
     cost = CostModel(tuple((size, ms * disturbed[size]) for size, ms in truth.items()))

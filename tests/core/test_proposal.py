@@ -16,7 +16,7 @@ from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 
 @dataclass
 class Scripted:
-    """Draws the tokens it is told to, and remembers what it was asked."""
+    """Draws given tokens, and records its calls."""
 
     tokens: list[int]
     asked: list[tuple[list[float], int]] = field(default_factory=list)

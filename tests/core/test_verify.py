@@ -61,7 +61,7 @@ class Scripted:
 
 @dataclass
 class Told(DrawnChoices):
-    """A draft stream that draws what it is told."""
+    """A draft stream that draws given tokens."""
 
     tokens: Sequence[int]
 

@@ -26,7 +26,7 @@ SHORT = {
 }
 """Added to the commands, so that they take seconds."""
 ELSEWHERE = ("train", "--head")
-"""What has tests of its own: tests/cli/test_train.py and tests/plan."""
+"""Commands with tests of their own: tests/cli/test_train.py and tests/plan."""
 ENDS_WELL = {"audit": (0, 3)}
 """So short an audit may be inconclusive."""
 

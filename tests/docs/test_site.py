@@ -30,7 +30,7 @@ def nav_pages(part: Any) -> Iterator[str]:
 
 
 def api_objects() -> list[str]:
-    """What the pages under docs/reference describe."""
+    """Objects described by the pages under docs/reference."""
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     return re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
 

@@ -33,7 +33,7 @@ class Followed:
         drafter.begin(DraftRow.of(request_id, tuple(prompt), self.params, tenant=tenant))
 
     def draft(self, budget: int = 16) -> TokenTree:
-        """What would be drafted now."""
+        """The tokens that it would draft now."""
         return self.propose(budget).tree
 
     def propose(self, budget: int = 16) -> Proposal:

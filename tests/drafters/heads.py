@@ -97,7 +97,7 @@ def random_text(length: int, seed: int = 1) -> list[int]:
 def text_batch(
     target: NativeTarget, texts: Sequence[Sequence[int]], taps: Sequence[int]
 ) -> TextBatch:
-    """What training would be given; shorter texts are padded with zeros."""
+    """A training batch; shorter texts are padded with zeros."""
     longest = max(map(len, texts))
     tokens_BL = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     tapped: dict[int, list[Tensor]] = {tap: [] for tap in taps}

@@ -20,7 +20,7 @@ def row(budget: int) -> DraftRow:
 
 
 class Counting:
-    """A guide for a text that counts up, as sure as it is told to be; places are last tokens."""
+    """A guide for a text that counts up, with a given confidence; places are last tokens."""
 
     place = 3
 

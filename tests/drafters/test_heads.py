@@ -1,4 +1,4 @@
-"""What every kind of head is held to: it is trained on what it says when it drafts."""
+"""Checks of every kind of head: training sees the same predictions as drafting."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_training_predicts_what_drafting_says(
                 place = anchor + 1 + prediction.depth - prediction.shift
                 expected_R = prediction.logits_BLR[batch_index, place]
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
-                # What tokens add to a layer's input, or to its keys, is kept in bfloat16.
+                # The addends of tokens to a layer's input, or to its keys, are stored in bfloat16.
                 error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
                 assert error < 0.06
                 if output_ids is not None:

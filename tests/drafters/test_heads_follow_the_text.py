@@ -1,4 +1,4 @@
-"""What heads keep follows the text through chunks, rejections and a conversation's next turn."""
+"""Heads' states follow the text through chunks, rejections and a conversation's next turn."""
 
 from __future__ import annotations
 

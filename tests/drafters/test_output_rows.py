@@ -30,7 +30,7 @@ def test_the_best_choice_is_that_of_the_whole_law(
         assert not isinstance(row.choices, DrawnChoices)
         law = law_of(rows.spread(logits_R), params)
         expected = row.choices.best(law, 1, 2, HEAD_TRUST)
-        # What is unlikely is not looked at: a sibling may be missed, hardly ever the best one.
+        # Unlikely tokens are skipped: a sibling may be missed, hardly ever the best one.
         assert found[0].token == expected[0].token
         assert found[0].chance == pytest.approx(expected[0].chance, rel=0.15)
 

@@ -34,7 +34,7 @@ def find(datastore: Datastore, pattern: list[int]) -> Interval | None:
 
 
 def occurrences(documents: list[list[int]], pattern: list[int]) -> Counter[int]:
-    """What follows each occurrence; -1 is the end of a document."""
+    """The token after each occurrence; -1 is the end of a document."""
     found: Counter[int] = Counter()
     for document in documents:
         for start in range(len(document) - len(pattern) + 1):

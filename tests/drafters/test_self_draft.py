@@ -153,7 +153,7 @@ class Oracle(Guide):
 def test_guesses_change_no_draft_and_save_forwards(
     target: NativeTarget, monkeypatch: pytest.MonkeyPatch, params: SamplingParams, wrong_every: int
 ) -> None:
-    """Whatever is guessed, the copy drafts the same; where guesses are right in fewer forwards."""
+    """Guesses never change the copy's draft; right ones save forwards."""
     params = replace(params, max_tokens=30, ignore_eos=True, seed=3)
     prompt = PROMPTS[0]
     (written,) = plain(target, [prompt], params)

@@ -162,7 +162,7 @@ def test_requests_of_other_tenants_see_nothing_of_it(tmp_path: Path) -> None:
 
 
 def test_tenants_share_what_may_be_kept() -> None:
-    """The one that came longest ago makes way."""
+    """The oldest output is evicted."""
     drafter = build(shared=True, shared_tokens=120)
     for number, tenant in enumerate(("anna", "bert", "carl")):
         answer(drafter, SONG, request_id=number, tenant=tenant)

@@ -1,4 +1,4 @@
-"""What the engine's tests share: targets that misbehave on purpose, and drafters with a script."""
+"""Helpers of the engine's tests: targets that misbehave on purpose, and scripted drafters."""
 
 from __future__ import annotations
 

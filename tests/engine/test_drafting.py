@@ -1,4 +1,4 @@
-"""Who drafts for a row lies in one field of it; what rules force and forbid holds for everybody."""
+"""A row's drafter is in one field; forced and forbidden tokens apply to all drafters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONTEXT = 1000
 
 
 class Wants:
-    """A controller that does as it is told, by request."""
+    """A scripted controller, by request."""
 
     def __init__(self, **drafters: Any) -> None:
         self.first: dict[int, str | None] = {}
@@ -60,7 +60,7 @@ class Wants:
 
 
 class Noted(BaseDrafter):
-    """Drafts its own number and notes what it is told."""
+    """Drafts its own number and records its calls."""
 
     def __init__(self, token: int, taps: Sequence[int] = ()) -> None:
         self.token, self.taps = token, taps
@@ -223,7 +223,7 @@ def test_what_there_is_no_room_for_is_not_asked() -> None:
 
 @dataclass
 class Picky(TextlessRules):
-    """Forces what it is told, and bans token 9 everywhere and 3 behind 2."""
+    """Forces a given chain, and bans token 9 everywhere and 3 behind 2."""
 
     chain: tuple[int, ...] = ()
     bans = True
@@ -461,14 +461,14 @@ def test_requests_that_stay_apart_run_in_steps_of_their_own() -> None:
     streams = [view.stream([first], params) for first, view in enumerate(views)]
     for _ in range(5):
         assert len(next(streams[0]).token_ids) == 1
-    (result,) = llm.generate([[7]], params)  # a step of everybody's leaves them alone
+    (result,) = llm.generate([[7]], params)  # a step of all others leaves them alone
     assert result.finish_reason == "length"
     assert len(next(streams[1]).token_ids) == 1, "it has not moved on"
     assert [len([*stream]) > 0 for stream in streams] == [True, True]
 
 
 def test_requests_that_stay_apart_make_way_for_others_in_time() -> None:
-    """A lane that nobody reads must not keep memory from those who wait for it."""
+    """An unread lane must not keep memory from requests that wait for it."""
     llm = LLM(limited(counting_model(), 100), None, LoadOptions(drafter="none"))
     apart = llm.with_drafter(LoadOptions(drafter="none"), is_apart=True)
     stream = apart.stream([1], SamplingParams(max_tokens=90))

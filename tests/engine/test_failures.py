@@ -1,4 +1,4 @@
-"""What goes wrong in one place costs that place only: committed tokens stay, the engine goes on."""
+"""A failure affects only its own request: committed tokens stay, the engine goes on."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_forward_of_several_rows_that_fails_is_tried_row_by_row(raise_at: int)
 
 
 class Poisoned(TableModel):
-    """Entries that one bad forward has written are no numbers, to whoever reads them."""
+    """Entries that one bad forward has written are NaN for all readers."""
 
     is_bad = False
 
@@ -135,7 +135,7 @@ class Poisoned(TableModel):
 
 
 def test_bad_entries_of_a_row_that_made_way_cost_one_request() -> None:
-    """They were kept for it to come back to, and are found by nobody once they are known."""
+    """They were cached for its return, and are not found once they are known to be bad."""
     target = Poisoned(len(LETTERS), counting_model().probs)
     target.cache = TokenCache(block_size=4)
     engine = new_engine(target, max_step_tokens=8)

@@ -1,4 +1,4 @@
-"""Whatever a drafter does, the text is the plain run's, and only the faulty request loses speed."""
+"""With any faulty drafter the text is the plain run's, and only that request loses speed."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def transfers(
     monkeypatch: pytest.MonkeyPatch,
     fetches: bool = True,
 ) -> list[int]:
-    """How many each step made; without ``fetches`` all is taken to be on the host already."""
+    """Number of fetches of each step; without ``fetches`` all data counts as on the host."""
     monkeypatch.setattr(
         engine_fetch, "is_on_host", lambda x: not (fetches and isinstance(x, DeviceTensor))
     )

@@ -32,7 +32,7 @@ from foredraft.options import LoadOptions
 from tests.engine.helpers import LETTERS, finish, letters, limited, new_request
 
 FORM = "ab?cdefg?hij?abcdef"
-"""What replies look like: letters that have to be there, and places where any may stand."""
+"""The form of replies: required letters, and positions for any letter."""
 PARAMS = SamplingParams(temperature=1.0, max_tokens=60, grammar=Grammar.regex("a form"))
 
 

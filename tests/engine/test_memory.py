@@ -1,4 +1,4 @@
-"""Too little memory for all: who waits, who gives way, and that no text changes for it."""
+"""Too little memory for all requests: waiting, preemption, and unchanged texts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_one_that_does_not_fit_now_lets_nobody_pass() -> None:
 
 
 class Recorder(BaseDrafter):
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self, fails_in: int | None = None) -> None:
         self.told: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""What is cached of earlier requests saves time and changes no text."""
+"""Cached entries of earlier requests save time and change no text."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ STEPS = st.lists(st.tuples(*[st.integers(0, 5)] * 3))
 
 @given(STEPS)
 def test_stats_add_up(steps: list[tuple[int, int, int]]) -> None:
-    """Whatever is drafted is accepted, rejected, or discarded behind a stop."""
+    """Every draft token is accepted, rejected, or discarded behind a stop."""
     stats = SpeculationStats()
     for rejected, discarded, accepted in steps:
         verified = discarded + accepted

@@ -1,4 +1,4 @@
-"""The order of rows: whoever waits long enough goes first, whatever arrives meanwhile."""
+"""The order of rows: a request that has waited long enough goes before all new ones."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_of_equals_the_first_to_come_goes_first() -> None:
 
 
 def test_no_priority_is_a_right_to_go_first_for_ever() -> None:
-    """Who has waited for the longest head start there is goes before all that come now."""
+    """A request that has waited for the longest head start goes before all new ones."""
     scheduler = Scheduler(max_batch_size=1)
     first = row_of(0, 1, priority=0)
     scheduler.add(first)

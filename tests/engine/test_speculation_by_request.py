@@ -1,4 +1,4 @@
-"""A request says who drafts for it and how much; its text stays what it is."""
+"""A request names its drafter and limits its drafts; its text stays the same."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def test_who_drafts_is_chosen_by_the_request() -> None:
     assert by_itself
     assert written(speculation="off") == (text, {}, 0)
     for name in NAMES:
-        same, drafters, _ = written(speculation=name)
-        assert same == text
-        assert [*drafters] == [name]
+        for is_fixed in (False, True):
+            same, drafters, _ = written(speculation=name, is_fixed=is_fixed)
+            assert same == text
+            assert [*drafters] == [name]
 
 
 def test_two_requests_of_one_batch_have_the_drafters_that_they_name() -> None:

@@ -1,4 +1,4 @@
-"""What ends a reply: stop strings and ids, min_tokens, include_stop; inside drafts, too."""
+"""Ends of replies: stop strings and ids, min_tokens, include_stop; inside drafts, too."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_a_drafter_of_this_package_is_refused_by_name(monkeypatch: pytest.Monkey
 
 
 def two_turns(engine: Engine) -> int:
-    """How many tokens the second turn found in the cache."""
+    """Number of tokens that the second turn found in the cache."""
     session, params = Session(), SamplingParams(max_tokens=3)
     engine.submit(PROMPT, params, RequestOptions(session=session))
     ((_, first),) = drain(engine).items()

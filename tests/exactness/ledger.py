@@ -25,6 +25,7 @@ from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import DrawnChoices
 from foredraft.core.draws import Draw, Wanted
 from foredraft.core.sampling import Law as TokenLaw
+from foredraft.drafters import staged
 from foredraft.engine import fetch as engine_fetch
 
 Result = TypeVar("Result", bound=Hashable)
@@ -152,9 +153,9 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
     """Let the shipped keyed choices, keys and all, decide by ``ledger``.
 
     In place of Gumbel noise the draws of one position share one uniform number, which is another
-    coupling of drafter and target, and one that can be enumerated. Whoever asks for the noise of
-    some tokens learns in which half that number lies. That the noise itself draws from the law is
-    shown in tests/core/test_noise.py.
+    coupling of drafter and target, and one that can be enumerated. A request for the noise of some
+    tokens reveals in which half that number lies. That the noise itself draws from the law is shown
+    in tests/core/test_noise.py.
     """
 
     def argmax(
@@ -187,6 +188,7 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keyed_choices, "gumbel_argmax", argmax)
+        patch.setattr(staged, "gumbel_argmax", argmax)
         patch.setattr(engine_fetch, "draw_rows", rows)
         patch.setattr(keyed_choices, "gumbel_noise", noise)
         patch.setattr(keyed_choices, "gumbel_top", top)

@@ -49,7 +49,7 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is put together from; each may carry a mistake."""
+    """The parts of an engine; each may carry a mistake."""
 
     draft: Draft = CHAIN
     rule: Rule = verify
@@ -66,7 +66,7 @@ class Parts:
             patch.setattr(engine_policy, "verify", self.rule)
             patch.setattr(drafters_base, "KeyedDrawnChoices", self.draft_choices)
             patch.setattr(engine_turn, "KeyedVerifyChoices", self.verify_choices)
-            # What is drawn for all rows at once passes these parts by.
+            # Draws for all rows at once bypass these parts.
             patch.setattr(engine_fetch, "draw_rows", lambda _, wanted: [None] * len(wanted))
             patch.setattr(
                 SamplingRules, "law", lambda rules, logits_V, *_: self.law(logits_V, rules.params)

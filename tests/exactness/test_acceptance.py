@@ -1,4 +1,4 @@
-"""How much the rules accept, in exact expectation: better rules must really be better."""
+"""Exact expected acceptance of the rules: better rules must really be better."""
 
 from __future__ import annotations
 

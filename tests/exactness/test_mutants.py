@@ -27,7 +27,7 @@ VISIBLE = [name for name, mutant in MUTANTS.items() if mutant.visible]
 
 
 def unless_enumerated(name: str) -> Any:
-    """Those that enumeration finds every time are left to `make test-all`."""
+    """Mutants that enumeration finds every time run in `make test-all`."""
     return pytest.param(name, marks=pytest.mark.slow if name in ENUMERABLE else ())
 
 

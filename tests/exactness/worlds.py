@@ -26,7 +26,7 @@ Tokens = tuple[int, ...]
 Weights = list[float]
 PLAIN = SamplingParams(temperature=1.0)
 ORDER = 2
-"""How many of the last tokens a table looks at."""
+"""Number of last tokens that a table depends on."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _normalised(weights: Weights) -> Weights:
 
 
 class Distributions:
-    """What the shipped sampling code makes of a model's tables, remembered by context."""
+    """Distributions of a model's tables by the shipped sampling code, cached by context."""
 
     def __init__(self, model: TableModel, params: SamplingParams) -> None:
         self._model, self._params = model, params

@@ -22,5 +22,5 @@ def compile_driver(compiler: Sequence[str], source: Path, folder: Path) -> Path:
 
 
 def output_of(command: Sequence[str]) -> str:
-    """What a program prints; it must end well."""
+    """The output of a program; it must succeed."""
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

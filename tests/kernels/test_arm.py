@@ -30,14 +30,14 @@ FLAGS = {
     "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
 }
 PATHS = {name: FLAGS[name] for name in ("-march=armv8.2-a+dotprod", "plain")}
-"""Those that ARM machines choose by themselves."""
+"""Kernels that ARM machines choose by default."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def plain_output(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
-    """What plain C++ gives on this machine, by driver."""
+    """Output of plain C++ on this machine, by driver."""
     for program in (CROSS, EMULATOR):
         _needed(program)
     compiler = [*find_compiler(os.environ), "-O2", "-DFOREDRAFT_EMULATE_FMA"]
@@ -53,7 +53,7 @@ def _needed(program: str) -> str:
 
 
 def _emulated(driver: Path, flags: tuple[str, ...], folder: Path) -> str:
-    """What a driver prints on an emulated ARM, with teams of two threads."""
+    """Output of a driver on an emulated ARM, with teams of two threads."""
     emulator = _needed(EMULATOR)
     program = compile_driver([_needed(CROSS), "-O2", *flags, "-static"], driver, folder)
     return output_of([emulator, "-cpu", "max", str(program), "2"])

@@ -39,7 +39,7 @@ SHAPES = [(3, 64), (1, 10), (5, 80), (17, 32)]
 
 @dataclass(frozen=True)
 class Token:
-    """What a token sees: entries before ``prefix``, and ``extras`` behind."""
+    """The entries that a token sees: those before ``prefix``, and ``extras`` after it."""
 
     prefix: int
     extras: tuple[int, ...] = ()
@@ -146,7 +146,7 @@ class Slot:
         window: int = 0,
         cap: float = 0.0,
     ) -> Tensor:
-        """What tokens attend, [T, G, D], in the last ``window`` of what they see; 0: in all."""
+        """Attention outputs [T, G, D] over the last ``window`` visible entries; 0: over all."""
         if tiles and not library(instructions).foredraft_has_tiles():
             pytest.skip("the system does not let processes use tiles")
         q_TGD, out_TGD = q_TGD.contiguous(), torch.empty_like(q_TGD)
@@ -251,7 +251,7 @@ def test_a_window_and_a_cap_are_the_same_alone_and_in_company(
 ) -> None:
     slot, tokens = Slot(shape[1]), TOKENS[name]
     behind = min(token.prefix + len(token.extras) for token in tokens) - window
-    for entry in range(max(0, behind)):  # nobody sees these: they must not matter
+    for entry in range(max(0, behind)):  # not visible: they must not matter
         slot.values[slot.table[entry // BLOCK], entry % BLOCK] = math.nan
     q_TGD = queries(len(tokens), *shape)
     for cap in (0.0, 2.0):

@@ -1,4 +1,4 @@
-"""How many threads a forward uses, on machines made up of a rule."""
+"""Number of threads of a forward, on made-up machines."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.models.checkpoints import VOCAB_SIZE
 
 START, END = 0, 1
 DRAFTERS = ("suffix", "ngram", "prediction", "token_recycling", "draft_model", "cascade")
-"""Those that draft for encoder-decoders: from texts, or by another model."""
+"""Drafters for encoder-decoders: from texts, or by another model."""
 _BART: dict[str, Any] = {
     "d_model": 32,
     "encoder_layers": 3,

@@ -1,4 +1,4 @@
-"""What stands in a message is content: it never becomes a special token."""
+"""Text of a message is content: it never becomes a special token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: recorded graphs replay with new inputs, and exact mode keeps bits."""
+"""Tests that need a GPU: recorded graphs replay with new inputs, and exact mode keeps bits."""
 
 from __future__ import annotations
 

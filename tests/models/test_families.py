@@ -132,7 +132,7 @@ def kind_of(family: str) -> ModelKind:
 
 
 def drafter_on(name: str, family: str, target: Target) -> Any:
-    """The drafter, a trained one with a head of this family that nobody has trained yet."""
+    """The drafter, a trained one with an untrained head of this family."""
     if name != "hidden_head":
         return set_up(name, kind_of(family), target).drafter
     context = DrafterContext(target, None, {"head": head_of(family)})
@@ -242,7 +242,7 @@ HARMLESS = {
     *("router_aux_loss_coef", "router_jitter_noise", "rms_norm_eps", "transformers_version"),
     *("architectures", "dtype", "torch_dtype", "return_dict", "chunk_size_feed_forward"),
 }
-"""What changes no logits of a model that is run."""
+"""Fields that change no logits."""
 READ = {
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
@@ -253,7 +253,7 @@ IGNORED = {"gemma3_text": {"attn_logit_softcapping"}}
 
 
 def test_every_field_that_transformers_knows_is_known(family: str) -> None:
-    """Whatever changes what the model computes is read, or refused by name."""
+    """Every field that changes the model's computation is read, or refused by name."""
     described = FAMILIES[family]
     known = HARMLESS | READ | described.reads | set(described.neutral) | set(described.fixed)
     known |= IGNORED.get(family, set())

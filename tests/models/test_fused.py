@@ -145,7 +145,8 @@ class Alone:
         self._logits: list[Tensor] = []
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits [T, V] after each token. What the last call had in common is not read again."""
+        """Logits [T, V] after each token. The common prefix with the last call is not read
+        again."""
         shared = 0
         while (
             shared < min(len(tokens), len(self._tokens)) and tokens[shared] == self._tokens[shared]
@@ -358,7 +359,7 @@ def test_a_tree_node_has_the_bits_of_its_path_alone(alone: Alone, num_threads: i
 def test_a_tree_across_chunks_of_attention_has_the_bits_of_its_paths(
     alone: Alone, num_threads: int, length: int
 ) -> None:
-    """What a token sees is attended to in chunks of 256 entries, which threads share out."""
+    """Attention runs in chunks of 256 entries, which are distributed over threads."""
     target, prompt = alone.with_threads(num_threads), text(length)
     slot = target.cache.allocate()
     step(target, slot, prompt[:-1])

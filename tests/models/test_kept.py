@@ -1,4 +1,4 @@
-"""What is kept between starts: found again, never trusted when it has changed."""
+"""Cached files between starts: found again, never trusted when they have changed."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_prepared_run_has_the_bits_of_a_planned_one(target: NativeTarget, row:
     runner, slot = new_runner(target), target.cache.allocate()
     assert slot == row.slot
     torch.manual_seed(2)
-    # What is known already, and memory that is reserved.
+    # Known entries, and reserved memory.
     runner.run([HeadRow(slot, 0, 5, TREE)], torch.randn(11, 64))
     runner.run([HeadRow(slot, 0, 40)], torch.randn(40, 64))
     inputs_TE = torch.randn(row.num_text + len(row.tree) - row.num_known, 64)

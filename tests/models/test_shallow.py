@@ -71,7 +71,7 @@ def target(request: pytest.FixtureRequest, checkpoint: Path) -> NativeTarget:
 
 
 def calls(target: NativeTarget) -> list[tuple[range | None, int]]:
-    """What the decoder has run since the last look."""
+    """Forwards of the decoder since the last call."""
     spy = target.decoder
     assert isinstance(spy, Spy)
     seen = [(call.layers, call.num_tokens) for call in spy.calls]
@@ -238,7 +238,7 @@ def test_another_exit_layer_takes_over_the_slot(target: NativeTarget) -> None:
     "event", ["keep", "truncate", "reuse", "fork", "failure", "score", "shallow", "other cache"]
 )
 def test_states_do_not_outlive_their_entries(target: NativeTarget, event: str) -> None:
-    """Whatever happens to the slot, the next forward computes all of its tokens."""
+    """After any change of the slot the next forward computes all of its tokens."""
     prompt, tree = text(9), TokenTree.chain([5, 6])
     slot, keeps_the_cache = read(target, prompt), read(target, prompt)
     computed = drafted(target, slot, [4], [5, 6])

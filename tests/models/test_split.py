@@ -34,7 +34,7 @@ SAMPLED = SamplingParams(temperature=0.7, seed=5, max_tokens=8, n=2)
 
 @dataclass(frozen=True)
 class Seen:
-    """What a model of so many processes has brought.
+    """The results of a model of that many processes.
 
     Attributes:
         logits: of `TEXT`, by how it was read.

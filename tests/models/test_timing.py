@@ -1,4 +1,4 @@
-"""What a forward costs is measured without a trace."""
+"""Measuring a forward's time leaves no trace."""
 
 from __future__ import annotations
 

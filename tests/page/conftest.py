@@ -65,7 +65,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def forgiven() -> list[str]:
-    """What the console may complain about in this test."""
+    """Console messages that this test allows."""
     return []
 
 

@@ -29,7 +29,7 @@ def address(tiny: LLM) -> Iterator[str]:
 
 
 def store(page: Any, address: str, script: str) -> Any:
-    """What ``script`` returns, with the functions of store.js at hand as ``store``."""
+    """The result of ``script``, which has the functions of store.js as ``store``."""
     page.goto(address)
     page.wait_for_selector(".hello")
     return page.evaluate(

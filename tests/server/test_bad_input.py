@@ -1,4 +1,4 @@
-"""What must be refused; docs/operate/security.md lists the faults that other servers had."""
+"""Inputs that must be refused; docs/operate/security.md lists the faults that other servers had."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         ({"messages": [{"role": "pirate", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-        # media, and everything that would make the server ask somebody else
+        # media, and everything that would make the server call another host
         (
             {
                 "messages": [
@@ -221,7 +221,7 @@ def test_many_long_replies_stay_within_the_context(tokenizer_directory: Path) ->
 
 def test_every_limit_can_be_set(load: Callable[..., LLM]) -> None:
     schema = {"type": "json_object", "x": "y" * 40}
-    # What goes beyond a limit keeps to all others of its group, so that one alone refuses it.
+    # Each value exceeds one limit and keeps all others, so that one alone refuses it.
     groups: list[dict[str, tuple[int, dict[str, Any], int]]] = [{
         "max_n": (1, {"n": 2}, 400),
         "max_messages": (1, {"messages": USER * 2}, 400),

@@ -409,7 +409,9 @@ def test_requests_with_a_prediction_run_in_the_same_engine(tokenizer: Tokenizer)
             next(lines)
             wait_until(lambda: running_requests() == 1)
         engine = server.context.engine
-        assert "prediction" in engine._for_predictions.drafters
+        predictions = server.context.llm._for_predictions
+        assert predictions is not None
+        assert "prediction" in predictions.drafters
         engine._worker.problem = "its thread has failed"
         assert client.get("/health").status_code == 503
         assert client.get("/ready").status_code == 503

@@ -26,7 +26,7 @@ OUR_OWN = {"coupling", "cache_salt", "priority", "structured_outputs", "predicti
 
 
 def lookalikes(value: Any) -> list[Any]:
-    """Values that Python, or somebody in a hurry, takes for this one."""
+    """Values that Python, or careless code, takes for this one."""
     if isinstance(value, bool):
         return [1, "true"] if value else [0, "", []]
     return [True, str(value)] if isinstance(value, int) else []

@@ -66,7 +66,7 @@ def handed_out(
 
 
 class LateClock(Clock):
-    """Whoever sleeps wakes up late."""
+    """A sleep ends late."""
 
     async def sleep(self, seconds: float) -> None:
         await super().sleep(seconds + (0.003 if seconds > 0.0 else 0.0))

@@ -1,4 +1,4 @@
-"""What tells an engine of many which requests belong together: see `ServedEngine.open_all`."""
+"""Sessions route requests that belong together to one engine: see `ServedEngine.open_all`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONG = "the ferry and the sea " * 100
 
 
 def sessions(shared: Running, patch: pytest.MonkeyPatch, *asked: tuple[str, Any]) -> list[Any]:
-    """What the engine was told of each request."""
+    """The engine's arguments for each request."""
     found, open_all = [], shared.context.engine.open_all
 
     async def told(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What usage counts of a prediction: the longest common subsequence, however the reply came."""
+"""Usage of a prediction: the longest common subsequence, however the reply came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated engine is made of: everything that fails in the world, by the roll of dice."""
+"""Parts of a simulated engine, which fail at random."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InjectedError(RuntimeError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody has pressed Ctrl-C."""
+    """A simulated Ctrl-C."""
 
 
 class Dice(random.Random):
@@ -159,7 +159,7 @@ class SimController:
     """Allows anything, more than there is room for too, and fails at all it does now and then.
 
     Attributes:
-        said: who drafts for each request, as it said last.
+        said: the drafter of each request, as it said last.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class SimController:
         self.said: dict[int, str | None] = {}
 
     def begin(self, row: Row, others: Sequence[Row]) -> str | None:
-        self.said[row.request_id] = None  # nobody, if it fails now
+        self.said[row.request_id] = None  # no drafter, if it fails now
         self._fail()
         self.said[row.request_id] = self._dice.choice(self._names)
         return self.said[row.request_id]
@@ -200,7 +200,7 @@ class SimController:
 
 
 class Noting:
-    """A controller, and who drafts for each request as it said last.
+    """A controller, and the drafter of each request as it said last.
 
     Args:
         controller: the one that decides.

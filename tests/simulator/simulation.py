@@ -137,7 +137,7 @@ class Simulation:
         self.seen["token from the cache"] = self.engine.prefixes.stats.cached_tokens
 
     def _step(self) -> None:
-        """One step on somebody's behalf; an interrupted one has to leave everything usable."""
+        """One step for a policy; an interrupted one has to leave everything usable."""
         apart = [policy for policy in self.policies if policy.is_apart]
         self._stepping = self.dice.choice([None, *apart])
         self.dice.interrupting = self._interrupting
@@ -153,7 +153,7 @@ class Simulation:
             self.dice.interrupting = 0.0
 
     def _after_interrupt(self) -> None:
-        """Nobody drafts for those who took part, until the controller names somebody again."""
+        """No drafter drafts for the rows of the step, until the controller names one again."""
         for row in self._running():
             if self.cache.length(row.slot) != row.num_cached:
                 self.torn.add(row.request_id)
@@ -274,7 +274,7 @@ class Simulation:
                 getattr(drafter, "asked", {}).clear()
 
     def _read(self, event: Event) -> None:
-        """What a reader is handed."""
+        """Events that a reader gets."""
         asked = self.asked[event.request_id]
         assert event.request_id in self.live, "an event after the last one"
         asked.events.append(event)
@@ -283,11 +283,11 @@ class Simulation:
             self._check_result(asked, event.result)
 
     def _take(self, event: Event) -> None:
-        """What the one who steps is handed: the same."""
+        """Events that the stepping caller gets: the same."""
         assert event in self.asked[event.request_id].events[-2:]  # its last may have come, too
 
     def _check(self) -> None:
-        """What holds between any two steps."""
+        """Invariants between any two steps."""
         assert not self.complaint, self.complaint
         scheduler, cache, running = self.engine._scheduler, self.cache, self._running()
         for row in running:
@@ -316,7 +316,8 @@ class Simulation:
                 self._check_drafter(row)
 
     def _check_drafter(self, row: Request) -> None:
-        """Whoever was named for a row drafts for it, if it can: also after a preemption."""
+        """The drafter that was named for a row drafts for it, if it can: also after a
+        preemption."""
         controller: Any = row.policy.controller
         name = controller.said.get(row.request_id)
         can_begin_anywhere = name is not None and row.policy.drafters[name].traits.joins_late
@@ -335,7 +336,8 @@ class Simulation:
         return row
 
     def _checked_open(self, row: Request) -> None:
-        """What is found of a text does not depend on drafters, and is never distrusted."""
+        """The cached length of a text does not depend on drafters, and bad entries are never
+        found."""
         leader = row.leader
         is_copied = (
             leader is not None

@@ -103,7 +103,7 @@ def test_it_notices_a_drafter_that_is_not_ready_and_counts_as_asked(
 
 
 def test_it_notices_guesses_in_what_others_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a drafter leaves behind the text, on the target's own cache."""
+    """Entries that a drafter leaves behind the text, on the target's own cache."""
     note = PrefixCache.note
 
     def hasty(self: PrefixCache, slot: int, tokens: Sequence[int]) -> None:

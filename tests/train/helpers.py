@@ -108,7 +108,7 @@ def training_target(
 
 
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many texts each forward of targets reads from now on."""
+    """Number of texts that each forward of targets reads from now on."""
     counts: list[int] = []
     read = TrainingTarget.read
 

@@ -39,7 +39,7 @@ def test_equal_distributions_always_agree() -> None:
 
 
 def test_shares_by_depth_are_of_places_where_all_before_were_right() -> None:
-    # The first token of a reply is nobody's draft. Chains: R R W, R W, W, R; and none.
+    # The first token of a reply is never drafted. Chains: R R W, R W, W, R; and none.
     shares = shares_by_depth([[False, True, True, False, True], [True]], 3)
     assert shares == [3 / 4, 1 / 2, 0.0]
     assert tokens_a_step(shares) == 1 + 3 / 4 + 3 / 8

@@ -37,7 +37,7 @@ except ImportError:
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""What transformers calls a cache: from 5.24 on, and before."""
+"""Names of the cache argument in transformers: from 5.24 on, and before."""
 
 
 def cache_argument(arguments: Container[str]) -> str:
@@ -119,7 +119,7 @@ def _with_room(store_HCD: Tensor, num_entries: int) -> Tensor:
 
 @dataclass
 class _Text:
-    """What others may find in a slot: the first tokens of its text, and whose it is."""
+    """The shareable text of a slot: its first tokens and their owner."""
 
     owner: bytes
     tokens: tuple[int, ...]
@@ -164,7 +164,7 @@ class HFCache(PagedCache):
 
     @property
     def slots(self) -> list[int]:
-        """Those that are allocated, and not merely kept."""
+        """The allocated slots, without those that are only kept for sharing."""
         return [slot for slot in self._slots if slot not in self._parked]
 
     @property
@@ -235,7 +235,7 @@ class HFCache(PagedCache):
         self._num_cached += self._rooms[slot]
 
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """Of the slot's owner nothing is trusted that shares more than ``start`` tokens with it."""
+        """Drop the owner's kept texts that share more than ``start`` tokens with the slot."""
         owner = self._slots[slot].owner
         if owner is None:
             return
@@ -264,7 +264,7 @@ class HFCache(PagedCache):
         return self._pasts[slot]
 
     def num_written(self, slot: int) -> set[int]:
-        """How many entries the layers hold, counting or not; more than one value is a fault."""
+        """Numbers of entries in the layers, valid or not; more than one value is a fault."""
         return {layer.get_seq_length() for layer in self._own_layers(slot)}
 
     @torch.no_grad()
@@ -302,7 +302,8 @@ class HFCache(PagedCache):
         super().free(slot)
 
     def _find(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """The slot that holds most of a text, and how much: one that is kept, if one does."""
+        """The slot with the longest beginning of a text, and its length; a kept slot if
+        possible."""
         best, most = -1, 0
         for slot, text in (*self._parked.items(), *self._texts.items()):
             if text.owner == owner and (count := common_prefix(text.tokens, tokens)) > most:
@@ -321,7 +322,7 @@ class HFCache(PagedCache):
         self.free(self._unpark(slot))
 
     def _make_way(self, num_tokens: int) -> None:
-        """See that so many more entries fit into the memory."""
+        """Evict kept slots until that many more entries fit into the memory."""
         while (usage := self.usage).free < num_tokens:
             if not self._parked:
                 raise CacheFullError(
@@ -361,7 +362,7 @@ def _dynamic_cache(layers: list[Any]) -> Any:
 
 
 def layer_factory(config: Any) -> Callable[[], list[Any]]:
-    """What makes the cache layers of one slot of a model with this config.
+    """A factory of the cache layers of one slot for a model with this config.
 
     Raises:
         CapabilityError: a layer keeps a running state instead of one entry a token, so a

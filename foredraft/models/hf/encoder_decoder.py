@@ -1,8 +1,8 @@
 """Encoder-decoders of transformers (T5, BART, Marian and their kin) as a `Target`.
 
-The prompt is the source: the encoder reads it once, and what cross-attention makes of its output is
-kept as long as a slot of the cache uses it or remembers a text that was written from it. Forks,
-requests that wait for memory and come back, and later requests with the same source share it.
+The prompt is the source: the encoder reads it once, and the keys and values of cross-attention are
+kept while a slot uses them or caches a text that was generated from them. Forks, preempted requests
+and later requests with the same source share them.
 
 Shape legend: S positions of a source, E hidden size.
 """
@@ -38,7 +38,7 @@ _NEARLY = 0.01
 
 @dataclass(eq=False)
 class Encoded:
-    """What the decoder needs of a source; never changed once a forward has filled it.
+    """An encoded source for the decoder; constant once a forward has filled it.
 
     Attributes:
         digest: of the source.
@@ -70,7 +70,7 @@ class SourceCache(HFCache):
         return super().num_bytes + sum(each.num_bytes for each in {*self._encoded.values()})
 
     def encoded(self, slot: int, source: Source) -> Encoded | None:
-        """What is known of a slot's source, by itself or by another slot of its owner."""
+        """The encoded source of a slot, from itself or from another slot of its owner."""
         owner = self._slots[slot].owner
         found = self._encoded.get(slot) or (self._by_owner.get(owner) if owner else None)
         return found if found is not None and found.digest == source.digest else None
@@ -93,7 +93,8 @@ class SourceCache(HFCache):
         self._encoded.pop(slot, None)
 
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """The source is read anew by whoever comes next: its output may be why."""
+        """Drop the slot's encoded source, which may be the cause: the next slot encodes it
+        again."""
         self._by_owner.pop(self._slots[slot].owner or b"", None)
         super().distrust(slot, tokens, start)
 
@@ -113,8 +114,8 @@ class EncoderDecoderTarget(HFTarget):
         model: an encoder-decoder of transformers with a text head, in eval mode.
         max_context: most tokens of a reply, with those it begins behind; the limit of the model's
             config when None.
-        decoder_prompt: what replies begin behind; None: as the model's generation config says.
-        bans: tokens that do not come, likewise.
+        decoder_prompt: the decoder prompt of replies; None: from the model's generation config.
+        bans: tokens that are never generated; None: from the generation config.
         cache_memory: see `HFTarget`.
 
     Raises:
@@ -202,7 +203,7 @@ class EncoderDecoderTarget(HFTarget):
 
 
 def _decoder_prompt(model: Any, generation: Any) -> tuple[int, ...]:
-    """What every reply begins behind: the start token, and the one that is forced behind it."""
+    """The decoder prompt of every reply: the start token, and the forced token after it."""
     start = _one_token("decoder_start_token_id", generation.decoder_start_token_id)
     if start is None:
         start = _one_token("bos_token_id", generation.bos_token_id)
@@ -249,4 +250,4 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "min_length": (None, 0),
     "repetition_penalty": (None, 1.0),
 }
-"""Options that belong to a request here, or to nobody, and the values that ask nothing."""
+"""Generation options that requests set here or that have no effect, with their neutral values."""

@@ -1,4 +1,4 @@
-"""The ends of a transformers model, for drafters that stand on them.
+"""Embedding, final norm and LM head of a transformers model, for drafters that use them.
 
 Where they are is not declared anywhere, so they are looked for, and a short forward shows whether
 the logits are really what they make of the last layer's output.

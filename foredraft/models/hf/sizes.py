@@ -1,4 +1,4 @@
-"""How large a checkpoint is that runs through transformers, checked before it is built.
+"""Sizes of a checkpoint for transformers, checked before the model is built.
 
 transformers makes a Python object for every layer that a config asks for, and only then looks
 whether the weight files hold them.
@@ -54,7 +54,7 @@ def read_sizes(checkpoint: Checkpoint) -> SizeFields:
 
 
 def _check_architecture(directory: Path, config: dict[str, Any]) -> None:
-    """Refuse what has no attention, before its sizes are looked for.
+    """Refuse architectures without attention, before their sizes are read.
 
     Raises:
         ModelLoadError: it has none.

@@ -137,7 +137,7 @@ class HFTarget:
         return target
 
     def check_loaded(self) -> None:
-        """See that the model runs."""
+        """Check that the model runs."""
         self._logits_once((0,), TokenTree())
 
     @property
@@ -283,7 +283,7 @@ def _distinct_tokens(vocab_size: int) -> list[int]:
 
 
 def check_model(model: Any, has_encoder: bool) -> None:
-    """Refuse what cannot be a target; see `HFTarget`."""
+    """Refuse models that cannot be a target; see `HFTarget`."""
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder != has_encoder or not model.can_generate():
         kind = "an encoder-decoder" if has_encoder else "a causal language model"

@@ -1,1 +1,1 @@
-"""From what people write to token ids and back: tokenizers, chat templates, grammars."""
+"""Text to token ids and back: tokenizers, chat templates, grammars."""

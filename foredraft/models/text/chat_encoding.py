@@ -30,7 +30,7 @@ _Occurrence = tuple[int, int, int]
 
 
 class _Asked(NamedTuple):
-    """What a template is given of a request."""
+    """The inputs of a chat template."""
 
     messages: Messages
     tools: Messages

@@ -1,10 +1,10 @@
 """Chat templates, which come from a checkpoint, rendered within bounds.
 
 A template is a program. Jinja's sandbox keeps it from reaching Python; nothing in it keeps a
-template from looping for ever or from making a string of 10 GB. So every way to take long is
-charged to an allowance: each turn of a loop and each call of a macro, what calls, filters and
-operators return, and, before it is made, what those that multiply their input would return.
-All runs in this thread, without signals or processes; the bounds are generous to real templates.
+template from looping for ever or from making a string of 10 GB. So every expensive operation is
+charged to an allowance: each turn of a loop, each call of a macro, the results of calls, filters
+and operators, and, in advance, the results of those that multiply their input. All runs in this
+thread, without signals or processes; the bounds are generous to real templates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jinja2.utils import Namespace
 from foredraft.core.errors import ConfigError, ModelLoadError
 
 _SECONDS = 5.0
-"""Of this thread's processor: a busy machine is no reason to refuse a conversation."""
+"""Seconds of CPU time of this thread, so that a busy machine does not refuse conversations."""
 _CHARACTERS = 1 << 25
 """Most that a rendering may make in all, intermediate values included, beside `_PER_CHARACTER`
 times the conversation."""
@@ -39,7 +39,7 @@ _MAX_INTEGER = 1 << 20
 """Largest number handed to what may take it as a width, a count or an indentation."""
 _MAX_BITS = 4096
 _ELEMENT = 16
-"""What an element of a list counts for, in characters."""
+"""Charge for an element of a list, in characters."""
 _FORMATS = {"format", "format_map", "_strftime_now"}
 _MULTIPLYING = {
     *("replace", "join", "translate", "expandtabs", "indent", "batch", "slice"),
@@ -90,7 +90,7 @@ class ChatTemplate:
         Args:
             messages: plain data: text, numbers, flags, None, lists and mappings of those.
             special: texts that templates may name, such as ``bos_token``.
-            tools: that the model may call, likewise plain data in OpenAI's form.
+            tools: that the model may call, as plain data in OpenAI's form.
 
         Raises:
             ConfigError: the template refuses the conversation, or fails on it.
@@ -136,7 +136,7 @@ class TemplateLimitError(TemplateError):
 
 
 class _Allowance:
-    """What is left of a rendering's time and room."""
+    """The remaining time and memory of a rendering."""
 
     def __init__(self, input_size: int) -> None:
         self._left = _CHARACTERS + _PER_CHARACTER * input_size
@@ -194,7 +194,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         self.allowance.spend(0)
 
     def concatenate(self, *values: Any) -> str:
-        """What ``~`` does."""
+        """The operator ``~``."""
         texts = [str(value) for value in values]
         self.allowance.foresee(sum(map(len, texts)))
         return "".join(texts)
@@ -328,7 +328,7 @@ def _widths(values: Sequence[Any]) -> list[int]:
 
 
 def _size(value: Any) -> int:
-    """What a value itself takes up, in characters; what lies in it is counted elsewhere."""
+    """Size of a value in characters, without the values inside it."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -337,7 +337,7 @@ def _size(value: Any) -> int:
 
 
 def _total_size(value: Any) -> int:
-    """What a value and all that lies in it take up."""
+    """Size of a value with all values inside it."""
     return sum(map(_size, _leaves(value)))
 
 

@@ -246,7 +246,7 @@ def _probe(matcher: LLMatcher, grammar: Grammar) -> None:
 
 
 def _error(grammar: Grammar | None, error: object) -> GrammarError:
-    """What went wrong, in few words: what the library writes may hold the whole grammar."""
+    """The error in few words: the library's message may hold the whole grammar."""
     kind = f"grammar ({grammar.kind})" if grammar else "the grammar"
     text = " ".join(str(error).split())
     if "ParserTooComplex" in text or "items; max is" in text:

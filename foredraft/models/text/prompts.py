@@ -1,4 +1,4 @@
-"""What people hand in to be continued or answered: texts, token ids, conversations."""
+"""Prompts of users: texts, token ids, conversations."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FILLER = re.compile(r"\[PAD\d+\]")
 """What GGUF files call the ids that their tokenizer never gives."""
 _LARGE_BYTES = 1 << 20
-"""Of a file with a vocabulary whose hash is worth keeping."""
+"""Least bytes of a vocabulary file whose hash is worth caching."""
 _MAX_HELD = 32
 _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -57,7 +57,7 @@ class Tokenizer:
             one of its own; else the chat template.
 
     Raises:
-        ModelLoadError: there is no ``tokenizer.json``, or a file holds what it should not.
+        ModelLoadError: there is no ``tokenizer.json``, or a file is malformed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -134,7 +134,7 @@ class Tokenizer:
         return _StreamDecoder(self._fast, skipped, before)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text in UTF-8, its space included; nothing for an unknown id.
+        """The UTF-8 bytes of a token in a text, its space included; empty for an unknown id.
 
         Tokens may hold parts of characters, which are no valid UTF-8 by themselves.
         """
@@ -144,7 +144,7 @@ class Tokenizer:
         return found
 
     def token_text(self, token: int) -> str:
-        """What a token adds to a text; of a part of a character its bytes, as ``bytes:\\xe2``."""
+        """The text of a token; for a part of a character its bytes, as ``bytes:\\xe2``."""
         content = self.token_bytes(token)
         try:
             return content.decode()
@@ -400,7 +400,7 @@ def _named_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Whatever the tokenizers library does with a file becomes a `ModelLoadError`."""
+    """Any error of the tokenizers library on a file becomes a `ModelLoadError`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):

@@ -137,7 +137,7 @@ class ChatWriter(ChoicesWriter):
         return chat_logprobs(self._context.tokenizer, entries)
 
     def _delta(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """What a step adds to a message."""
+        """The parts that a step adds to a message."""
         delta: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
         for part in parts:

@@ -1,4 +1,4 @@
-"""What chat and completions have in common: fields, and answers made of choices."""
+"""The part shared by chat and completions: fields, and answers made of choices."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _GUIDED = "use response_format or structured_outputs"
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text.
+    """Fields of a stream beside the text.
 
     Attributes:
-        include_usage: a last chunk without choices says what the replies took.
-        continuous_usage_stats: every chunk says what they have taken so far.
+        include_usage: a last chunk without choices reports the usage of the replies.
+        continuous_usage_stats: every chunk reports the usage so far.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -92,7 +92,7 @@ class ChoicesFields(OpenAIFields):
     guided_decoding_backend: Annotated[Any, Refused(_GUIDED)] = None
 
     def check_stream_options(self) -> StreamOptions:
-        """What the stream carries; the defaults where the request names nothing.
+        """The request's stream options, or the defaults.
 
         Raises:
             ConfigError: there are options, and no stream is asked for.
@@ -103,7 +103,7 @@ class ChoicesFields(OpenAIFields):
 
 
 class Usage(BaseModel):
-    """What the replies took."""
+    """Token counts of the replies."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -113,7 +113,7 @@ class Usage(BaseModel):
 
 
 class ChoicesAnswer(BaseModel):
-    """What answers of chat and completions share."""
+    """Fields of the answers of chat and completions."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -130,7 +130,7 @@ class ChoicesWriter(ABC):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     last_piece: ClassVar[dict[str, Any]]
-    """What the last chunk of a choice adds: nothing, in the form of the API."""
+    """The empty addition of a choice's last chunk, in the form of the API."""
 
     def __init__(
         self, context: ServerContext, request: GenerationRequest, options: StreamOptions
@@ -148,14 +148,14 @@ class ChoicesWriter(ABC):
 
     @abstractmethod
     def piece(self, index: int, event: Event) -> dict[str, Any] | None:
-        """What a step adds to a choice; None: nothing."""
+        """The addition of a step to a choice; None: nothing."""
 
     @abstractmethod
     def reason(self, index: int, result: GenerationResult) -> str:
         """Why a choice ended."""
 
     def first_chunks(self) -> Iterator[bytes]:
-        """What a stream begins with: the request is accepted."""
+        """The first chunks of a stream, sent when the request is accepted."""
         yield b""
 
     def finish(self, generation: Generation) -> None:

@@ -138,7 +138,7 @@ class CompletionWriter(ChoicesWriter):
         return {"text": text, "logprobs": logprobs, "finish_reason": self.reason(index, result)}
 
     def finish(self, generation: Generation) -> None:
-        """Report no reply where none was wanted."""
+        """Report no reply if the prompts were only scored."""
         if not self._is_empty:
             return
         for reply in generation.replies:
@@ -147,7 +147,7 @@ class CompletionWriter(ChoicesWriter):
             reply.num_tokens = 0
 
     def _count_added(self, prompt: str | list[int], tokens: list[int]) -> int:
-        """How many start tokens the tokenizer put before a text: an echo does not repeat them."""
+        """Number of start tokens that the tokenizer added; an echo does not repeat them."""
         decode, first = self._context.tokenizer.decode, tokens[:1]
         if not isinstance(prompt, str) or decode(first, skip_special_tokens=True):
             return 0

@@ -1,7 +1,8 @@
-"""What each field of a request does: it is honoured, a hint without effect, or refused with why.
+"""The effect of each request field: honoured, a hint without effect, or refused with a reason.
 
-The input model of an API says so in the annotation of each field. The checks, the answers with
-status 400, the response header that names ignored fields, and the lists in the docs follow from it.
+The annotation of each field in an API's input model declares its effect. The checks, the answers
+with status 400, the response header that names ignored fields, and the lists in the docs follow
+from it.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class RequestBody(BaseModel):
         return kind is not None
 
     def check_limits(self, settings: ServerSettings) -> None:
-        """Refuse what takes more than one request may.
+        """Refuse a request with a field over its limit.
 
         Raises:
             ConfigError: a field is over its limit.

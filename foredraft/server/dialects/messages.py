@@ -210,7 +210,7 @@ async def create_message(
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=_ERRORS)
 async def count_tokens(body: CountRequest, context: Context) -> Response:
-    """How many tokens a conversation has as the model is given it, system and tools included."""
+    """Count the tokens of a conversation in the model's template, system and tools included."""
     context.check_model(body.model)
     body.check_limits(context.settings)
     tools = read_tools(body.chat_tools(), context.takes_tools)
@@ -227,13 +227,13 @@ class MessagesWriter:
         self._blocks = BlockBuilder()
 
     async def whole(self) -> dict[str, Any]:
-        """The answer when all is there: what the last events of a stream add up to."""
+        """The whole answer: the sum of a stream's events."""
         async for _ in self.stream():
             pass
         return self._message
 
     def error_event(self, error: ApiError) -> bytes:
-        """What ends a stream that failed."""
+        """The last event of a stream that failed."""
         return named_event(error.for_anthropic)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -311,7 +311,7 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _input(block: Block) -> dict[str, Any]:
-    """Arguments as data; what is no JSON object (a reply that was cut) is kept as text."""
+    """Arguments as data; text that is not a JSON object (a truncated reply) is kept as text."""
     try:
         value = from_json(block.text or "{}", allow_inf_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""From a checked body to what the engine is to generate."""
+"""Convert a checked body to a `GenerationRequest` for the engine."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _OF_A_MESSAGE = (
 )
 """Fields of a message that chat templates are given. Clients send others."""
 _OPENING = 1024
-"""Characters of a conversation's beginning that tell which engine has it cached."""
+"""Characters of a conversation's beginning that identify the engine that has it cached."""
 _END = 8
 """Tokens at the end of a prompt that may open the thoughts of a reply."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What one HTTP request wants generated.
+    """The generation that one HTTP request asks for.
 
     Attributes:
         operation: what kind of request it is.
         model: the name to answer with.
         prompts: token ids of each prompt.
         params: of every reply; ``n`` replies to each prompt.
-        tenant: whose request it is.
+        tenant: the owner of the request.
         priority: requests of higher numbers go first.
         session: see `ServedEngine.open_all`.
         names: by sampling parameter the field that it came from.
@@ -73,7 +73,7 @@ class GenerationRequest:
         return ReplyParser(self.thinks, bool(tools.tools), self.in_thoughts, not tools.parallel)
 
     def thoughts(self, context: ServerContext) -> Thoughts | None:
-        """What counts the tokens of thoughts; None: there cannot be any."""
+        """The counter of reasoning tokens; None: the reply cannot have any."""
         return Thoughts(context.tokenizer, self.in_thoughts) if self.thinks else None
 
     @asynccontextmanager
@@ -125,7 +125,7 @@ class ConversationFields(SamplingFields):
         return sorted([*super().ignored(), *self._unheeded_strict()])
 
     def _unheeded_strict(self) -> list[str]:
-        """Arguments follow their schema where a call is forced; otherwise the model writes them."""
+        """Forced calls follow their schema; otherwise the model's arguments are free."""
         chosen = self.chat_tools()
         if chosen.get("tool_choice") not in (None, "auto"):
             return []
@@ -140,7 +140,7 @@ class ConversationFields(SamplingFields):
 async def read_conversation(
     context: ServerContext, body: ConversationFields, key_id: str | None
 ) -> GenerationRequest:
-    """What a request for a reply to a conversation wants generated.
+    """The generation that a conversation asks for.
 
     Raises:
         ApiError, ConfigError, PromptError: something in it cannot be used.
@@ -175,7 +175,7 @@ async def read_conversation(
 
 
 def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What a conversation keeps as it grows, in short: its messages up to the first of a user."""
+    """The stable beginning of a conversation: its messages up to the user's first."""
     opening = ""
     for message in messages:
         opening += f"{message.get('role')}: {message.get('content')!s:.{_OPENING}}\n"
@@ -204,7 +204,7 @@ async def read_prompts(
     add_special_tokens: bool,
     key_id: str | None,
 ) -> GenerationRequest:
-    """What a request to continue prompts wants generated.
+    """The generation that a request with prompts asks for.
 
     Raises:
         ApiError, ConfigError, PromptError: something in it cannot be used.

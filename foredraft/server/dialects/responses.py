@@ -157,7 +157,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _allowed(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of the tools that the choice names."""
+    """The tools that the choice names."""
     named = choice.get("tools")
     if not isinstance(named, list) or not all(isinstance(each, Mapping) for each in named):
         raise ConfigError(
@@ -215,7 +215,7 @@ class ResponsesWriter:
         self._response = _begun(request, body)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer when all is there: what the events of a stream add up to."""
+        """The whole answer: the sum of a stream's events."""
         async with self._request.open(self._context) as generation:
             async for _ in self._events(generation):
                 pass
@@ -237,7 +237,7 @@ class ResponsesWriter:
                 raise known from error
 
     def error_event(self, error: ApiError) -> bytes:
-        """What ends a stream that failed."""
+        """The last event of a stream that failed."""
         named = {"code": error.code, "message": error.message, "param": error.param}
         return self._numbered({"type": "error", **named})
 

@@ -1,4 +1,4 @@
-"""The fields that all APIs share: what sets sampling parameters, in OpenAI's and vLLM's names."""
+"""Fields that all APIs share: sampling parameters under OpenAI's and vLLM's names."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class SamplingFields(RequestBody):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
     def sampling(self, forced: Grammar | None = None) -> tuple[SamplingParams, dict[str, str]]:
-        """What the fields ask for, and by sampling parameter the field that it came from.
+        """The sampling parameters, and for each the request field that set it.
 
         Args:
             forced: the grammar of a tool call that ``tool_choice`` asks for.

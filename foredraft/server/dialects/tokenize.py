@@ -75,7 +75,7 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
 
 @router.get("/tokenizer_info", responses=error_responses())
 async def tokenizer_info(context: Context) -> Response:
-    """What clients that count tokens themselves want to know."""
+    """Information for clients that count tokens themselves."""
     tokenizer = context.tokenizer
     return JsonResponse(
         {
@@ -111,7 +111,7 @@ def _tokenized(context: ServerContext, body: TokenizeRequest, tokens: list[int] 
 
 
 def _detokenized(tokenizer: Tokenizer, tokens: Sequence[int]) -> Response:
-    """Likewise."""
+    """Runs on a thread, because there may be millions of tokens."""
     size = tokenizer.vocab_size
     for token in tokens:
         if not 0 <= token < size:

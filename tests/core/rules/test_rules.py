@@ -1,4 +1,4 @@
-"""Rules that look at the text: each against a slow reading of what it promises."""
+"""Rules that depend on the text, each compared with a slow reference."""
 
 from __future__ import annotations
 

@@ -1,0 +1,203 @@
+"""A native model in the form that drafts: the same tokens, described once, and rows left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft import LLM, SamplingParams
+from foredraft.core.draws import DrawKey
+from foredraft.core.tree import TokenTree
+from foredraft.drafters import build_drafter
+from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.spec import DrafterContext
+from foredraft.load import load_models, plan_models
+from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.native.draft_model import NativeDraftModel, for_drafts
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import rounded
+from foredraft.options import LoadOptions
+from tests.conformance.harness import checkpoint, fused_decoder, plain, run
+from tests.drafters.heads import random_text, tiny_target
+
+KEYS = (None, DrawKey(3, 7, 0.0), DrawKey(3, 7, 1.3))
+
+
+@pytest.fixture
+def target() -> NativeTarget:
+    return tiny_target(fused_decoder())
+
+
+def draft_model(target: NativeTarget, num_rows: int | None = None) -> NativeDraftModel:
+    weights = for_drafts(rounded(target.weights, 4), num_rows)
+    return NativeDraftModel(target.config, weights, fused_decoder())
+
+
+def tokens_of(scores: Scores) -> list[int]:
+    assert scores.draws is not None
+    return [-1 if draw is None else draw.token for draw in scores.draws]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("num_pending", [1, 3, 20])
+@pytest.mark.parametrize("num_guesses", [0, 2])
+def test_a_forward_that_was_described_once_has_the_bits_of_a_planned_one(
+    target: NativeTarget, key: DrawKey | None, num_pending: int, num_guesses: int
+) -> None:
+    model, planned = draft_model(target), draft_model(target)
+    planned._chain = None
+    text = random_text(60)
+    rows = []
+    for each in (model, planned):
+        slot = each.cache.allocate()
+        each.score([ScoreRow(slot, text[:30], wants_logits=False)])
+        each.cache.keep(slot, 30, ())
+        pending, tree = text[30 : 30 + num_pending], TokenTree.chain(text[50 : 50 + num_guesses])
+        row = ScoreRow(slot, pending, tree, draw=key)
+        rows.append(each.score([row]))
+        each.cache.keep(slot, num_pending, range(num_guesses))
+    assert tokens_of(rows[0]) == tokens_of(rows[1])
+    assert torch.equal(rows[0].logits_NV, rows[1].logits_NV)
+    assert rows[0].heads == rows[1].heads == (range(1 + num_guesses),)
+    assert model.cache.length(slot) == planned.cache.length(slot)
+
+
+def test_the_screen_changes_no_token(target: NativeTarget) -> None:
+    model, whole = draft_model(target), draft_model(target)
+    assert model.weights.screen_VE is not None
+    whole.weights = replace(whole.weights, screen_VE=None)
+    whole = NativeDraftModel(target.config, whole.weights, fused_decoder())
+    text = random_text(40)
+    row = ScoreRow(0, text[:1], TokenTree.chain(text[1:]), draw=DrawKey(1, 2, 1.0))
+    drawn = []
+    for each in (model, whole):
+        assert each.cache.allocate() == 0
+        drawn.append(tokens_of(each.score([row])))
+    agreed = [a == b for a, b in zip(*drawn, strict=True)]
+    assert sum(agreed) >= 0.9 * len(agreed)
+
+
+@pytest.mark.parametrize("num_rows", [5, 16, 33])
+def test_tokens_that_are_not_shared_are_never_drafted(target: NativeTarget, num_rows: int) -> None:
+    model, text = draft_model(target, num_rows), random_text(40)
+    assert model.vocab_size == num_rows
+    slot = model.cache.allocate()
+    scores = model.score([ScoreRow(slot, text[:1], TokenTree.chain(text[1:]), draw=KEYS[2])])
+    assert scores.logits_NV.shape == (40, num_rows)
+    assert max(tokens_of(scores)) < num_rows
+
+
+def test_a_token_that_it_has_no_row_for_is_refused(target: NativeTarget) -> None:
+    model = draft_model(target)
+    slot = model.cache.allocate()
+    with pytest.raises(IndexError, match="the draft model has"):
+        model.score([ScoreRow(slot, [target.vocab_size])])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=4),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=4),
+        SamplingParams(temperature=0.8, logit_bias={3: 2.0}, seed=4),
+        SamplingParams(temperature=0.9, coupling="drawn", seed=4),
+    ],
+)
+def test_its_drafts_leave_the_text_alone(
+    target: NativeTarget, params: SamplingParams, rows: int
+) -> None:
+    params = replace(params, max_tokens=30, ignore_eos=True)
+    prompts = [random_text(20 + i) for i in range(rows)]
+    alone = plain(tiny_target(fused_decoder()), prompts, params)
+    context = DrafterContext(target, draft_model(target))
+    for guesses in (True, False):
+        drafter = build_drafter("draft_model", replace(context, options={"guesses": guesses}))
+        results = run(target, drafter, prompts, params, 4)
+        assert all(result.stats.accepted > 0 for result in results)
+        if params.coupling == "seeded":
+            assert [result.token_ids for result in results] == alone
+
+
+class Counted(NativeDraftModel):
+    num_forwards = 0
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        self.num_forwards += 1
+        return super().score(rows, taps)
+
+
+def test_guesses_save_forwards_and_change_no_draft(target: NativeTarget) -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 6
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    counts, drafted = [], []
+    for guesses in (True, False):
+        model = Counted.of(draft_model(target), None)
+        context = DrafterContext(target, model, {"guesses": guesses})
+        drafter = build_drafter("draft_model", context)
+        assert isinstance(drafter, DraftModelDrafter)
+        before = model.num_forwards
+        (result,) = run(target, drafter, [prompt], params, 4)
+        counts.append((model.num_forwards - before) / result.stats.steps)
+        drafted.append(result.token_ids)
+    assert drafted[0] == drafted[1]
+    assert counts[0] < counts[1]
+
+
+def options(**more: object) -> LoadOptions:
+    path = str(checkpoint(0.0))
+    return LoadOptions.of(model=path, draft_model=str(checkpoint(0.01)), device="cpu", **more)
+
+
+def test_a_draft_model_runs_in_4_bits_unless_it_is_told_otherwise() -> None:
+    fused_decoder()
+    _, draft = plan_models(options())
+    assert draft is not None
+    assert (draft.weights, draft.activation_bits) == ("int4", 8)
+    _, draft = plan_models(options(draft_weights="int8"))
+    assert draft is not None
+    assert (draft.weights, draft.activation_bits) == ("int8", 16)
+    _, draft = plan_models(options(draft_weights="bf16"))
+    assert draft is not None
+    assert draft.weights == "bfloat16"
+    target, _ = plan_models(options(draft_weights="int8"))
+    assert target.weights != "int8"
+
+
+@pytest.mark.parametrize("num_rows", [12, 20])
+def test_models_of_one_tokenizer_may_differ_in_rows_for_no_token(
+    tmp_path: Path, num_rows: int
+) -> None:
+    """As Qwen2.5 of 0.5B and of 7B do: 151,936 and 152,064 rows for 151,665 tokens."""
+    from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+
+    both = []
+    for name, more in (("target", 0), ("draft", num_rows)):
+        config = NATIVE_CONFIGS["llama"]()
+        config.vocab_size = VOCAB_SIZE + more
+        (tmp_path / name).mkdir()
+        save_checkpoint(tmp_path / name, config)
+        both.append(str(tmp_path / name))
+    for target, draft in (both, both[::-1]):
+        llm = LLM.load(target, draft_model=draft, num_draft_tokens=3, calibrate=False)
+        for params in (SamplingParams(max_tokens=20), SamplingParams(temperature=1.0, seed=2)):
+            params = replace(params, max_tokens=20, ignore_eos=True)
+            (result,) = llm.generate("The ferry", params)
+            plain_llm = llm.with_drafter(LoadOptions(drafter="none"))
+            assert result.token_ids == plain_llm.generate("The ferry", params)[0].token_ids
+            assert result.stats.drafted > 0  # this target gives ids for no token, too
+            assert "draft_model" in result.stats.drafters
+
+
+def test_the_pair_is_loaded_for_drafts() -> None:
+    fused_decoder()
+    target, draft = load_models(options())
+    assert draft is not None
+    assert isinstance(draft.target, NativeDraftModel)
+    assert not isinstance(target.target, NativeDraftModel)
+    assert draft.target.vocab_size == target.tokenizer.vocab_size
