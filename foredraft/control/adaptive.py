@@ -79,7 +79,7 @@ class AdaptiveBudget:
         self._left, self._every = 0, 1
         self._context = 64
         self._num_steps = self._num_drafting = 0
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, str]] = set()  # drafter and noise
         self._followed: dict[int, str] = {}  # by request: the drafter in its last step
         self._has_drafted: set[int] = set()  # requests with their drafter of now
         self._num_committed: dict[int, int] = {}
@@ -127,6 +127,7 @@ class AdaptiveBudget:
         self._num_steps += 1
         if self._num_steps % _LOOKED_AT == 0:
             self._warn_of_first_tokens()
+            self._warn_of_draft_model()
         if any(len(row.proposal.tree) for row in rows):
             self._num_drafting += 1
             self._experience.note_step()
@@ -281,6 +282,17 @@ class AdaptiveBudget:
                     *(found.drafter, 100 * found.seen, found.noise, 100 * found.promised),
                     LIKELY_CAUSES,
                 )
+
+    def _warn_of_draft_model(self) -> None:
+        """A user named it, and is told once where it does not draft."""
+        names = [name for name, each in self._planner.drafters.items() if each.reads]
+        key = names[0] if names else "", ""
+        if names and self._plan and not self._plan.budgets and key not in self._told:
+            self._told.add(key)
+            _log.warning(
+                "%s drafts nothing for now (%s); it is tried again from time to time",
+                *(names[0], self._plan.reason),
+            )
 
     def _allowance(self, row: Row, plan: Plan) -> Allowance:
         budget = max(0, min(plan.budgets.get(row.request_id, 0), row.room))

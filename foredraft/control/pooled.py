@@ -60,9 +60,6 @@ class DrafterCost:
         return asking + self.following[num_rows]
 
 
-FREE = DrafterCost((0.0,) * 1024, (0.0,) * 1024)
-
-
 @dataclass(frozen=True)
 class Pooled:
     """A prefix of the pool.

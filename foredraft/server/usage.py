@@ -151,6 +151,7 @@ def speculation_of(replies: Sequence[ReplyState], detail: str) -> dict[str, Any]
         "num_draft_tokens": sum(drafted),
         "num_spec_tokens": most,
         "drafters": reply.result.stats.drafters,
+        "plain_reason": reply.result.stats.plain_reason,
     }
     if detail == "detailed":
         figures |= {"per_step_accepted": accepted, "per_step_drafted": drafted}

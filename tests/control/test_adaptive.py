@@ -429,11 +429,13 @@ def test_a_short_reply_is_not_worth_reading_a_long_prompt() -> None:
     assert run.drafted == 0
 
 
-def test_reading_that_brings_nothing_is_given_up() -> None:
-    """Its acceptance is far below what its size lets expect."""
+def test_reading_that_brings_nothing_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Its acceptance is far below what its size lets expect; the user who named it is told once."""
     model = chain(0.1, 2.0, read_ms=0.1, promise=(0.75, 0.7), is_guess=True)
     run = Simulation({"model": model}, prompt=200, round_share=0.2).run(3000, 1)
     assert run.speedup > 0.985
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("model drafts nothing for now (")
 
 
 def test_each_row_drafts_with_what_pays_most_for_it() -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from foredraft.control.acceptance import PositionCounts, is_constrained, kind_of
 from foredraft.control.ledger import Ledger
-from foredraft.control.pooled import FREE, DrafterCost, Pooled, PooledRow, best_prefix
+from foredraft.control.pooled import DrafterCost, Pooled, PooledRow, best_prefix
 from foredraft.control.times import DraftTimes
 from foredraft.core.params import SamplingParams
+
+FREE = DrafterCost((0.0,) * 64, (0.0,) * 64)
 
 
 def row(*chances: float) -> PooledRow:

@@ -18,8 +18,10 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.rules.book import RuleBook
 from foredraft.core.traits import DrafterTraits
+from foredraft.drafters import build_drafter
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
@@ -130,6 +132,22 @@ def test_they_are_committed_several_a_step_though_nothing_may_be_drafted(
     assert len(plain_steps) == len(FORM)
     assert drafter.num_asked == 0, "they cost no drafter"
     assert all(row.budget == 0 for step in steps for row in step.rows)
+
+
+def test_they_are_credited_to_the_rules_though_a_drafter_goes_on_behind_them() -> None:
+    target, steps = TableModel.random(len(LETTERS), seed=3), list[StepRecord]()
+    suffix = LoadedDrafter(build_drafter("suffix", DrafterContext(target)), target, "suffix")
+    book = RuleBook(len(LETTERS), new_matcher=lambda _: Form())
+    engine = Engine(
+        target,
+        Policy(FixedBudget(8, drafter="suffix"), [suffix]),
+        EngineOptions(new_decoder=letters, rule_book=book, trace=steps.append),
+    )
+    engine.submit([0, 1, 2, 0, 1, 2, 0], PARAMS)
+    (result,) = finish(engine).values()
+    num_forced = sum(row.num_forced for step in steps for row in step.rows)
+    assert result.stats.drafters["rules"] == num_forced > 0
+    assert sum(result.stats.drafters.values()) == result.stats.drafted
 
 
 def test_max_tokens_and_memory_hold_for_them_too() -> None:

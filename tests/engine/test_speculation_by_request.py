@@ -59,6 +59,18 @@ def test_who_drafts_is_chosen_by_the_request() -> None:
             assert [*drafters] == [name]
 
 
+def test_two_requests_of_one_batch_have_the_drafters_that_they_name() -> None:
+    target = TableModel.random(6, seed=3, sharpness=9.0)
+    loaded = [
+        LoadedDrafter(build_drafter(name, DrafterContext(target)), target, name, joins_late=True)
+        for name in NAMES
+    ]
+    engine = Engine(target, Policy(AdaptiveBudget([each.traits for each in loaded]), loaded))
+    for name in NAMES:
+        engine.submit(PROMPT, SamplingParams(max_tokens=200, speculation=name))
+    assert [[*each.stats.drafters] for each in drain(engine).values()] == [["suffix"], ["ngram"]]
+
+
 def test_who_has_another_drafter_loaded_says_so() -> None:
     with pytest.raises(ConfigError, match=r"'suffix'\? \(here: auto, off, suffix") as told:
         written(speculation="sufix")

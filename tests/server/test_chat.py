@@ -139,6 +139,8 @@ def test_a_request_chooses_who_drafts(client: httpx.Client) -> None:
     assert off["choices"][0]["message"] == usual["choices"][0]["message"]
     assert usual["metrics"]["speculative_decoding"]["drafters"]
     assert off["metrics"]["speculative_decoding"]["drafters"] == {}
+    reason = off["metrics"]["speculative_decoding"]["plain_reason"]
+    assert reason == "plain decoding was asked for"
     assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     few = client.post(PATH, json=body | {"max_draft_tokens": 1}).json()
     assert few["metrics"]["speculative_decoding"]["num_spec_tokens"] == 1
