@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -49,7 +50,8 @@ _log = logging.getLogger("foredraft")
 
 _USUAL_FIT = Fit(0.75, 0.7, (0.25, 0.26, 0.28, 0.3))
 """Of a small model of the target's family: it is right less often in chats, and oftener in code."""
-_NUM_TIMED = 6
+_NUM_TIMED = 7
+_WEEK_SECONDS = 7 * 24 * 3600
 _CONTEXT = 128
 _NUM_VERIFIED = 8
 """Tokens of a forward that verifies, as it is timed."""
@@ -109,7 +111,7 @@ class DraftModelDrafter(StagedDrafter):
 
 
 def measured_fit(target: Target, model: Target) -> Fit:
-    """What forwards of a draft model take beside the target's; kept for later processes.
+    """What forwards of a draft model take beside the target's; kept for a week.
 
     How often it is right is not measured, for that takes longer than a start may: it is that of a
     usual pair until requests have shown it.
@@ -125,12 +127,15 @@ def measured_fit(target: Target, model: Target) -> Fit:
         slots = [each.cache.allocate() for each in both]
         for each, slot in zip(both, slots, strict=True):
             read(each, slot, [i % each.vocab_size for i in range(_CONTEXT)])
-        times = [_times(both, slots) for _ in range(_NUM_TIMED)]
-        target_s, verify_s, *model_s = (min(each) for each in zip(*times, strict=True))
-        node_share = max(0.0, verify_s / target_s - 1) / (_NUM_VERIFIED - 1)
-        return torch.tensor([node_share, *(each / target_s for each in model_s)])
+        # The first round finds cold weights. Shares are of rounds, so that a busy neighbour of some
+        # of them, or of all, changes little.
+        rounds = [_times(both, slots) for _ in range(1 + _NUM_TIMED)][1:]
+        shares = [[lap / target_s for lap in laps] for target_s, *laps in rounds]
+        verify, *model_shares = (median(each) for each in zip(*shares, strict=True))
+        return torch.tensor([max(0.0, verify - 1) / (_NUM_VERIFIED - 1), *model_shares])
 
-    here = (cpu_name(), torch.get_num_threads(), describe_instructions())
+    week = int(time.time() // _WEEK_SECONDS)
+    here = (cpu_name(), torch.get_num_threads(), describe_instructions(), week)
     recipe = recipe_of(own.identity, others.identity, *here)
     try:
         node_share, *shares = own.parts.kept("draft-model-fit", recipe, measure).tolist()
