@@ -118,8 +118,8 @@ struct Sixteen {
   static constexpr bool kScalesBlocks = false;  // each with a scale of its own
 
   // Of words of weights what one instruction multiplies.
-  template <class Format>
-  static Ints weights(Ints words, int which) { return Format::part(words, which); }
+  template <class Format, class Words>
+  static Ints weights(const Words& words, int which) { return Format::part(words, which); }
 
 #if DIGITS
   // A quad of a token's activations, in every lane.
@@ -179,8 +179,8 @@ struct Eight {
   static constexpr int kQuadParts = 1;
   static constexpr bool kScalesBlocks = true;
 
-  template <class Format>
-  static Ints weights(Ints words, int which) { return Format::quad(words, which); }
+  template <class Format, class Words>
+  static Ints weights(const Words& words, int which) { return Format::quad(words, which); }
 
   struct Input {
     Ints quad;
@@ -250,11 +250,17 @@ inline Vec load_halves(const void* source) {
 }
 
 // kLanes whole numbers of 8 bits with a sign.
-inline Vec load_bytes(const void* source) {
+inline Ints load_bytes(const void* source) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(source)));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadu_si64(source));  // GCC would take single bytes
+#else
   typedef int8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes bytes;
   std::memcpy(&bytes, source, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Vec);
+  return __builtin_convertvector(bytes, Ints);
+#endif
 }
 
 // ---- activations --------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ constexpr int64_t kHalvesBytes = kGroupRows * sizeof(uint16_t);  // a number of 
 template <bool kMinima>
 struct HalfScales {
   static constexpr int kParts = 2;
+  static constexpr bool kNests = false;
   static constexpr bool kHasMinima = kMinima;
   static constexpr int64_t kHeadBytes = (1 + kMinima) * kParts * kHalvesBytes;
 
@@ -41,6 +42,7 @@ struct HalfScales {
 template <int kNumParts, bool kMinima>
 struct NestedScales {
   static constexpr int kParts = kNumParts;
+  static constexpr bool kNests = true;
   static constexpr bool kHasMinima = kMinima;
   static constexpr int64_t kHeadBytes = 128;  // whole cache lines
   static_assert((1 + kMinima) * (kHalvesBytes + kParts * kGroupRows) <= kHeadBytes, "");
@@ -49,12 +51,17 @@ struct NestedScales {
   static Vec minimum(const uint8_t* head, int part, int lane) {
     return product(head, 1, kParts + part, lane);
   }
+  // The two that make a scale: of the chunk, and of its part.
+  static Vec step(const uint8_t* head, int lane) { return load_halves(head + lane * sizeof(uint16_t)); }
+  static Ints factor(const uint8_t* head, int part, int lane) {
+    return load_bytes(head + (1 + kMinima) * kHalvesBytes + part * kGroupRows + lane);
+  }
 
  private:
   static Vec product(const uint8_t* head, int step, int factor, int lane) {
     const uint8_t* const factors = head + (1 + kMinima) * kHalvesBytes;
     return load_halves(head + step * kHalvesBytes + lane * sizeof(uint16_t)) *
-           load_bytes(factors + factor * kGroupRows + lane);
+           __builtin_convertvector(load_bytes(factors + factor * kGroupRows + lane), Vec);
   }
 };
 
@@ -64,10 +71,12 @@ struct NestedScales {
 // sum of a part's activations times 128 is taken off where its sum begins.
 template <bool kSigned>
 struct ByteWeights {
-  static constexpr int kQuads = 1;  // of a word
-  static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs;
-  static constexpr bool kUnpacks = false, kStartsAtZero = !kSigned, kHasHalfBytes = false;
+  static constexpr int kQuads = 1, kBits = 8;  // of a word, of a weight
+  static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs, kTailBytes = 0;
+  static constexpr bool kUnpacks = false, kStartsAtZero = !kSigned;
 
+  // Word `i` of a part. Behind the words of a part lie kTailBytes.
+  static Ints load(const uint8_t* word, int) { return load_ints(word); }
   // Where a part's sum begins, given its activations' sum times -128.
   static Ints start(Ints sum) { return sum; }
   static Ints quad(Ints words, int) { return words; }
@@ -86,10 +95,11 @@ struct ByteWeights {
 // byte, the second in the upper one. Those with a sign are stored 8 higher.
 template <bool kSigned>
 struct HalfByteWeights {
-  static constexpr int kQuads = 2;
-  static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs / 2;
-  static constexpr bool kUnpacks = true, kStartsAtZero = !kSigned, kHasHalfBytes = true;
+  static constexpr int kQuads = 2, kBits = 4, kWordsOfTail = 4;
+  static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs / 2, kTailBytes = 0;
+  static constexpr bool kUnpacks = true, kStartsAtZero = !kSigned;
 
+  static Ints load(const uint8_t* word, int) { return load_ints(word); }
   static Ints start(Ints sum) { return sum >> 4; }  // a multiple of 128
   static Ints quad(Ints words, int which) { return (words >> (4 * which)) & 0x0f0f0f0f; }
   static Ints part(Ints words, int which) {
@@ -115,6 +125,61 @@ struct HalfByteWeights {
   }
 };
 
+// Five bits each, or six. The lower four lie as half bytes; behind the words of 8 / kUpper quads one more
+// has their upper bits, those of the first quad lowest in each byte. Those with a sign are stored higher
+// by half of their range.
+template <int kUpper, bool kSigned>
+struct SplitWeights {
+  static constexpr int kQuads = 2, kBits = 4 + kUpper;
+  static constexpr int kQuadsOfTail = 8 / kUpper, kWordsOfTail = kQuadsOfTail / kQuads;
+  static constexpr int64_t kTailBytes = kQuad * kGroupRows;
+  static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs * kBits / 8;
+  static constexpr bool kUnpacks = true, kStartsAtZero = !kSigned;
+
+  struct Words {
+    Ints lower, upper;
+    int first;  // of the quads of `upper`
+  };
+
+  static Words load(const uint8_t* word, int i) {
+    return {load_ints(word), load_ints(word + (kWordsOfTail - i) * kTailBytes), kQuads * i};
+  }
+  static Ints start(Ints sum) { return sum >> (8 - kBits); }  // a multiple of 128
+  static Ints quad(const Words& words, int which) {
+    constexpr int32_t kMask = 0x01010101 * (((1 << kUpper) - 1) << 4);
+    const int left = 4 - kUpper * (words.first + which);
+    const Ints upper = left >= 0 ? words.upper << left : words.upper >> -left;
+    return ((words.lower >> (4 * which)) & 0x0f0f0f0f) | (upper & kMask);
+  }
+  static Ints part(const Words& words, int which) {
+    if (kDigits) return quad(words, which);
+    const Ints both = quad(words, which / 2);
+    return which % 2 ? (Ints)((UShorts)both >> 8) : both & 0x00ff00ff;
+  }
+  static int32_t integer(const uint8_t* words, int64_t row, int64_t input) {
+    const int64_t quad = input / kQuad, of_tail = quad % kQuadsOfTail;
+    const uint8_t* const begin =
+        words + quad / kQuadsOfTail * (kWordsOfTail + 1) * kTailBytes + row * kQuad + input % kQuad;
+    const int lower = begin[of_tail / kQuads * kTailBytes] >> (4 * (of_tail % kQuads)) & 15;
+    const int upper = begin[kWordsOfTail * kTailBytes] >> (kUpper * of_tail) & ((1 << kUpper) - 1);
+    return lower + 16 * upper - (8 << kUpper) * kSigned;
+  }
+  // As of HalfByteWeights.
+  static void unpack(const uint8_t* words, uint8_t* unpacked) {
+    constexpr int64_t kVec = sizeof(Ints), kRow = kQuad * kGroupRows;
+    constexpr int kPairs = kScaleInputs / kQuad / kQuads;
+    UNROLL for (int pair = 0; pair < kPairs; ++pair)
+      UNROLL for (int64_t i = 0; i < kRow; i += kVec) {
+        const Words both =
+            load(words + (pair + pair / kWordsOfTail) * kRow + i, pair % kWordsOfTail);
+        UNROLL for (int which = 0; which < kQuads; ++which) {
+          const Ints one = quad(both, which);
+          std::memcpy(unpacked + (kQuads * pair + which) * kRow + i, &one, kVec);
+        }
+      }
+  }
+};
+
 // ---- formats ------------------------------------------------------------------------------------
 
 // What lies in a chunk: scales, then integers.
@@ -126,11 +191,12 @@ struct Format : Weights, Scales {
 
 using Int8 = Format<ByteWeights<true>, HalfScales<false>>;
 using Int4 = Format<HalfByteWeights<false>, HalfScales<true>>;
-using Int8WithMinima = Format<ByteWeights<false>, HalfScales<true>>;
+using Int5 = Format<SplitWeights<1, false>, HalfScales<true>>;
 using Nested4 = Format<HalfByteWeights<false>, NestedScales<2, true>>;
-using Nested8WithMinima = Format<ByteWeights<false>, NestedScales<2, true>>;
-using Nested8 = Format<ByteWeights<true>, NestedScales<4, false>>;
+using Nested5 = Format<SplitWeights<1, false>, NestedScales<2, true>>;
+using Nested6 = Format<SplitWeights<2, true>, NestedScales<4, false>>;
 using Centred4 = Format<HalfByteWeights<true>, HalfScales<false>>;
+using Centred5 = Format<SplitWeights<1, true>, HalfScales<false>>;
 
 // The weights of one row of a group as numbers, each product and each sum rounded once.
 template <class Format>

@@ -39,8 +39,10 @@ constexpr int block_groups(int num_tokens) {
 struct PackedInputs {
   // Of a chunk, rows [T]: the sums of two parts of 32 activations times -128 as whole numbers, where sums
   // of weights with a sign begin; the sums as floats, for minima; those of four parts of 16 times -128; and
-  // of activations of 8 bits the scales of both parts of 32, with which the floats are multiplied already.
-  static constexpr int kStarts = 0, kSums = 2, kFineStarts = 4, kBlockScales = 8, kNumKept = 10;
+  // of activations of 8 bits the scales of both parts of 32, with which the floats are multiplied already;
+  // and of both the sums of their parts of 16, times -16, side by side in 16 bits.
+  static constexpr int kStarts = 0, kSums = 2, kFineStarts = 4, kBlockScales = 8, kFinePairs = 10;
+  static constexpr int kNumKept = 12;
 
   // The first of the rows that a format needs, one for each of its parts.
   template <class Format>
@@ -130,6 +132,9 @@ struct PackedInputs {
       const float sum = found[2 * part] + found[2 * part + 1], scale = blocks[part].scale;
       const float scaled_sum = Activations::kScalesBlocks ? sum * scale : sum;
       to[(kStarts + part) * num_tokens] = -128 * int32_t(sum);
+      const uint32_t first = uint32_t(-16 * int32_t(found[2 * part]));
+      const uint32_t second = uint32_t(-16 * int32_t(found[2 * part + 1]));
+      to[(kFinePairs + part) * num_tokens] = int32_t((second << 16) | (first & 0xffff));
       std::memcpy(to + (kSums + part) * num_tokens, &scaled_sum, sizeof sum);
       std::memcpy(to + (kBlockScales + part) * num_tokens, &scale, sizeof scale);
     }
@@ -182,7 +187,7 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
         UNROLL for (int which = 0; which < Format::kQuads * Activations::kQuadParts; ++which) {
           Ints weights[V];
           UNROLL for (int v = 0; v < V; ++v)
-            weights[v] = Activations::template weights<Format>(load_ints(words + at(v)), which);
+            weights[v] = Activations::template weights<Format>(Format::load(words + at(v), i), which);
           UNROLL for (int t = 0; t < T; ++t) {
             const typename Activations::Input input(quad_x + t * kTokenBytes);
             UNROLL for (int v = 0; v < V; ++v) {
@@ -193,6 +198,10 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
           quad_x += sizeof(int32_t);
         }
         words += kQuad * kGroupRows;
+      }
+      if constexpr (Format::kTailBytes > 0) {
+        UNROLL for (int g = 0; g < G; ++g) __builtin_prefetch(words + g * group_bytes + ahead, 0, kToL2);
+        words += Format::kTailBytes;
       }
       UNROLL for (int v = 0; v < V; ++v) {
         const uint8_t* const head_v = head + v / kGroupVecs * group_bytes;

@@ -12,7 +12,7 @@ extern "C" {
 // Of a matrix that is packed in few bits: what its chunks hold (formats.h). The bits of an integer, and
 // where its scale comes from: one of its own, or a step of 64 inputs times a whole number.
 enum ForedraftFormat : int64_t {
-  kInt8, kInt4, kInt8WithMinima, kNested4, kNested8WithMinima, kNested8, kCentred4,
+  kInt8, kInt4, kInt5, kNested4, kNested5, kNested6, kCentred4, kCentred5,
   kNumFormats
 };
 

@@ -12,6 +12,7 @@
 #include "int8.h"
 #include "int8_tiles.h"
 #include "interface.h"
+#include "nested.h"
 #include "team.h"
 
 namespace foredraft {
@@ -22,10 +23,15 @@ namespace foredraft {
 using GroupProduct = void (*)(const uint8_t* group, int64_t group_bytes, const PackedInputs& inputs,
                               int64_t first_token, int64_t ahead, float* values);
 
+// values[(t - tokens.begin) * kGroupRows + r] of one group and up to kMostManyTokens tokens.
+using ManyProducts = void (*)(const uint8_t* group, const PackedInputs& inputs, Range tokens,
+                              int64_t ahead, float* values);
+
 // Null for sizes that do not fit the registers.
 struct ProductCode {
   GroupProduct in_vectors[3][kPackedBlockTokens];                     // [1, 2, 4 groups; tokens - 1]
   GroupProduct on_tiles[2][kMostPassTokens - kFewestTileTokens + 1];  // [1, 2 groups; tokens - 4]
+  ManyProducts of_many;                                               // of more tokens than registers hold
 };
 
 // What there is of a format.
@@ -35,18 +41,29 @@ struct FormatCode {
   void (*unpack_row)(const uint8_t* group, int64_t row, int64_t K, float* numbers);
 };
 
-// Weights of more than 4 bits are there for more precision than activations of 8 would leave.
+// K-quants, with activations of 8 bits.
 template <class Format, class Activations>
-constexpr bool kTakes = Format::kHasHalfBytes || std::is_same_v<Activations, Sixteen>;
+constexpr bool kNestedEight = Format::kNests && std::is_same_v<Activations, Eight>;
+
+// Others of more than 4 bits are there for more precision than activations of 8 would leave.
+template <class Format, class Activations>
+constexpr bool kTakes = Format::kBits == 4 || Format::kNests || std::is_same_v<Activations, Sixteen>;
 
 template <class Format, class Activations, int G, int T>
 constexpr GroupProduct vector_product() {
-  if constexpr (G <= block_groups(T) && kTakes<Format, Activations>)
-    return group_product<Format, Activations, G, T>;
+  if constexpr (G > block_groups(T) || !kTakes<Format, Activations>) return nullptr;
+  else if constexpr (kNestedEight<Format, Activations>) return nested_product<Format, G, T>;
+  else return group_product<Format, Activations, G, T>;
+}
+
+template <class Format, class Activations>
+constexpr ManyProducts many_products_of() {
+  if constexpr (kNestedEight<Format, Activations>) return many_products<Format>;
   else return nullptr;
 }
 
-// Tiles multiply 32 inputs at a time: finer formats stay in vectors. Where tiles are emulated, two formats
+// Tiles multiply 32 inputs at a time: finer formats stay in vectors, and K-quants with activations of 8
+// bits, whose products are another order of sums. Where tiles are emulated, two formats
 // show what they compute, and the others would take minutes to compile.
 template <class Format>
 constexpr bool kTilesFor =
@@ -55,7 +72,7 @@ constexpr bool kTilesFor =
 
 template <class Format, class Activations, int G, int T>
 constexpr GroupProduct tile_product_of() {
-  if constexpr (kTilesFor<Format> && kTakes<Format, Activations>)
+  if constexpr (kTilesFor<Format> && kTakes<Format, Activations> && !kNestedEight<Format, Activations>)
     return tile_group_product<Format, Activations, G, T>;
   else return nullptr;
 }
@@ -67,7 +84,8 @@ constexpr ProductCode products_of(std::integer_sequence<int, kToken...>,
            {vector_product<Format, Activations, 2, kToken + 1>()...},
            {vector_product<Format, Activations, 4, kToken + 1>()...}},
           {{tile_product_of<Format, Activations, 1, kTileToken + kFewestTileTokens>()...},
-           {tile_product_of<Format, Activations, 2, kTileToken + kFewestTileTokens>()...}}};
+           {tile_product_of<Format, Activations, 2, kTileToken + kFewestTileTokens>()...}},
+          many_products_of<Format, Activations>()};
 }
 
 template <class Format>
@@ -79,9 +97,8 @@ constexpr FormatCode code_of() {
 }
 
 constexpr FormatCode kFormats[kNumFormats] = {  // by ForedraftFormat
-    code_of<Int8>(),    code_of<Int4>(),    code_of<Int8WithMinima>(),
-    code_of<Nested4>(), code_of<Nested8WithMinima>(), code_of<Nested8>(),
-    code_of<Centred4>()};
+    code_of<Int8>(),    code_of<Int4>(),    code_of<Int5>(),     code_of<Nested4>(),
+    code_of<Nested5>(), code_of<Nested6>(), code_of<Centred4>(), code_of<Centred5>()};
 
 // ---- matrices -----------------------------------------------------------------------------------
 
@@ -145,6 +162,21 @@ inline void all_tokens_in_vectors(const PackedMatrix& weights, Range rows, const
   in_blocks(std::integral_constant<int, 1>{}, code.in_vectors[0]);
 }
 
+// Each group is unpacked once for all tokens that its totals have room for.
+template <class Put>
+inline void all_tokens_at_once(ManyProducts products, const PackedMatrix& weights, Range rows,
+                               const PackedInputs& x, int64_t num_tokens, int64_t ahead,
+                               const Put& put) {
+  alignas(64) float values[kMostManyTokens * kGroupRows];
+  const int64_t rounds = (num_tokens + kMostManyTokens - 1) / kMostManyTokens;
+  for (int64_t row = rows.begin; row < rows.end; row += kGroupRows)
+    for (int64_t round = 0; round < rounds; ++round) {
+      const Range tokens{num_tokens * round / rounds, num_tokens * (round + 1) / rounds};
+      products(weights.group(row), x, tokens, ahead, values);
+      put_block<1>(values, tokens.begin, tokens, x.scales, row, std::min(kGroupRows, rows.end - row), put);
+    }
+}
+
 template <class Put>
 inline void all_tokens_on_tiles(const PackedMatrix& weights, Range rows, const PackedInputs& x,
                                 int64_t num_tokens, int64_t ahead, const Put& put) {
@@ -175,7 +207,10 @@ inline void all_tokens(const PackedMatrix& weights, Range rows, const PackedInpu
   if (!num_tokens) return;
   const int64_t distance = static_cast<const uint8_t*>(ahead) - weights.group(rows.begin);
   const bool on_tiles = weights.products(x).on_tiles[0][0] && num_tokens >= kFewestTileTokens;
+  const ManyProducts of_many = weights.products(x).of_many;
   if (on_tiles && tiles_allowed()) all_tokens_on_tiles(weights, rows, x, num_tokens, distance, put);
+  else if (of_many && num_tokens > kPackedBlockTokens)
+    all_tokens_at_once(of_many, weights, rows, x, num_tokens, distance, put);
   else all_tokens_in_vectors(weights, rows, x, num_tokens, distance, put);
 }
 

@@ -59,7 +59,7 @@ class MadeUp {
       const int64_t queries = is_mixed ? H * D : (H + 2 * kv_heads) * D;
       layer.qkv[0] = matrix(made, queries, E), layer.qkv_rows[0] = queries;
       if (is_mixed)
-        layer.qkv[1] = packed(kNested8, 2 * kv_heads * D, E), layer.qkv_rows[1] = 2 * kv_heads * D;
+        layer.qkv[1] = packed(kNested6, 2 * kv_heads * D, E), layer.qkv_rows[1] = 2 * kv_heads * D;
       layer.qkv_bias = is_rich ? vector((H + 2 * kv_heads) * D, 0) : nullptr;
       layer.query_norm = is_rich ? vector(H * D, 1) : nullptr;
       layer.key_norm = is_rich ? vector(kv_heads * D, 1) : nullptr;
@@ -80,7 +80,7 @@ class MadeUp {
     model.num_kv_heads = kv_heads, model.head_dim = D, model.vocab = sizes.vocab;
     model.layers = layers_;
     model.packs_embedding = made.is_mixed, model.int8_activations = made.int8_activations;
-    model.embedding = made.is_mixed ? packed(kNested8WithMinima, sizes.vocab, E)
+    model.embedding = made.is_mixed ? packed(kNested5, sizes.vocab, E)
                                     : ForedraftMatrix{plain(sizes.vocab * E, E), 0, 0};
     const Model head{made.name, made.is_bf16, made.form, made.head};
     model.head = matrix(head, sizes.vocab, E);
@@ -157,13 +157,13 @@ class MadeUp {
     switch (format) {
       case kInt8: return chunks<Int8>(format, rows, K, count, {0x1800, 0x1800});
       case kInt4: return chunks<Int4>(format, rows, K, count, {0x2800, 0x2800, 0xb400, 0xb400});
-      case kInt8WithMinima:
-        return chunks<Int8WithMinima>(format, rows, K, count, {0x2000, 0x2000, 0xb000, 0xb000});
+      case kInt5:
+        return chunks<Int5>(format, rows, K, count, {0x2000, 0x2000, 0xb000, 0xb000});
       case kNested4: return chunks<Nested4>(format, rows, K, count, {0x1000, 0x8800});
-      case kNested8WithMinima:
-        return chunks<Nested8WithMinima>(format, rows, K, count, {0x0800, 0x8800});
+      case kNested5:
+        return chunks<Nested5>(format, rows, K, count, {0x0800, 0x8800});
       case kCentred4: return chunks<Centred4>(format, rows, K, count, {0x2800, 0x2800});
-      default: return chunks<Nested8>(format, rows, K, count, {0x0400});
+      default: return chunks<Nested6>(format, rows, K, count, {0x0400});
     }
   }
 
@@ -411,8 +411,8 @@ int main(int, char** arguments) {
       {"float32 int8", false, kFormPacked},
       {"bfloat16 int8", true, kFormPacked},
       {"bfloat16 int4", true, kFormPacked, kInt4},
-      {"bfloat16 with minima", true, kFormPacked, kInt8WithMinima, kNested8},
-      {"bfloat16 mixed", true, kFormPacked, kNested4, kNested8WithMinima, true},
+      {"bfloat16 with minima", true, kFormPacked, kInt5, kNested6},
+      {"bfloat16 mixed", true, kFormPacked, kNested4, kNested5, true},
       {"bfloat16 mixed by bytes", true, kFormPacked, kNested4, kInt4, true, false, true},
       {"bfloat16 over int8", true, kFormPlain, kInt8, kInt8, false, true},
       {"bfloat16 centred over int8", true, kFormPacked, kCentred4, kInt8, false, true}};

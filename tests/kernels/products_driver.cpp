@@ -35,4 +35,5 @@ int main() {
   print_hash(kInt8, Int8::kHeadBytes);
   for (int64_t format = kInt8 + 1; format < kCentred4; ++format) print_hash(format, 128);
   print_hash(kCentred4, Centred4::kHeadBytes);
+  print_hash(kCentred5, Centred5::kHeadBytes);
 }

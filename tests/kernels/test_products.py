@@ -22,7 +22,7 @@ from foredraft.models.native.packed import (
     QUANTISED,
     Blocks,
     Int8Matrix,
-    Nested8Matrix,
+    Nested6Matrix,
     PackedMatrix,
     QuantisedMatrix,
     TiledMatrix,
@@ -42,7 +42,8 @@ HERE = [one for one in INSTRUCTION_SETS if one.runs_on(platform.machine(), cpu_f
 EXACT = [one for one in HERE if one.flags or "aarch64" in platform.machine()]
 """Without multiply-adds, as of the oldest CPUs, blocks are added up with one more rounding."""
 TILES = [one for one in HERE if one.name == "amx"]
-HALF_BYTES = [kind for kind in QUANTISED if kind.bits == 4]
+NESTED = [kind for kind in QUANTISED if kind.head[0][0] == "steps_RC"]
+EIGHT = [kind for kind in QUANTISED if kind.bits == 4 or kind in NESTED]
 """Those that take activations of 8 bits."""
 SIZES = [(64, 128), (48, 576), (50, 45), (16, 1536), (130, 96)]
 TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 40, 65)
@@ -109,13 +110,13 @@ def made_up(kind: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> Quan
 
     def head(field: str, count: int, dtype: torch.dtype) -> Tensor:
         if dtype == torch.int8:
-            low = -128 if kind is Nested8Matrix else 0
+            low = -128 if kind is Nested6Matrix else 0
             return integers(low, 64 if low == 0 else 128, num_rows, num_chunks * count)
         numbers = torch.randn(num_rows, num_chunks * count, generator=generator)
         return (numbers / (100 if "steps_RC" in counts else 1)).half()
 
     span = 1 << kind.bits
-    low, high = (-span // 2, span // 2) if kind.is_signed else (0, min(span, 32))
+    low, high = (-span // 2, span // 2) if kind.is_signed else (0, span)
     weights = integers(low, high, num_rows, num_blocks, block_inputs)
     weights.view(num_rows, -1)[:, num_inputs:] = 0
     blocks = Blocks(weights, **{field: head(field, *rest) for field, *rest in kind.head})
@@ -131,14 +132,14 @@ def test_packed_products_have_the_bits_of_the_portable_code(
     num_rows, num_inputs = size
     weights, rows = made_up(kind, *size), range(num_rows)
     x_TK = 10 * noise(max(TOKENS), num_inputs, seed=1)
-    for bits in (16, 8) if kind in HALF_BYTES else (16,):
+    for bits in (16, 8) if kind in EIGHT else (16,):
         expected = one_by_one(PORTABLE, weights, rows, x_TK, bits)
         for count in TOKENS:
             found = multiply(instructions, weights, rows, x_TK[:count].contiguous(), bits)
             assert torch.equal(found, expected[:count])
 
 
-@pytest.mark.parametrize("kind", HALF_BYTES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", EIGHT, ids=lambda kind: kind.__name__)
 def test_activations_of_8_bits_have_a_scale_for_each_32(kind: type[QuantisedMatrix]) -> None:
     matrix = made_up(kind, 50, 96)
     x_TK = noise(9, 96, seed=1) * 10.0 ** noise(9, 3, seed=2).repeat_interleave(32, 1)
@@ -164,6 +165,34 @@ def test_rows_come_out_as_the_very_numbers(kind: type[QuantisedMatrix]) -> None:
         assert torch.equal(found, expected)
     products = multiply(PORTABLE, matrix, range(50), torch.eye(96)).T
     assert torch.allclose(products, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", NESTED, ids=lambda kind: kind.__name__)
+def test_the_largest_nested_numbers_meet_activations_of_8_bits(kind: type[QuantisedMatrix]) -> None:
+    """All integers, factors and activations at their ends: no sum of 16 bits and no float overflows."""
+    counts = {field: count for field, count, _ in kind.head}
+    low, high = (-32, 31) if kind.is_signed else (0, (1 << kind.bits) - 1)
+    least, most = (-128, 127) if kind is Nested6Matrix else (-127, 127)
+    signs_RK = noise(32, 192, seed=3).sign()
+    signs_RK[0], signs_RK[1] = 1, -1
+    integers = torch.where(signs_RK > 0, high, low).to(torch.int8)
+    heads = {
+        field: torch.full((32, 3 * count), 1.0, dtype=dtype)
+        if dtype == torch.float16
+        else torch.where(noise(32, 3 * count, seed=count) > 0, most, least).to(torch.int8)
+        for field, count, dtype in kind.head
+    }
+    blocks = Blocks(integers.view(32, 3 * counts["scales_RB"], -1), **heads)
+    weights = kind.of_blocks(blocks, 192)
+    x_TK = signs_RK[:17] * torch.linspace(0.5, 7, 17)[:, None]
+    step_T1 = x_TK.abs().amax(-1, keepdim=True) / 127
+    exact = x_TK.double() @ weights.dequantised(torch.float64).T
+    expected = one_by_one(PORTABLE, weights, range(32), x_TK, 8)
+    assert torch.allclose(expected.double(), exact, rtol=1e-5, atol=float(step_T1.max()))
+    for instructions in [*EXACT, *EMULATIONS]:
+        for count in (1, 2, 3, 4, 5, 9, 17):
+            found = multiply(instructions, weights, range(32), x_TK[:count].contiguous(), 8)
+            assert torch.equal(found, expected[:count])
 
 
 def test_extreme_weights_and_activations_stay_exact() -> None:

@@ -23,12 +23,13 @@ from foredraft.models.native.packed import (
     GROUP_ROWS,
     Blocks,
     Centred4Matrix,
+    Centred5Matrix,
     Int4Matrix,
+    Int5Matrix,
     Int8Matrix,
-    Int8WithMinimaMatrix,
     Nested4Matrix,
-    Nested8Matrix,
-    Nested8WithMinimaMatrix,
+    Nested5Matrix,
+    Nested6Matrix,
     PackedMatrix,
     QuantisedMatrix,
     StackedMatrix,
@@ -39,13 +40,13 @@ Numbers = np.ndarray[Any, Any]
 
 FORMS: Mapping[str, type[QuantisedMatrix]] = {
     "Q8_0": Int8Matrix,
-    "Q5_0": Int8Matrix,
-    "Q5_1": Int8WithMinimaMatrix,
+    "Q5_0": Centred5Matrix,
+    "Q5_1": Int5Matrix,
     "Q4_0": Centred4Matrix,
     "Q4_1": Int4Matrix,
     "Q4_K": Nested4Matrix,
-    "Q5_K": Nested8WithMinimaMatrix,
-    "Q6_K": Nested8Matrix,
+    "Q5_K": Nested5Matrix,
+    "Q6_K": Nested6Matrix,
 }
 """The packed form of each format of GGUF files."""
 

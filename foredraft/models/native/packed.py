@@ -31,6 +31,8 @@ CHUNK_INPUTS = 2 * SCALE_INPUTS
 _QUAD = 4
 _TILE_PAIRS = 16
 _HALF_BYTE = 4
+_LOWER = 0x0F0F0F0F
+"""Half a byte of each weight of a quad."""
 _LINE = 64
 _ROWS_AT_ONCE = 1024
 """Rows quantised in one go: what this needs besides the result stays small."""
@@ -271,8 +273,8 @@ class QuantisedMatrix(PackedMatrix):
             integers = integers + (1 << cls.bits - 1)  # as whole numbers without a sign
         words = integers.reshape(groups, GROUP_ROWS, chunks, -1).view(torch.int32)  # of quads
         words = words.permute(0, 2, 3, 1)
-        if cls.bits == _HALF_BYTE:  # two quads a word, the first in the lower half of its bytes
-            words = words[:, :, 0::2] | (words[:, :, 1::2] << _HALF_BYTE)
+        if cls.bits < 8:
+            words = _in_fewer_bits(words, cls.bits - _HALF_BYTE)
         place = packed_GCN[..., cls._head_bytes() :].view(torch.int32)
         place.view(words.shape).copy_(words)
 
@@ -293,9 +295,9 @@ class QuantisedMatrix(PackedMatrix):
             found[field] = by_row.reshape(groups * GROUP_ROWS, -1)
             at = end
         words = packed_GCN[..., cls._head_bytes() :]
-        if cls.bits == _HALF_BYTE:
+        if cls.bits < 8:
             words = words.reshape(groups, chunks, -1, GROUP_ROWS * _QUAD)
-            words = torch.stack((words & 15, words >> _HALF_BYTE), dim=3)
+            words = _in_bytes(words, cls.bits - _HALF_BYTE)
         quads = words.reshape(groups, chunks, -1, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
         integers = quads.reshape(*found["scales_RB"].shape, -1)
         if cls.is_signed:
@@ -335,10 +337,10 @@ class Int4Matrix(QuantisedMatrix):
         return Blocks(rounded_RBK.to(torch.int8), scales_RB, minima_RB)
 
 
-class Int8WithMinimaMatrix(QuantisedMatrix):
-    """8 bits without a sign, a scale and a minimum for 32 inputs."""
+class Int5Matrix(QuantisedMatrix):
+    """5 bits, a scale and a minimum for 32 inputs."""
 
-    bits, format = 8, 2
+    bits, format = 5, 2
     head = (("scales_RB", 2, torch.float16), ("minima_RB", 2, torch.float16))
 
 
@@ -355,17 +357,17 @@ class Nested4Matrix(QuantisedMatrix):
     head = _NESTED
 
 
-class Nested8WithMinimaMatrix(QuantisedMatrix):
-    """8 bits without a sign; scales and minima likewise."""
+class Nested5Matrix(QuantisedMatrix):
+    """5 bits; scales and minima likewise."""
 
-    bits, format = 8, 4
+    bits, format = 5, 4
     head = _NESTED
 
 
-class Nested8Matrix(QuantisedMatrix):
-    """8 bits with a sign; scales for 16 inputs are whole numbers times steps for 64."""
+class Nested6Matrix(QuantisedMatrix):
+    """6 bits with a sign; scales for 16 inputs are whole numbers times steps for 64."""
 
-    bits, format, is_signed = 8, 5, True
+    bits, format, is_signed = 6, 5, True
     head = (("steps_RC", 1, torch.float16), ("scales_RB", 4, torch.int8))
 
 
@@ -373,6 +375,13 @@ class Centred4Matrix(QuantisedMatrix):
     """4 bits with a sign, a scale for 32 inputs."""
 
     bits, format, is_signed = 4, 6, True
+    head = (("scales_RB", 2, torch.float16),)
+
+
+class Centred5Matrix(QuantisedMatrix):
+    """5 bits with a sign, a scale for 32 inputs."""
+
+    bits, format, is_signed = 5, 7, True
     head = (("scales_RB", 2, torch.float16),)
 
 
@@ -414,8 +423,8 @@ PACKED: Mapping[int, type[PackedMatrix]] = {16: TiledMatrix, 8: Int8Matrix, 4: I
 """What weights are brought into, by bits of a weight."""
 
 QUANTISED: Sequence[type[QuantisedMatrix]] = (
-    *(Int8Matrix, Int4Matrix, Int8WithMinimaMatrix),
-    *(Nested4Matrix, Nested8WithMinimaMatrix, Nested8Matrix, Centred4Matrix),
+    *(Int8Matrix, Int4Matrix, Int5Matrix, Nested4Matrix),
+    *(Nested5Matrix, Nested6Matrix, Centred4Matrix, Centred5Matrix),
 )
 """By ``ForedraftFormat``."""
 
@@ -482,6 +491,37 @@ def _in_blocks(weight_RK: Tensor) -> Tensor:
 def _steps(scales_RB: Tensor) -> Tensor:
     """What to divide by; a scale of zero means that all weights are zero."""
     return scales_RB.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+
+
+def _in_fewer_bits(words: Tensor, upper: int) -> Tensor:
+    """Quads of bytes, int32 [G, C, quads, 16], as the kernel's words: two quads each, and behind
+    those that share one a word of their ``upper`` bits (``SplitWeights`` of formats.h)."""
+    lower = words & _LOWER
+    pairs = lower[:, :, 0::2] | (lower[:, :, 1::2] << _HALF_BYTE)
+    if not upper:
+        return pairs
+    together = 8 // upper
+    mask = 0x01010101 * ((1 << upper) - 1)
+    above = ((words >> _HALF_BYTE) & mask).unflatten(2, (-1, together))
+    tails = above[:, :, :, 0].clone()
+    for quad in range(1, together):
+        tails |= above[:, :, :, quad] << upper * quad
+    pairs = pairs.unflatten(2, (-1, together // 2))
+    return torch.cat((pairs, tails[:, :, :, None]), dim=3).flatten(2, 3)
+
+
+def _in_bytes(words: Tensor, upper: int) -> Tensor:
+    """What `_in_fewer_bits` was given, of uint8 [G, C, words, bytes]: [G, C, quads, bytes]."""
+    tails = None
+    if upper:
+        together = 8 // upper
+        words = words.unflatten(2, (-1, together // 2 + 1))
+        words, tails = words[:, :, :, :-1].flatten(2, 3), words[:, :, :, -1]
+    quads = torch.stack((words & 15, words >> _HALF_BYTE), dim=3).flatten(2, 3)
+    if tails is None:
+        return quads
+    above = [(tails >> upper * quad) & ((1 << upper) - 1) for quad in range(together)]
+    return quads | torch.stack(above, dim=3).flatten(2, 3) << _HALF_BYTE
 
 
 def _tiles(packed_GCN: Tensor) -> Tensor:

@@ -1,0 +1,279 @@
+// Products of weights whose scales are whole numbers times steps (K-quants) with activations of 8 bits.
+//
+// Shape legend: T tokens, V vectors of weight rows.
+//
+// Whole numbers are multiplied as long as they stay exact: a block of 32 inputs gives the sum of its
+// products, each part's times the part's factor, below 2^24. A chunk of two blocks is then
+//   of_chunk = block 0 * scale of its activations, rounded; block 1 * its scale + of_chunk, rounded;
+//   total = of_chunk * step + total, rounded; where there are minima, total = sum of activations * minimum
+//   + total, rounded, for each block.
+// This order is the same whatever instructions multiply and whatever is computed beside an element.
+//
+// With AVX2 two products of bytes, and where weights have 4 bits all of a block, are added up in 16 bits,
+// and the instruction that widens them multiplies with the factor. Many tokens meet a chunk of weights
+// while it is unpacked in the nearest cache, a few at a time as registers hold; their totals are memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "dots.h"
+#include "formats.h"
+#include "groups.h"
+#include "int8.h"
+#include "simd.h"
+
+namespace foredraft {
+
+#if defined(__AVX__)
+#define EACH_WORD UNROLL
+#else
+#define EACH_WORD _Pragma("GCC unroll 1")  // products of bytes are many instructions there
+#endif
+
+constexpr int64_t kMostManyTokens = 64;  // that meet a chunk before the next is unpacked
+
+// Where the quads of a block are: as they lie packed, four words of two, or a byte a weight.
+template <class Format>
+struct AsPacked {
+  static constexpr int64_t kBlockBytes = Format::kWeightsBytes / 2;
+
+  static Ints quad(const uint8_t* block, int i, int which) {
+    const uint8_t* const word =
+        block + i * kQuad * kGroupRows + i / Format::kWordsOfTail * Format::kTailBytes;
+    return Format::quad(Format::load(word, i % Format::kWordsOfTail), which);
+  }
+};
+
+struct AsBytes {
+  static constexpr int64_t kBlockBytes = kGroupRows * kScaleInputs;
+
+  static Ints quad(const uint8_t* block, int i, int which) {
+    return load_ints(block + (2 * i + which) * kQuad * kGroupRows);
+  }
+};
+
+// What a chunk holds beside its integers, of V vectors of rows.
+template <class Format, int V>
+struct ChunkScales {
+  static constexpr int kFine = Format::kParts / 2;  // parts of a block
+#if SUMS_IN_SHORTS
+  using Factor = Shorts;  // twice in each lane
+#else
+  using Factor = Vec;
+#endif
+  Vec step[V], minima[2][V];
+  Factor factors[Format::kParts][V];
+  Shorts centres[2][V];  // two factors of a block, doubled
+
+  ChunkScales(const uint8_t* head, int64_t group_bytes) {
+    UNROLL for (int v = 0; v < V; ++v) {
+      const uint8_t* const head_v = head + v / kGroupVecs * group_bytes;
+      const int lane = v % kGroupVecs * kLanes;
+      step[v] = Format::step(head_v, lane);
+      UNROLL for (int block = 0; block < 2; ++block) {
+        if constexpr (Format::kHasMinima) minima[block][v] = Format::minimum(head_v, block, lane);
+        UNROLL for (int fine = 0; fine < kFine; ++fine) {
+          const int part = block * kFine + fine;
+          const Ints factor = Format::factor(head_v, part, lane);
+#if SUMS_IN_SHORTS
+          factors[part][v] = (Shorts)((factor << 16) | (factor & 0xffff));
+          if constexpr (kFine == 2) {
+            const Ints doubled = factor << 1;
+            if (fine == 0) centres[block][v] = (Shorts)(doubled & 0xffff);
+            else centres[block][v] |= (Shorts)(doubled << 16);
+          }
+#else
+          factors[part][v] = __builtin_convertvector(factor, Vec);
+#endif
+        }
+      }
+    }
+  }
+};
+
+// values[t][v]: the exact sums of a block, times their factors. `kept` are the inputs' rows of its chunk.
+template <class Format, class Source, int V, int T>
+INLINE inline void block_values(const uint8_t* integers, int64_t group_bytes,
+                                const ChunkScales<Format, V>& scales, int block, const int8_t* x,
+                                const int32_t* kept, int64_t num_tokens, Vec (&values)[T][V]) {
+  constexpr int kFine = Format::kParts / 2, kWords = kScaleInputs / kQuad / 2 / kFine;
+  constexpr int64_t kTokenBytes = Eight::kTokenBytes, kVecBytes = kLanes * int64_t(sizeof(float));
+  const auto quad = [&](int v, int i, int which) INLINE {
+    const int64_t at = v / kGroupVecs * group_bytes + v % kGroupVecs * kVecBytes;
+    return Source::quad(integers + at, i, which);
+  };
+  const auto input = [&](int t, int i, int which) INLINE {
+    return Eight::Input(x + t * kTokenBytes + (2 * i + which) * kQuad);
+  };
+#if SUMS_IN_SHORTS
+  if constexpr (Format::kBits == 4) {
+    Eight::Sum sum[T][V];
+    UNROLL for (int i = 0; i < kWords; ++i)
+      UNROLL for (int which = 0; which < 2; ++which) {
+        Ints weights[V];
+        UNROLL for (int v = 0; v < V; ++v) weights[v] = quad(v, i, which);
+        UNROLL for (int t = 0; t < T; ++t) {
+          const Eight::Input of_token = input(t, i, which);
+          UNROLL for (int v = 0; v < V; ++v) {
+            if (i + which == 0) sum[t][v].put(weights[v], of_token);
+            else sum[t][v].add(weights[v], of_token);
+          }
+        }
+      }
+    UNROLL for (int t = 0; t < T; ++t)
+      UNROLL for (int v = 0; v < V; ++v)
+        values[t][v] = __builtin_convertvector(pairs(sum[t][v].sum, scales.factors[block][v]), Vec);
+  } else {
+    Ints found[T][V];
+    UNROLL for (int t = 0; t < T; ++t)
+      UNROLL for (int v = 0; v < V; ++v)
+        found[t][v] = Format::kStartsAtZero ? Ints{}
+                                            : pairs(scales.centres[block][v],
+                                                    (Shorts)repeat(kept + (PackedInputs::kFinePairs + block) *
+                                                                              num_tokens + t));
+    UNROLL for (int i = 0; i < kFine * kWords; ++i) {
+      Ints first[V], second[V];
+      UNROLL for (int v = 0; v < V; ++v) first[v] = quad(v, i, 0), second[v] = quad(v, i, 1);
+      UNROLL for (int t = 0; t < T; ++t)
+        UNROLL for (int v = 0; v < V; ++v) {
+          Eight::Sum sum;
+          sum.put(first[v], input(t, i, 0));
+          sum.add(second[v], input(t, i, 1));
+          add_pairs(found[t][v], sum.sum, scales.factors[block * kFine + i / kWords][v]);
+        }
+    }
+    UNROLL for (int t = 0; t < T; ++t)
+      UNROLL for (int v = 0; v < V; ++v) values[t][v] = __builtin_convertvector(found[t][v], Vec);
+  }
+#else
+  UNROLL for (int fine = 0; fine < kFine; ++fine) {
+    const int part = block * kFine + fine;
+    Eight::Sum sum[T][V];
+    UNROLL for (int t = 0; t < T; ++t) {
+      Ints start{};
+      if constexpr (!Format::kStartsAtZero)
+        start = Format::start(repeat(kept + (PackedInputs::kFineStarts + part) * num_tokens + t));
+      UNROLL for (int v = 0; v < V; ++v) sum[t][v].sum = start;
+    }
+    EACH_WORD for (int i = fine * kWords; i < (fine + 1) * kWords; ++i)
+      UNROLL for (int which = 0; which < 2; ++which) {
+        Ints weights[V];
+        UNROLL for (int v = 0; v < V; ++v) weights[v] = quad(v, i, which);
+        UNROLL for (int t = 0; t < T; ++t) {
+          const Eight::Input of_token = input(t, i, which);
+          UNROLL for (int v = 0; v < V; ++v) sum[t][v].add(weights[v], of_token);
+        }
+      }
+    UNROLL for (int t = 0; t < T; ++t)
+      UNROLL for (int v = 0; v < V; ++v) {
+        const Vec found = __builtin_convertvector(sum[t][v].sum, Vec);
+        values[t][v] = fine ? fma(found, scales.factors[part][v], values[t][v])
+                            : found * scales.factors[part][v];
+      }
+  }
+#endif
+}
+
+// totals[t * V + v] of T tokens take up a chunk.
+template <class Format, class Source, int V, int T>
+INLINE inline void add_chunk(const uint8_t* integers, int64_t group_bytes,
+                             const ChunkScales<Format, V>& scales, const int8_t* x, const int32_t* kept,
+                             int64_t num_tokens, float* totals) {
+  static_assert(Format::kParts == 4 ? !Format::kHasMinima : Format::kHasMinima, "");
+  Vec of_chunk[T][V];
+  const int32_t* const block_scales = kept + PackedInputs::kBlockScales * num_tokens;
+  _Pragma("GCC unroll 1") for (int block = 0; block < 2; ++block) {
+    Vec values[T][V];
+    block_values<Format, Source>(integers + block * Source::kBlockBytes, group_bytes, scales, block,
+                                 x + block * kScaleInputs, kept, num_tokens, values);
+    UNROLL for (int t = 0; t < T; ++t) {
+      const Vec scale = (Vec)repeat(block_scales + block * num_tokens + t);
+      UNROLL for (int v = 0; v < V; ++v)
+        of_chunk[t][v] = block ? fma(values[t][v], scale, of_chunk[t][v]) : values[t][v] * scale;
+    }
+  }
+  UNROLL for (int t = 0; t < T; ++t)
+    UNROLL for (int v = 0; v < V; ++v) {
+      float* const place = totals + (t * V + v) * kLanes;
+      Vec total = fma(of_chunk[t][v], scales.step[v], load(place));
+      if constexpr (Format::kHasMinima)
+        UNROLL for (int block = 0; block < 2; ++block)
+          total = fma((Vec)repeat(kept + (PackedInputs::kSums + block) * num_tokens + t),
+                      scales.minima[block][v], total);
+      store(place, total);
+    }
+}
+
+template <class Format>
+INLINE inline void fetch_chunk(const uint8_t* chunk) {
+  UNROLL for (int64_t i = 0; i < Format::kChunkBytes; i += 64) __builtin_prefetch(chunk + i, 0, kToL2);
+}
+
+// As `group_product` of int8.h.
+template <class Format, int G, int T>
+__attribute__((noinline)) void nested_product(const uint8_t* group, int64_t group_bytes,
+                                              const PackedInputs& inputs, int64_t first_token,
+                                              int64_t ahead, float* values) {
+  constexpr int V = G * kGroupVecs;
+  const int64_t num_tokens = inputs.num_tokens;
+  const int8_t* x = inputs.data + first_token * Eight::kTokenBytes;
+  const int32_t* kept = inputs.kept + first_token;
+  std::fill(values, values + T * V * kLanes, 0.0f);
+  for (int64_t chunk = 0; chunk < weight_chunks(inputs.K); ++chunk) {
+    UNROLL for (int g = 0; g < G; ++g) fetch_chunk<Format>(group + g * group_bytes + ahead);
+    const ChunkScales<Format, V> scales(group, group_bytes);
+    add_chunk<Format, AsPacked<Format>, V, T>(group + Format::kHeadBytes, group_bytes, scales, x, kept,
+                                              num_tokens, values);
+    group += Format::kChunkBytes, x += num_tokens * Eight::kTokenBytes;
+    kept += PackedInputs::kNumKept * num_tokens;
+  }
+}
+
+template <class Format, int T>
+__attribute__((noinline)) void add_chunk_of_bytes(const uint8_t* bytes,
+                                                  const ChunkScales<Format, kGroupVecs>& scales,
+                                                  const int8_t* x, const int32_t* kept,
+                                                  int64_t num_tokens, float* totals) {
+  add_chunk<Format, AsBytes, kGroupVecs, T>(bytes, 0, scales, x, kept, num_tokens, totals);
+}
+
+// Of one group and up to kMostManyTokens tokens.
+template <class Format, int... kRest>
+void nested_products(const uint8_t* group, const PackedInputs& inputs, Range tokens, int64_t ahead,
+                     float* values, std::integer_sequence<int, kRest...>) {
+  constexpr int64_t kTile = sizeof...(kRest);
+  using Add = void (*)(const uint8_t*, const ChunkScales<Format, kGroupVecs>&, const int8_t*,
+                       const int32_t*, int64_t, float*);
+  constexpr Add adds[] = {add_chunk_of_bytes<Format, kRest + 1>...};
+  const int64_t num_tokens = inputs.num_tokens, count = tokens.end - tokens.begin;
+  const int64_t tiles = (count + kTile - 1) / kTile;
+  const int8_t* x = inputs.data + tokens.begin * Eight::kTokenBytes;
+  const int32_t* kept = inputs.kept + tokens.begin;
+  alignas(64) uint8_t bytes[kGroupRows * kChunkInputs];
+  std::fill(values, values + count * kGroupRows, 0.0f);
+  for (int64_t chunk = 0; chunk < weight_chunks(inputs.K); ++chunk) {
+    fetch_chunk<Format>(group + ahead);
+    const ChunkScales<Format, kGroupVecs> scales(group, 0);
+    UNROLL for (int block = 0; block < 2; ++block)
+      Format::unpack(group + Format::kHeadBytes + block * AsPacked<Format>::kBlockBytes,
+                     bytes + block * AsBytes::kBlockBytes);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = count * tile / tiles, end = count * (tile + 1) / tiles;
+      adds[end - first - 1](bytes, scales, x + first * Eight::kTokenBytes, kept + first, num_tokens,
+                            values + first * kGroupRows);
+    }
+    group += Format::kChunkBytes, x += num_tokens * Eight::kTokenBytes;
+    kept += PackedInputs::kNumKept * num_tokens;
+  }
+}
+
+template <class Format>
+void many_products(const uint8_t* group, const PackedInputs& inputs, Range tokens, int64_t ahead,
+                   float* values) {
+  nested_products<Format>(group, inputs, tokens, ahead, values,
+                          std::make_integer_sequence<int, kPackedBlockTokens>{});
+}
+
+}  // namespace foredraft
