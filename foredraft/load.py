@@ -348,11 +348,11 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     from foredraft.models.native.eager import EagerDecoder
     from foredraft.models.native.fixed_shape import FixedShapeDecoder
     from foredraft.models.native.fused import FusedDecoder
-    from foredraft.models.native.graphed import GraphedDecoder
+    from foredraft.models.native.paged import graphed_decoder
 
     decoders: dict[str, DecoderFactory] = {
         "fused": partial(FusedDecoder, num_threads=threads) if threads else FusedDecoder,
-        "graphed": GraphedDecoder,
+        "graphed": graphed_decoder,
         "eager": EagerDecoder,
         "fixed-shape": FixedShapeDecoder,
     }

@@ -99,9 +99,7 @@ class BlockStore:
         if num_blocks <= self.num_blocks:
             return
         grown = max(num_blocks, min(2 * self.num_blocks, most))
-        wanted = [grown, num_blocks]
-        if self.device.type == "cpu":
-            wanted.insert(0, max(most, num_blocks))
+        wanted = [max(most, num_blocks), grown, num_blocks]
         for count in wanted:
             try:
                 self._resize(count)
