@@ -563,11 +563,11 @@ def _seconds(work: Callable[[], object], device: torch.device, rounds: int) -> f
             work()
             found.append(time.perf_counter() - begun)
             continue
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
         for _ in range(3):
             work()
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
         torch.cuda.synchronize()
         found.append(begin.elapsed_time(end) / 3e3)
     return statistics.median(found)

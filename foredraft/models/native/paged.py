@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -159,7 +159,10 @@ class PagedDecoder(GraphedDecoder):
         config, weights, tapped = self._config, self._weights, dict[int, Tensor]()
         rotations = self._turns(inputs.positions)
         hidden_NE = self.embed(inputs.token_ids)
-        norms = {"eps": config.rms_norm_eps, "norm_offset": config.family.norm_offset}
+        norms: dict[str, Any] = {
+            "eps": config.rms_norm_eps,
+            "norm_offset": config.family.norm_offset,
+        }
         for index, layer in enumerate(weights.layers):
             if index not in weights.no_attention:
                 qkv = ops.linear(
