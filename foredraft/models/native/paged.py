@@ -35,8 +35,8 @@ TILE = 16
 _MIN_CONTEXT = 256
 _CONTEXT_STEP = 4
 """A context is this many times the next shorter one: what lies behind a slot's end costs little."""
-
-
+_MOST_SHARED = 64
+"""Query heads that share keys: a tile of attention holds those of one token at least."""
 _TABLE_BYTES = 32 << 20
 """Of rotations of all positions, at most."""
 
@@ -267,9 +267,16 @@ class PagedDecoder(GraphedDecoder):
 
 def graphed_decoder(config: DecoderConfig, weights: DecoderWeights) -> Decoder:
     """The fastest decoder of a GPU for this model."""
-    on_gpu = weights.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    paged = on_gpu and why_not_paged(config, weights) is None
+    paged = _has_kernels(weights.device) and why_not_paged(config, weights) is None
     return (PagedDecoder if paged else GraphedDecoder)(config, weights)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton is there, and the shared memory that the tiles take: Hopper, or its heir."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    is_large = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return is_large and importlib.util.find_spec("triton") is not None
 
 
 def why_not_paged(config: DecoderConfig, weights: DecoderWeights) -> str | None:
@@ -285,6 +292,8 @@ def why_not_paged(config: DecoderConfig, weights: DecoderWeights) -> str | None:
         return "norms of all heads together"
     if config.head_dim > 256:
         return f"heads of {config.head_dim}"
+    if (shared := config.num_attention_heads // config.num_key_value_heads) > _MOST_SHARED:
+        return f"{shared} query heads to a key-value head"
     return None
 
 

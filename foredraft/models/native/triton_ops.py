@@ -358,8 +358,10 @@ def _early(x: Tensor) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if x.is_cuda else {"EARLY": False}
 
 
-def _tiles(num_outputs: int, num_inputs: int, gated: bool) -> dict[str, Any]:
+def _tiles(num_outputs: int, num_inputs: int, gated: bool, is_wide: bool) -> dict[str, Any]:
     """The tile of a product by its shape alone: never by the number of tokens."""
+    if is_wide and num_inputs >= 1024:  # shared memory holds no more of them
+        return {"TILE_M": 32, "TILE_K": 64, "num_warps": 4, "num_stages": 4}
     if num_outputs >= 1 << 15:
         stages = 8 if num_inputs >= 1024 else 6
         return {"TILE_M": 64, "TILE_K": 64, "num_warps": 4, "num_stages": stages}
@@ -406,7 +408,9 @@ def linear(
     num_outputs = len(weight_MK) // (2 if activation else 1)
     if out_NM is None:
         out_NM = x_NK.new_empty((num_tokens, num_outputs), dtype=dtype or x_NK.dtype)
-    tiles = tiles or _tiles(num_outputs, num_inputs, activation is not None)
+    tiles = tiles or _tiles(
+        *(num_outputs, num_inputs, activation is not None, x_NK.dtype.itemsize > 2)
+    )
     tile = TILE if num_tokens <= TILE else 2 * TILE
     grid = (triton.cdiv(num_tokens, tile), triton.cdiv(num_outputs, tiles["TILE_M"]))
     nothing = weight_MK
