@@ -8,6 +8,7 @@
 # make test-real: larger real models (Qwen2.5-Coder 1.5B with 0.5B, Gemma 3 270M: 1.9 GB once), against llama.cpp too
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
+# make gpu: what steps cost on a GPU, and whether company changes bits; GPU_PARTS=steps,bits for some
 # make docs: build the documentation's site in site/; make results: write docs/results/index.md
 # Each target but clean makes its own virtual environment in .venv first.
 
@@ -21,7 +22,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-real lint types example docs results heads heads-gpu kinds clean
+.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-real lint types example docs results heads heads-gpu kinds gpu clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -165,6 +166,14 @@ heads-gpu: $(VENV)/.installed
 	  HEADS_DEVICE='$(HEADS_DEVICE)' HEADS_TOKENS='$(HEADS_TOKENS)' \
 	  HEADS_WRITE='$(HEADS_WRITE)' HEADS_TRAIN='$(HEADS_TRAIN)' || \
 	  { test $$? -eq 124 && sleep 5 && echo "the piece is over: run it again to go on"; }
+
+# Results are written as they come; a part begins no size after GPU_MINUTES.
+GPU_PARTS ?= floor,steps,bits,products,product_bits,attention,profile,drafters
+GPU_MINUTES ?= 8
+GPU_OUT ?= gpu.json
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 0 tests/models/test_triton.py tests/models/test_cuda.py
+	$(BIN)/python -m benchmarks.gpu --parts $(GPU_PARTS) --minutes $(GPU_MINUTES) --out $(GPU_OUT)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

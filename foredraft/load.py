@@ -186,7 +186,8 @@ def load_models(
     is_shared = spec.draft_model != "any vocabulary"
     if is_shared:
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
-    memory = CacheMemory.of(plan.cache_memory, plan.device)  # for both
+    weights = plan.weight_bytes + draft_plan.weight_bytes
+    memory = CacheMemory.of(plan.cache_memory, plan.device, weights)  # for both
     target = load_target(plan, asked.threads, memory, progress)
     # Rows beyond are for no token.
     num_rows = min(target.vocab_size, tokenizer.vocab_size) if is_shared else None
@@ -280,7 +281,7 @@ def load_target(
     if plan.checkpoint is None:
         raise ConfigError(f"{plan.name!r} has no checkpoint to load; its weights are made up")
     dtype = getattr(torch, plan.dtype)
-    memory = memory or CacheMemory.of(plan.cache_memory, plan.device)
+    memory = memory or CacheMemory.of(plan.cache_memory, plan.device, plan.weight_bytes)
     if plan.backend == "hf":
         return _hf_class(plan.encoder).load(
             plan.checkpoint, dtype, plan.device, plan.max_context, memory
@@ -348,11 +349,11 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     from foredraft.models.native.eager import EagerDecoder
     from foredraft.models.native.fixed_shape import FixedShapeDecoder
     from foredraft.models.native.fused import FusedDecoder
-    from foredraft.models.native.graphed import GraphedDecoder
+    from foredraft.models.native.paged import graphed_decoder
 
     decoders: dict[str, DecoderFactory] = {
         "fused": partial(FusedDecoder, num_threads=threads) if threads else FusedDecoder,
-        "graphed": GraphedDecoder,
+        "graphed": graphed_decoder,
         "eager": EagerDecoder,
         "fixed-shape": FixedShapeDecoder,
     }

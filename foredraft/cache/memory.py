@@ -19,6 +19,8 @@ UNLIMITED = 2**31 - 1
 
 _SHARE = 4
 """By default caches take at most this fraction (1 / value) of the memory."""
+_GPU_SHARE = 2
+"""On a GPU, of the memory that weights leave free."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?)b?\s*", re.IGNORECASE)
 
@@ -38,11 +40,13 @@ class CacheMemory:
         self._token_bytes = 0  # of an entry in every cache
 
     @classmethod
-    def of(cls, memory: CacheMemory | int | None, device: torch.device | str) -> CacheMemory:
-        """``memory`` itself, or one with that limit in bytes; None: a share of all memory."""
+    def of(
+        cls, memory: CacheMemory | int | None, device: torch.device | str, to_come: int = 0
+    ) -> CacheMemory:
+        """``memory`` itself, or one with that limit in bytes; None: see `default_memory`."""
         if isinstance(memory, CacheMemory):
             return memory
-        return cls(default_memory(device) if memory is None else memory)
+        return cls(default_memory(device, to_come) if memory is None else memory)
 
     @property
     def num_tokens(self) -> int:
@@ -82,14 +86,18 @@ def checked_memory(name: str, value: object) -> int | None:
     return num_bytes
 
 
-def default_memory(device: torch.device | str) -> int:
-    """Default limit in bytes of the caches on ``device``."""
+def default_memory(device: torch.device | str, to_come: int = 0) -> int:
+    """Default limit in bytes of the caches on ``device``.
+
+    Args:
+        to_come: bytes of weights that a GPU does not hold yet.
+    """
     import torch  # slow to import, and sizes are checked without it
 
     device = torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free) // _SHARE
+        return max(int(free) - to_come, 0) // _GPU_SHARE
     return machine_memory() // _SHARE
 
 

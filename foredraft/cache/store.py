@@ -38,7 +38,8 @@ class BlockStore:
     kernel reads and writes those.
 
     On CPU memory is handed out by the system page by page as it is written, so room for all blocks
-    that there may ever be costs nothing and no block ever moves. Elsewhere the store doubles.
+    that there may ever be costs nothing and no block ever moves. On a GPU all of it is taken
+    at once, as recordings hold its address; where that much is not free, the store doubles.
 
     Args:
         shape: of one token's entry.
@@ -99,9 +100,7 @@ class BlockStore:
         if num_blocks <= self.num_blocks:
             return
         grown = max(num_blocks, min(2 * self.num_blocks, most))
-        wanted = [grown, num_blocks]
-        if self.device.type == "cpu":
-            wanted.insert(0, max(most, num_blocks))
+        wanted = [max(most, num_blocks), grown, num_blocks]
         for count in wanted:
             try:
                 self._resize(count)

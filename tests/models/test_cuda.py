@@ -64,7 +64,7 @@ def course(target: NativeTarget) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.06)], ids=str
+    ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.08)], ids=str
 )
 def test_replayed_graphs_equal_the_eager_decoder(
     checkpoint: Path, dtype: torch.dtype, tolerance: float
@@ -131,11 +131,11 @@ def test_a_loaded_model_runs_on_graphs_by_default(checkpoint: Path) -> None:
 
 
 def test_bench_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from foredraft.cli.main import app
+    from benchmarks.__main__ import app
 
     tiny = Shape(64, 128, 2, 4, 2, 16, 300, True)
     monkeypatch.setattr("benchmarks.random_model.shapes", lambda: {"tiny": tiny})
     arguments = ["--random-weights", "tiny", "--tokens", "1,4", "--rows", "1,2", "--rounds", "2"]
-    result = CliRunner().invoke(app, ["bench", "step", "--device", "cuda", *arguments])
+    result = CliRunner().invoke(app, ["step", "--device", "cuda", *arguments])
     assert result.exit_code == 0, result.exception
     assert "graphed" in result.stdout

@@ -45,7 +45,7 @@ _log = logging.getLogger("foredraft")
 
 
 @dataclass(frozen=True)
-class _Graph:
+class Graph:
     """One recorded forward.
 
     Attributes:
@@ -88,7 +88,7 @@ class GraphedDecoder(EagerDecoder):
         super().__init__(config, weights)
         self._max_graphs = max_graphs
         self._recorder = Recorder(weights.device)
-        self._graphs: OrderedDict[Bucket, _Graph] = OrderedDict()
+        self._graphs: OrderedDict[Bucket, Graph] = OrderedDict()
         self._logits: dict[int, Tensor] = {}
         self._storage: tuple[object, ...] = ()
         self.num_recorded = self.num_replayed = 0
@@ -102,20 +102,29 @@ class GraphedDecoder(EagerDecoder):
             float32 logits [N, V], and for each tap the output [T, E] of that layer. They are the
             caller's: the next forward does not touch them.
         """
-        if not isinstance(cache, KVCache) or self._config.experts or not fits_grid(plan):
+        if not isinstance(cache, KVCache) or not self.fits(plan):
             return super().forward(plan, cache, taps)
         cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
         for row in plan.rows:
             cache.clear_behind(plan.slot(row), plan.end(row))
         bucket = choose_bucket(plan, cache.store.block_size, taps)
         graph = self._graph(bucket, cache, grid_inputs(plan, bucket, cache))
+        return self._replayed(graph, plan, GridInputs.of(graph.inputs, bucket).places)
+
+    def fits(self, plan: ForwardPlan) -> bool:
+        """Whether ``plan`` is run as a recording."""
+        return self._config.experts is None and fits_grid(plan)
+
+    def _replayed(
+        self, graph: Graph, plan: ForwardPlan, places_N: Tensor
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         tapped = graph.replay()
         self.num_replayed += 1
-        places_T = GridInputs.of(graph.inputs, bucket).places[: len(plan)]
+        places_T = places_N[: len(plan)]
         logits_NV = graph.logits_NV[: len(plan.heads)].clone()
         return logits_NV, {i: x.index_select(0, places_T) for i, x in tapped.items()}
 
-    def _graph(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> _Graph:
+    def _graph(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
         """The bucket's recording with these inputs in place, made if there is none."""
         storage = _storage(cache)
         if storage != self._storage:
@@ -140,7 +149,7 @@ class GraphedDecoder(EagerDecoder):
         if not self._graphs:
             self._recorder.start_over()
 
-    def _record(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> _Graph:
+    def _record(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
         """Record with real inputs: doing a forward several times leaves the same in the cache."""
         device = self._weights.device
         fixed = torch.empty_like(inputs, device=device)
@@ -151,13 +160,17 @@ class GraphedDecoder(EagerDecoder):
             self._logits[rounded] = torch.empty(shape, device=device)
         logits_NV = self._logits[rounded][: bucket.size]
 
-        def work() -> dict[int, Tensor]:
-            return self._run(GridInputs.of(fixed, bucket), bucket, cache, logits_NV)
-
-        replay = self._recorder.record(work)
+        replay = self._recorder.record(self._work(fixed, bucket, cache, logits_NV))
         self.num_recorded += 1
         _log.debug("recorded %s, %d graphs", bucket, len(self._graphs) + 1)
-        return _Graph(fixed, logits_NV, replay)
+        return Graph(fixed, logits_NV, replay)
+
+    def _work(
+        self, fixed: Tensor, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> Callable[[], dict[int, Tensor]]:
+        """The forward of a bucket on the inputs ``fixed``."""
+        inputs = GridInputs.of(fixed, bucket)
+        return lambda: self._run(inputs, bucket, cache, logits_NV)
 
     def _run(
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor

@@ -73,12 +73,14 @@ class Bucket:
         tokens: T.
         context: C; no token of the forward sees an entry beyond.
         taps: layers whose output is wanted, ascending.
+        is_chain: of `paged`, whether no row branches.
     """
 
     rows: int
     tokens: int
     context: int
     taps: tuple[int, ...]
+    is_chain: bool = False
 
     @property
     def size(self) -> int:
@@ -90,7 +92,7 @@ def fits_grid(plan: ForwardPlan) -> bool:
     """Whether ``plan`` is the forward of a decoding step, which will come again in its shape."""
     if plan.layers is not None or plan.hidden_TE is not None or not plan.heads:
         return False
-    rows, tokens = _padded_shape(plan)
+    rows, tokens = padded_shape(plan)
     return (
         tokens <= MAX_ROW_TOKENS
         and rows * tokens <= _MAX_TOKENS
@@ -106,7 +108,7 @@ def choose_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) 
         block_size: entries of a cache block.
         taps: layers whose output is wanted.
     """
-    rows, tokens = _padded_shape(plan)
+    rows, tokens = padded_shape(plan)
     seen = max(plan.entries[row.start] for row in plan.rows) + tokens
     context = max(_MIN_CONTEXT, power_of_two(seen), block_size)
     return Bucket(rows, tokens, context, tuple(sorted(set(taps))))
@@ -183,7 +185,7 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def _padded_shape(plan: ForwardPlan) -> tuple[int, int]:
+def padded_shape(plan: ForwardPlan) -> tuple[int, int]:
     """Rows and tokens of a row, each rounded up to a power of two."""
     return power_of_two(len(plan.rows)), power_of_two(max(map(len, plan.rows)))
 

@@ -101,8 +101,13 @@ class ForwardPlan:
         for i, token in enumerate(row):
             if self.extras[token]:
                 mask[i, list(self.extras[token])] = True
-            if window is not None:
-                mask[i, self._behind_window(token, window)] = False
+                if window is not None:
+                    mask[i, self._behind_window(token, window)] = False
+        if window is not None and not all(self.extras[first : row.stop]):
+            # Of a token without extras, all at once: a prompt has as many as it has tokens.
+            pending = torch.tensor([not self.extras[token] for token in row])[:, None]
+            behind = torch.arange(end)[None, :] < prefixes[:, None] - window
+            mask &= ~(behind & pending)
         return mask
 
     def _behind_window(self, token: int, window: int) -> list[int]:

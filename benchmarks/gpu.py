@@ -1,0 +1,599 @@
+"""What steps cost on a GPU, and whether their bits depend on company: `make gpu`.
+
+Made-up weights of well-known shapes; timings read nothing else. Results are written after each
+part, so that a run that is cut off leaves what it has.
+
+    python -m benchmarks.gpu --out gpu.json --parts floor,steps,bits --minutes 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.random_model import random_config, random_weights
+from foredraft.core.tree import TokenTree
+from foredraft.models.base import ScoreRow
+from foredraft.models.native.decoder import DecoderFactory
+from foredraft.models.native.graphed import GraphedDecoder
+from foredraft.models.native.paged import graphed_decoder
+from foredraft.models.native.target import NativeTarget
+
+_DECODERS: dict[str, DecoderFactory] = {"paged": graphed_decoder, "torch": GraphedDecoder}
+_MODELS = {"135m": "smollm2-135m", "1b": "llama-1b", "8b": "llama-8b"}
+_CONTEXTS = (256, 2048, 8000)
+_TOKENS = (1, 2, 4, 8, 16, 32)
+_Results = dict[str, Any]
+
+
+def main() -> None:
+    asked = _arguments()
+    device = torch.device(asked.device)
+    results: _Results = {"command": asked.label, "torch": torch.__version__, "parts": {}}
+    if device.type == "cuda":
+        results["card"] = torch.cuda.get_device_name(device)
+    deadline = time.monotonic() + 60 * asked.minutes
+    with torch.no_grad():
+        for name in asked.parts.split(","):
+            started, found = time.monotonic(), results["parts"].setdefault(name, {})
+
+            def save() -> None:
+                Path(asked.out).write_text(json.dumps(results, indent=1))
+
+            try:
+                _PARTS[name](asked, device, found, deadline, save)
+            except Exception as error:
+                found["error"] = f"{type(error).__name__}: {error}"[:2000]
+                import traceback
+
+                traceback.print_exc()
+            found["seconds"] = round(time.monotonic() - started, 1)
+            save()
+            _say(f"== {name}: {found['seconds']} s")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--parts", default="floor,steps,bits,profile,drafters")
+    parser.add_argument("--models", default="135m,1b,8b")
+    parser.add_argument("--contexts", default=",".join(map(str, _CONTEXTS)))
+    parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)))
+    parser.add_argument("--minutes", type=float, default=8.0, help="no part begins a size later")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a text")
+    parser.add_argument("--shard", default="0/1")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--label", default="make gpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    return parser.parse_args()
+
+
+# ------------------------------------------------------------------------------------------ floors
+
+
+def floor(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Bytes a second of a large copy and of a large read, and what a node of a graph costs."""
+    size = 1 << (30 if device.type == "cuda" else 20)
+    source = torch.empty(size, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty_like(source)
+    seconds = _seconds(lambda: target.copy_(source), device, asked.rounds)
+    found["copy_tb_s"] = 4 * size / seconds / 1e12
+    _say(f"copy {found['copy_tb_s']:.2f} TB/s")
+    one = torch.zeros(16, device=device)
+    for count in (50, 150, 300):
+        replay = _recorded(lambda n=count: [one.add_(1.0) for _ in range(n)], device)  # type: ignore[misc]
+        seconds = _seconds(replay, device, asked.rounds)
+        found[f"graph_of_{count}_us_a_node"] = 1e6 * seconds / count
+        _say(f"graph of {count}: {1e6 * seconds / count:.2f} us a node")
+    save()
+
+
+# ------------------------------------------------------------------------------------------- steps
+
+
+def steps(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Milliseconds of a step by shape, context and tokens; of the device, of the host, of both."""
+    for model in asked.models.split(","):
+        target = _target(model, device)
+        weights = target.weights
+        read = weights.num_bytes
+        if weights.head_VE is not weights.embedding_VE:
+            read -= weights.embedding_VE.numel() * weights.dtype.itemsize  # type: ignore[union-attr]
+        rows = found.setdefault(model, {"read_bytes": read, "steps": []})
+        for context in map(int, asked.contexts.split(",")):
+            slot = _filled(target, context)
+            for tokens in map(int, asked.tokens.split(",")):
+                if time.monotonic() > deadline:
+                    return
+                row = {"context": context, "tokens": tokens, **_step(target, slot, tokens, asked)}
+                rows["steps"].append(row)
+                _say(model, row)
+            target.cache.free(slot)
+            save()
+        del target
+        _empty(device)
+
+
+def _step(target: NativeTarget, slot: int, tokens: int, asked: argparse.Namespace) -> _Results:
+    device = target.weights.device
+    row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
+    target.score([row])[0].logits_NV.argmax(-1).tolist()
+    both, host = [], []
+    for _ in range(asked.rounds):
+        _wait(device)
+        begun = time.perf_counter()
+        scores = target.score([row])
+        issued = time.perf_counter()
+        scores[0].logits_NV.argmax(-1).tolist()
+        both.append(time.perf_counter() - begun)
+        host.append(issued - begun)
+    step = {"step_ms": 1e3 * statistics.median(both), "host_ms": 1e3 * statistics.median(host)}
+    graphs = getattr(target.decoder, "_graphs", None)
+    if graphs:
+        replay = next(reversed(graphs.values())).replay
+        step["device_ms"] = 1e3 * _seconds(replay, device, asked.rounds)
+    return {name: round(value, 4) for name, value in step.items()}
+
+
+# -------------------------------------------------------------------------------------------- bits
+
+
+def bits(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Whether the logits of a text are the same, token by token and in chains of 2 to 16."""
+    for model in asked.models.split(","):
+        target = _target(model, device)
+        text = torch.randint(5, 1000, (49,), generator=torch.Generator().manual_seed(1)).tolist()
+        for context in (250, 2040):
+            alone = _chained(target, context, text, 1)
+            equal = {}
+            for size in range(2, 17):
+                if time.monotonic() > deadline:
+                    return
+                together = _chained(target, context, text, size)
+                equal[size] = int((alone == together).all(-1).sum())
+            found.setdefault(model, {})[context] = {"rows": len(alone), "equal": equal}
+            _say(model, context, found[model][context])
+            save()
+        del target
+        _empty(device)
+
+
+def _chained(target: NativeTarget, context: int, text: list[int], size: int) -> Tensor:
+    """Logits [tokens, V] behind each token, scored in chains of ``size``."""
+    slot, found = _filled(target, context), []
+    for first in range(0, len(text) - 1, size):
+        part = text[first : min(first + size, len(text) - 1)]
+        row = ScoreRow(slot, part[:1], TokenTree.chain(part[1:]))
+        found.append(target.score([row])[0].logits_NV.cpu())
+        target.cache.keep(slot, 1, range(len(part) - 1))
+    target.cache.free(slot)
+    return torch.cat(found)
+
+
+# ----------------------------------------------------------------------------------------- profile
+
+
+def profile(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Microseconds of a step by kernel."""
+    for model in asked.models.split(","):
+        target = _target(model, device)
+        slot = _filled(target, 2048)
+        for tokens in (1, 16):
+            row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
+            target.score([row])
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if device.type == "cuda":
+                activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as trace:
+                for _ in range(3):
+                    target.score([row])
+                _wait(device)
+            attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+            kernels = sorted(trace.key_averages(), key=lambda k: -getattr(k, attribute))[:14]
+            found[f"{model}_{tokens}"] = [
+                {
+                    "name": k.key[:90],
+                    "us": round(getattr(k, attribute) / 3, 1),
+                    "count": k.count / 3,
+                }
+                for k in kernels
+            ]
+            _say(model, tokens)
+            for kernel in found[f"{model}_{tokens}"]:
+                _say("  ", kernel["us"], kernel["count"], kernel["name"][:70])
+        save()
+        if time.monotonic() > deadline:
+            return
+        del target
+        _empty(device)
+
+
+# ---------------------------------------------------------------------------------------- products
+
+_TILES = [
+    {"TILE_M": m, "TILE_K": k, "num_stages": stages, "num_warps": warps}
+    for m, k, stages, warps in (
+        *((16, 64, 8, 4), (16, 128, 6, 4), (16, 256, 4, 4), (16, 512, 3, 8), (16, 256, 6, 4)),
+        *((32, 64, 8, 4), (32, 128, 6, 4), (32, 256, 3, 4), (32, 256, 4, 8), (32, 128, 4, 8)),
+        *((64, 64, 6, 4), (64, 64, 8, 4), (64, 128, 5, 8)),
+    )
+]
+
+
+def _run_product(x: Tensor, weight: Tensor, kind: str, tile: dict[str, int] | None) -> Tensor:
+    from foredraft.models.native.triton_ops import linear
+
+    if kind == "library":
+        return torch.nn.functional.linear(x, weight)
+    if kind == "residual":
+        residual = x.new_zeros((len(x), len(weight)))
+        return linear(x, weight, residual_NM=residual, tiles=tile)
+    dtype = torch.float32 if kind == "head" else None
+    activation = "silu" if kind == "gated" else None
+    return linear(
+        x, weight, norm_K=weight[0], eps=1e-5, activation=activation, dtype=dtype, tiles=tile
+    )
+
+
+def _product_shapes(model: str) -> dict[str, tuple[int, int, str]]:
+    config = random_config(_MODELS.get(model, model))
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query = config.num_attention_heads * config.head_dim
+    key_value = 2 * config.num_key_value_heads * config.head_dim
+    return {
+        "qkv": (query + key_value, hidden, "norm"),
+        "output": (hidden, query, "residual"),
+        "gate_up": (2 * inner, hidden, "gated"),
+        "down": (hidden, inner, "residual"),
+        "head": (config.vocab_size, hidden, "head"),
+    }
+
+
+def compile_all(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Compile what `products` and `attention` time; ``--shard 2/12`` is a part of it."""
+    shard, count = map(int, asked.shard.split("/"))
+    products_ = [
+        (shape, tile)
+        for model in asked.models.split(",")
+        for shape in _product_shapes(model).values()
+        for tile in _TILES
+    ]
+    for (outputs, inputs, kind), tile in products_[shard::count]:
+        weight = torch.ones(outputs, inputs, device=device, dtype=torch.bfloat16)
+        x = torch.ones(2, inputs, device=device, dtype=torch.bfloat16)
+        try:
+            _run_product(x, weight, kind, tile)
+        except Exception as error:
+            _say(kind, tile, str(error)[:80])
+    for model in asked.models.split(","):
+        for size in _sizes()[shard::count]:
+            try:
+                _attention_work(model, 256, 2, size, device)()
+            except Exception as error:
+                _say(size, str(error)[:80])
+
+
+def products(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Microseconds of each product of a layer, tile by tile, beside those of the library."""
+    for model in asked.models.split(","):
+        for name, (outputs, inputs, kind) in _product_shapes(model).items():
+            if time.monotonic() > deadline:
+                return
+            copies = max(1, min(16, (200 << 20) // (2 * outputs * inputs)))
+            weights = [
+                torch.empty(outputs, inputs, device=device, dtype=torch.bfloat16).normal_(0, 0.02)
+                for _ in range(copies)
+            ]
+            times: dict[str, list[float]] = {}
+            for tile in (None, *_TILES):
+                label = "library" if tile is None else "x".join(map(str, tile.values()))
+                for tokens in (1, 16):
+                    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+                    how = "library" if tile is None else kind
+
+                    def work(
+                        x: Tensor = x,
+                        how: str = how,
+                        tile: dict[str, int] | None = tile,
+                        weights: list[Tensor] = weights,
+                    ) -> None:
+                        for weight in weights:
+                            _run_product(x, weight, how, tile)
+
+                    times.setdefault(label, []).append(_microseconds(work, device, copies))
+            best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
+            gb = 2 * outputs * inputs / 1e9
+            found.setdefault(model, {})[name] = {"gigabytes": gb, "us": times}
+            _say(model, name, f"{gb:.4f} GB", "library", times["library"], best[:4])
+            save()
+
+
+def product_bits(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Rows of random numbers whose products are the same alone and among 2 to 16."""
+    for model in asked.models.split(","):
+        for name, (outputs, inputs, kind) in _product_shapes(model).items():
+            weight = torch.empty(outputs, inputs, device=device, dtype=torch.bfloat16)
+            weight.normal_(0, 0.02)
+            for how in (kind, "library"):
+                rows = equal = 0
+                for size in range(2, 17):
+                    for _ in range(asked.rounds):
+                        x = torch.randn(size, inputs, device=device, dtype=torch.bfloat16)
+                        together = _run_product(x, weight, how, None)
+                        alone = [_run_product(row[None], weight, how, None) for row in x]
+                        rows += size
+                        equal += int((together == torch.cat(alone)).all(-1).sum())
+                found.setdefault(model, {})[f"{name} {how}"] = {"rows": rows, "equal": equal}
+                _say(model, name, how, equal, "of", rows)
+                if time.monotonic() > deadline:
+                    return
+            save()
+
+
+# --------------------------------------------------------------------------------------- attention
+
+
+def _sizes() -> list[Any]:
+    from foredraft.models.native.triton_ops import Sizes
+
+    return [
+        Sizes(*numbers)
+        for numbers in (
+            *((64, 128, 128, 4, 1), (64, 128, 128, 4, 2), (64, 128, 128, 8, 1), (64, 64, 64, 4, 1)),
+            *((64, 128, 256, 4, 1), (64, 64, 128, 4, 2), (64, 128, 256, 8, 2), (16, 64, 128, 4, 2)),
+        )
+    ]
+
+
+def _attention_work(
+    model: str, context: int, tokens: int, size: Any, device: torch.device
+) -> Callable[[], Tensor]:
+    from foredraft.models.native.triton_ops import attend
+
+    config = random_config(_MODELS.get(model, model))
+    blocks, rows = -(-(context + tokens) // 64), -(-tokens // 16)
+    shape = (blocks + 1, 8, config.num_key_value_heads, 64, config.head_dim)
+    store = [torch.empty(shape, device=device, dtype=torch.bfloat16).normal_() for _ in range(2)]
+    own = torch.arange(tokens // rows, device=device)
+    arguments = (
+        torch.arange(blocks, device=device).repeat(rows, 1),
+        (context + 1 + own).repeat(rows),
+        torch.tensor([context] * rows, device=device),
+        own.repeat(tokens, 1),
+    )
+    heads = config.num_attention_heads
+    query = torch.empty(tokens, heads, config.head_dim, device=device, dtype=torch.bfloat16)
+    query.normal_()
+
+    def work() -> Tensor:
+        for layer in range(8):
+            found = attend(
+                *(query, (store[0], store[1]), layer, *arguments),
+                context=context + tokens,
+                is_chain=True,
+                scale=config.head_dim**-0.5,
+                sizes=size,
+            )
+        return found
+
+    return work
+
+
+def attention(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Microseconds of a layer's attention, by sizes."""
+    for model in asked.models.split(","):
+        for context in (250, 2040, 8000):
+            times: dict[str, list[float]] = {}
+            for size in _sizes():
+                if time.monotonic() > deadline:
+                    return
+                for tokens in (1, 16):
+                    work = _attention_work(model, context, tokens, size, device)
+                    label = "x".join(map(str, size))
+                    times.setdefault(label, []).append(_microseconds(work, device, 8))
+            found.setdefault(model, {})[context] = times
+            best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
+            _say(model, context, best)
+            save()
+
+
+def _microseconds(work: Callable[[], object], device: torch.device, count: int) -> float:
+    """Of one of ``count``, in a graph; -1 where it cannot run."""
+    try:
+        return round(1e6 * _seconds(_recorded(work, device), device, 5) / count, 2)
+    except Exception as error:
+        _say(type(error).__name__, str(error)[:80])
+        return -1.0
+
+
+# ---------------------------------------------------------------------------------------- drafters
+
+
+def drafters(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Tokens a second of whole requests, with drafts and without, and whether texts are equal.
+
+    Greedy texts of made-up weights soon repeat themselves, so acceptance says nothing of real ones.
+    """
+    from foredraft.core.params import SamplingParams
+    from foredraft.llm import LLM
+    from foredraft.options import LoadOptions
+
+    for model in asked.models.split(","):
+        target = _target(model, device)
+        prompt = torch.randint(5, 250, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+        for temperature in (0.0, 0.7):
+            params = SamplingParams(max_tokens=asked.length, temperature=temperature, seed=5)
+            texts, rates = {}, {}
+            for name in ("none", "ngram", "suffix"):
+                if time.monotonic() > deadline:
+                    return
+                llm = LLM(target, None, LoadOptions(drafter=name))
+                llm.generate(prompt, params)
+                _wait(device)
+                begun = time.perf_counter()
+                result = llm.generate(prompt, params)[0]
+                rates[name] = round(len(result.token_ids) / (time.perf_counter() - begun), 1)
+                texts[name] = result.token_ids
+            equal = all(text == texts["none"] for text in texts.values())
+            row = {"tokens_a_second": rates, "texts_equal": equal}
+            found.setdefault(model, {})[f"temperature {temperature}"] = row
+            _say(model, temperature, row)
+            save()
+        del target, llm
+        _empty(device)
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def _target(model: str, device: torch.device) -> NativeTarget:
+    config = random_config(_MODELS.get(model, model))
+    dtype = torch.bfloat16
+    weights = random_weights(config, dtype, device)
+    decoder = _DECODERS[os.environ.get("FOREDRAFT_GPU_DECODER", "paged")]
+    memory = 8300 * config.kv_shape.bytes_per_token(dtype) * 2
+    return NativeTarget(config, weights, decoder, 8192, memory)
+
+
+def _filled(target: NativeTarget, context: int) -> int:
+    """A slot with so many entries of random numbers."""
+    slot, cache = target.cache.allocate(), target.cache
+    cache.fill(slot, context - 1)
+    store = cache.store
+    generator = torch.Generator(store.device).manual_seed(3)
+    for block in cache.table(slot):
+        for part in (store.keys, store.values):
+            part[block].normal_(0.0, 0.5, generator=generator)
+    cache.reserve(slot, 64)
+    return slot
+
+
+def _recorded(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    if device.type != "cuda":
+        return work
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph.replay
+
+
+def _seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Median of a few runs; on a GPU by its own clock, several runs in each."""
+    work()
+    _wait(device)
+    found = []
+    for _ in range(rounds):
+        if device.type != "cuda":
+            begun = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - begun)
+            continue
+        begin, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(3):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 3e3)
+    return statistics.median(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _empty(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+_PARTS = {
+    "floor": floor,
+    "steps": steps,
+    "bits": bits,
+    "profile": profile,
+    "products": products,
+    "compile": compile_all,
+    "product_bits": product_bits,
+    "attention": attention,
+    "drafters": drafters,
+}
+
+if __name__ == "__main__":
+    main()

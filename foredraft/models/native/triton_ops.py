@@ -1,0 +1,552 @@
+"""Kernels of a decoding step on GPUs, in Triton: products, rotation, attention over paged entries.
+
+Every sum runs in one order, whatever is scored together. Products take tiles of 16 tokens and add
+up all inputs of an output in one program; attention takes the context in stretches of a fixed size,
+whose sums are joined in the order of the text. So a token has the same bits alone and among others,
+which `tests/models/test_triton.py` and `benchmarks/gpu.py` compare.
+
+A token attends to entries in the order of its text: to the committed ones of its slot, then along
+its path through the draft. A tree's nodes thus add up what they will add up once they are kept.
+
+Import this module only where Triton is installed (`available`, in `device_ops`).
+
+Shape legend: N tokens, K inputs, M outputs, H query heads, G key-value heads, P query heads that
+share a key-value head, D head size, B entries of a block, T tokens of a grid's row, S stretches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found, unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+TILE = 16
+"""Tokens of a product's tile; the least that matrix units take."""
+_JOINED = 8
+"""Stretches that are joined at once."""
+
+
+class Sizes(NamedTuple):
+    """Of attention, always the same: other sizes give other bits.
+
+    Attributes:
+        queries: of a tile, tokens times the heads that share keys.
+        keys: that a tile looks at together.
+        stretch: entries whose sums one program makes.
+    """
+
+    queries: int = 64
+    keys: int = 64
+    stretch: int = 64
+    warps: int = 4
+    stages: int = 1
+
+
+_LARGE = Sizes(keys=128, stretch=128)
+"""Of heads with more than 64 numbers: partial sums cost more there than waiting for keys."""
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _linear_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    norm,
+    residual,
+    out,
+    num_tokens,
+    num_outputs,
+    num_inputs,
+    eps,
+    norm_offset,
+    scale,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A tile of outputs; with an activation, of gates and of ups, which lie behind all gates."""
+    tokens = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    outputs = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
+    inputs = tl.arange(0, TILE_K)
+    is_token = tokens < num_tokens
+    is_output = outputs < num_outputs
+    x_at = x + tokens.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
+    weight_at = weight + outputs.to(tl.int64)[None, :] * num_inputs + inputs[:, None]
+    up_at = weight_at + num_outputs.to(tl.int64) * num_inputs
+    if EARLY:
+        gdc_wait()
+    sums = tl.zeros((TILE_N, TILE_M), tl.float32)
+    ups = tl.zeros((TILE_N, TILE_M), tl.float32)
+    squares = tl.zeros((TILE_N,), tl.float32)
+    for first in range(0, num_inputs, TILE_K):
+        x_mask = is_token[:, None]
+        weight_mask = is_output[None, :]
+        if not EVEN:
+            x_mask = x_mask & (first + inputs < num_inputs)[None, :]
+            weight_mask = weight_mask & (first + inputs < num_inputs)[:, None]
+        part = tl.load(x_at + first, mask=x_mask, other=0.0)
+        if HAS_NORM:
+            whole = part.to(tl.float32)
+            squares += tl.sum(whole * whole, 1)
+            if EVEN:
+                norms = tl.load(norm + first + inputs)
+            else:
+                norms = tl.load(norm + first + inputs, mask=first + inputs < num_inputs, other=0.0)
+            part = (whole * (norms.to(tl.float32) + norm_offset)[None, :]).to(part.dtype)
+        weights = tl.load(weight_at + first, mask=weight_mask, other=0.0)
+        sums = tl.dot(part, weights, sums, input_precision=PRECISION)
+        if ACTIVATION != 0:
+            weights = tl.load(up_at + first, mask=weight_mask, other=0.0)
+            ups = tl.dot(part, weights, ups, input_precision=PRECISION)
+    if EARLY:
+        gdc_launch_dependents()
+    if HAS_NORM:
+        factors = 1.0 / tl.sqrt(squares / num_inputs + eps)
+        sums = sums * factors[:, None]
+        ups = ups * factors[:, None]
+    if ACTIVATION == 1:
+        sums = sums / (1.0 + tl.exp(-sums)) * ups
+    if ACTIVATION == 2:
+        inner = 0.7978845608028654 * (sums + 0.044715 * sums * sums * sums)
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
+        sums = 0.5 * sums * (1.0 + tanh) * ups
+    if HAS_BIAS:
+        sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    mask = is_token[:, None] & is_output[None, :]
+    place = tokens.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    if HAS_RESIDUAL:
+        sums = sums * scale + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rotate_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    query,
+    keys,
+    values,
+    blocks,
+    offsets,
+    layer,
+    eps,
+    norm_offset,
+    block_stride,
+    layer_stride,
+    NUM_QUERY: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROTATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One head of one token: normed, rotated, and put where attention will look for it."""
+    if EARLY:
+        gdc_wait()
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    at = tl.arange(0, PADDED_HEAD)
+    inside = at < HEAD
+    source = qkv + (token.to(tl.int64) * (NUM_QUERY + 2 * NUM_KV) + head) * HEAD
+    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    half: tl.constexpr = ROTATED // 2
+    partner = tl.where(at < half, at + half, at - half)
+    turns = at < ROTATED
+    if head < NUM_QUERY + NUM_KV:
+        if HAS_NORM:
+            factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HEAD + eps)
+            norm = query_norm if head < NUM_QUERY else key_norm
+            x = (
+                x
+                * factor
+                * (tl.load(norm + at, mask=inside, other=0.0).to(tl.float32) + norm_offset)
+            )
+        if ROTATED:
+            other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
+            if HAS_NORM:
+                others = tl.load(norm + partner, mask=turns, other=0.0).to(tl.float32)
+                other = other * factor * (others + norm_offset)
+            row = token.to(tl.int64) * ROTATED + at
+            cosine = tl.load(cosines + row, mask=turns, other=1.0).to(tl.float32)
+            sine = tl.load(sines + row, mask=turns, other=0.0).to(tl.float32)
+            x = x * cosine + other * sine
+    if EARLY:
+        gdc_launch_dependents()
+    if head < NUM_QUERY:
+        place = query + (token.to(tl.int64) * NUM_QUERY + head) * HEAD + at
+        tl.store(place, x.to(query.dtype.element_ty), mask=inside)
+    else:
+        group = (head - NUM_QUERY) % NUM_KV
+        entry = tl.load(blocks + token) * block_stride + layer * layer_stride
+        entry += (group * BLOCK + tl.load(offsets + token)) * HEAD
+        if head < NUM_QUERY + NUM_KV:
+            tl.store(keys + entry + at, x.to(keys.dtype.element_ty), mask=inside)
+        else:
+            tl.store(values + entry + at, x.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("layer", "window", "table_size", "row_tokens", "tile_tokens", "num_stretches")
+    ]
+)
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    tables,
+    lengths,
+    starts,
+    paths,
+    sums,
+    peaks,
+    layer,
+    scale,
+    cap,
+    window,
+    block_stride,
+    layer_stride,
+    table_size,
+    row_tokens,
+    tile_tokens,
+    num_stretches,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    STRETCH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """What a tile of tokens sees of one stretch: sums, and of each its peak and weight."""
+    if EARLY:
+        gdc_wait()
+    first = tl.program_id(0) * tile_tokens
+    group = tl.program_id(1)
+    stretch = tl.program_id(2)
+    row = first // row_tokens
+    at = tl.arange(0, QUERIES)
+    tokens = first + at // SHARED
+    heads = group * SHARED + at % SHARED
+    is_query = at < tile_tokens * SHARED
+    seen = tl.load(lengths + tokens, mask=is_query, other=0).to(tl.int32)
+    most = tl.max(seen, 0)
+    if stretch * STRETCH < most:
+        start = tl.load(starts + row).to(tl.int32)
+        dims = tl.arange(0, PADDED_HEAD)
+        inside = dims < HEAD
+        places = (tokens.to(tl.int64) * (GROUPS * SHARED) + heads) * HEAD
+        is_query = seen > stretch * STRETCH
+        mask = is_query[:, None] & inside[None, :]
+        queries = tl.load(query + places[:, None] + dims[None, :], mask=mask, other=0.0)
+        peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+        weight = tl.zeros((QUERIES,), tl.float32)
+        total = tl.zeros((QUERIES, PADDED_HEAD), tl.float32)
+        base = layer * layer_stride + group * (BLOCK * HEAD)
+        last = tl.minimum(most, (stretch + 1) * STRETCH)
+        for begin in range(stretch * STRETCH, last, KEYS):
+            own = begin + tl.arange(0, KEYS)
+            is_key = own < last
+            drafted = is_key & (own >= start)
+            step = tl.load(
+                paths + first.to(tl.int64) * row_tokens + (own - start), mask=drafted, other=0
+            )
+            entry = tl.where(drafted, start + step.to(tl.int32), own)
+            block = tl.load(tables + row * table_size + entry // BLOCK, mask=is_key, other=0)
+            address = block * block_stride + base + (entry % BLOCK) * HEAD
+            key_mask = is_key[None, :] & inside[:, None]
+            key = tl.load(keys + address[None, :] + dims[:, None], mask=key_mask, other=0.0)
+            scores = tl.dot(queries, key, input_precision=PRECISION) * scale
+            if HAS_CAP:
+                scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (scores / cap))))
+            sees = (own[None, :] < seen[:, None]) & (own[None, :] >= seen[:, None] - window)
+            scores = tl.where(sees, scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            fade = tl.exp(peak - level)
+            chances = tl.exp(scores - level[:, None])
+            weight = weight * fade + tl.sum(chances, 1)
+            value_mask = is_key[:, None] & inside[None, :]
+            value = tl.load(values + address[:, None] + dims[None, :], mask=value_mask, other=0.0)
+            # Weights of 0 must cancel a sibling that is not finite; it knows itself by its scores.
+            broken = drafted[:, None] & ~(tl.abs(value) < float("inf"))
+            value = tl.where(broken, 0.0, value)
+            part = tl.dot(chances.to(value.dtype), value, input_precision=PRECISION)
+            total = total * fade[:, None] + part
+            peak = higher
+        if EARLY:
+            gdc_launch_dependents()
+        place = (tokens.to(tl.int64) * (GROUPS * SHARED) + heads) * num_stretches + stretch
+        tl.store(sums + place[:, None] * HEAD + dims[None, :], total, mask=mask)
+        tl.store(peaks + 2 * place, peak, mask=is_query)
+        tl.store(peaks + 2 * place + 1, weight, mask=is_query)
+
+
+@triton.jit(do_not_specialize=["num_stretches"])
+def _join_kernel(  # type: ignore[no-untyped-def]
+    sums,
+    peaks,
+    lengths,
+    out,
+    num_stretches,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+    STRETCH: tl.constexpr,
+    JOINED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One head of one token: its stretches joined, in their order."""
+    if EARLY:
+        gdc_wait()
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    seen = tl.load(lengths + token).to(tl.int32)
+    count = (seen + STRETCH - 1) // STRETCH
+    dims = tl.arange(0, PADDED_HEAD)
+    inside = dims < HEAD
+    at = (token.to(tl.int64) * HEADS + head) * num_stretches
+    peak = tl.full((), float("-inf"), tl.float32)
+    weight = tl.zeros((), tl.float32)
+    total = tl.zeros((PADDED_HEAD,), tl.float32)
+    for begin in range(0, count, JOINED):
+        some = begin + tl.arange(0, JOINED)
+        is_some = some < count
+        tops = tl.load(peaks + 2 * (at + some), mask=is_some, other=float("-inf"))
+        weights = tl.load(peaks + 2 * (at + some) + 1, mask=is_some, other=0.0)
+        mask = is_some[:, None] & inside[None, :]
+        parts = tl.load(sums + (at + some)[:, None] * HEAD + dims[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(peak, tl.max(tops, 0))
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp(peak - level)
+        fades = tl.exp(tops - level)
+        weight = weight * fade + tl.sum(weights * fades, 0)
+        total = total * fade + tl.sum(parts * fades[:, None], 0)
+        peak = higher
+    if EARLY:
+        gdc_launch_dependents()
+    total = total / tl.where(weight == 0.0, 1.0, weight)
+    place = out + (token.to(tl.int64) * HEADS + head) * HEAD + dims
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _early(x: Tensor) -> dict[str, bool]:
+    """On a GPU a kernel is launched while the one before it ends, and waits for it by itself."""
+    return {"EARLY": True, "launch_pdl": True} if x.is_cuda else {"EARLY": False}
+
+
+def _tiles(num_outputs: int, num_inputs: int, gated: bool, is_wide: bool) -> dict[str, Any]:
+    """The tile of a product by its shape alone: never by the number of tokens."""
+    if is_wide and num_inputs >= 1024:  # shared memory holds no more of them
+        return {"TILE_M": 32, "TILE_K": 64, "num_warps": 4, "num_stages": 4}
+    if num_outputs >= 1 << 15:
+        stages = 8 if num_inputs >= 1024 else 6
+        return {"TILE_M": 64, "TILE_K": 64, "num_warps": 4, "num_stages": stages}
+    if gated and num_inputs >= 1024:
+        return {"TILE_M": 64, "TILE_K": 128, "num_warps": 8, "num_stages": 5}
+    if num_outputs > 4096:
+        return {"TILE_M": 32, "TILE_K": 256, "num_warps": 4, "num_stages": 3}
+    if gated or num_outputs > 2048:
+        return {"TILE_M": 32, "TILE_K": 64, "num_warps": 4, "num_stages": 8}
+    if num_outputs * num_inputs <= 1 << 20:
+        return {"TILE_M": 16, "TILE_K": 64, "num_warps": 4, "num_stages": 8}
+    return {"TILE_M": 16, "TILE_K": 256, "num_warps": 4, "num_stages": 4}
+
+
+_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+
+
+def linear(
+    x_NK: Tensor,
+    weight_MK: Tensor,
+    bias_M: Tensor | None = None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    residual_NM: Tensor | None = None,
+    scale: float = 1.0,
+    activation: str | None = None,
+    dtype: torch.dtype | None = None,
+    out_NM: Tensor | None = None,
+    tiles: dict[str, Any] | None = None,
+) -> Tensor:
+    """Products [N, M] of tokens and weights, float32 inside.
+
+    Args:
+        norm_K: of an RMS norm of x, with ``norm_offset`` added.
+        residual_NM: ``scale`` times the products are added to it.
+        activation: "silu" or "gelu_tanh" of the first half of the outputs, times the second.
+        dtype: of the result; None: that of ``x_NK``.
+        out_NM: where it goes; None: it is made.
+        tiles: instead of those of the shape, to time others.
+    """
+    num_tokens, num_inputs = x_NK.shape
+    num_outputs = len(weight_MK) // (2 if activation else 1)
+    if out_NM is None:
+        out_NM = x_NK.new_empty((num_tokens, num_outputs), dtype=dtype or x_NK.dtype)
+    tiles = tiles or _tiles(
+        *(num_outputs, num_inputs, activation is not None, x_NK.dtype.itemsize > 2)
+    )
+    tile = TILE if num_tokens <= TILE else 2 * TILE
+    grid = (triton.cdiv(num_tokens, tile), triton.cdiv(num_outputs, tiles["TILE_M"]))
+    nothing = weight_MK
+    _linear_kernel[grid](
+        *(x_NK, weight_MK, nothing if bias_M is None else bias_M),
+        *(nothing if norm_K is None else norm_K, nothing if residual_NM is None else residual_NM),
+        *(out_NM, num_tokens, num_outputs, num_inputs, eps, norm_offset, scale),
+        HAS_NORM=norm_K is not None,
+        HAS_BIAS=bias_M is not None,
+        HAS_RESIDUAL=residual_NM is not None,
+        ACTIVATION=_ACTIVATIONS[activation] if activation else 0,
+        EVEN=num_inputs % tiles["TILE_K"] == 0,
+        TILE_N=tile,
+        PRECISION="ieee",
+        **_early(x_NK),
+        **tiles,
+    )
+    return out_NM
+
+
+def rotate_and_store(
+    qkv_NX: Tensor,
+    num_query: int,
+    head_dim: int,
+    store: tuple[Tensor, Tensor],
+    layer: int,
+    blocks_N: Tensor,
+    offsets_N: Tensor,
+    *,
+    rotation: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """Queries [N, H, D], normed and rotated; keys, likewise, and values go to the cache.
+
+    Args:
+        qkv_NX: queries, keys and values of all heads, [N, (H + 2 G) D].
+        store: keys and values of all layers, [blocks, layers, G, B, D].
+        rotation: cosines and signed sines [N, P] (see `rope.rotate`).
+        norms: weights [D] of the norms of queries and keys.
+    """
+    keys, values = store
+    num_tokens, num_kv, block = len(qkv_NX), keys.shape[2], keys.shape[3]
+    query_NHD = qkv_NX.new_empty((num_tokens, num_query, head_dim))
+    cosines, sines = rotation or (qkv_NX, qkv_NX)
+    query_norm, key_norm = norms or (qkv_NX, qkv_NX)
+    _rotate_kernel[(num_tokens, num_query + 2 * num_kv)](
+        *(qkv_NX, cosines, sines, query_norm, key_norm, query_NHD, keys, values),
+        *(blocks_N, offsets_N, layer, eps, norm_offset, keys.stride(0), keys.stride(1)),
+        NUM_QUERY=num_query,
+        NUM_KV=num_kv,
+        HEAD=head_dim,
+        PADDED_HEAD=triton.next_power_of_2(head_dim),
+        BLOCK=block,
+        ROTATED=rotation[0].shape[1] if rotation else 0,
+        HAS_NORM=norms is not None,
+        **_early(qkv_NX),
+        num_warps=1,
+    )
+    return query_NHD
+
+
+def attend(
+    query_NHD: Tensor,
+    store: tuple[Tensor, Tensor],
+    layer: int,
+    tables_RM: Tensor,
+    lengths_N: Tensor,
+    starts_R: Tensor,
+    paths_NT: Tensor,
+    *,
+    context: int,
+    is_chain: bool,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sizes: Sizes | None = None,
+) -> Tensor:
+    """Attention of a grid's tokens over their slots' entries; [N, H, D].
+
+    Args:
+        store: see `rotate_and_store`; it holds the tokens' own entries already.
+        tables_RM: the blocks of each of R rows.
+        lengths_N: how many entries a token sees, its own included; 0 for padding, which gives 0.
+        starts_R: how many of them all tokens of a row see before the row's own.
+        paths_NT: what a token sees of its row's own, in their order.
+        context: no token sees more entries.
+        is_chain: whether the tokens of each row see one another as in a chain: then several
+            share the work, and ``paths_NT`` counts from 0 in each of them.
+        sizes: to time others than those of the head size.
+    """
+    sizes = sizes or (Sizes() if query_NHD.shape[-1] <= 64 else _LARGE)
+    keys, values = store
+    num_tokens, num_heads, head_dim = query_NHD.shape
+    row_tokens, groups, block = paths_NT.shape[1], keys.shape[2], keys.shape[3]
+    shared = num_heads // groups
+    tile_tokens = min(row_tokens, _whole_power(sizes.queries // shared)) if is_chain else 1
+    padded_head = max(16, triton.next_power_of_2(head_dim))
+    num_stretches = triton.cdiv(context, sizes.stretch)
+    sums = query_NHD.new_empty(
+        (num_tokens, num_heads, num_stretches, head_dim), dtype=torch.float32
+    )
+    peaks = query_NHD.new_empty((num_tokens, num_heads, num_stretches, 2), dtype=torch.float32)
+    _attend_kernel[(num_tokens // tile_tokens, groups, num_stretches)](
+        *(query_NHD, keys, values, tables_RM, lengths_N, starts_R, paths_NT, sums, peaks),
+        *(layer, scale, cap or 1.0, window or 1 << 30, keys.stride(0), keys.stride(1)),
+        *(tables_RM.shape[1], row_tokens, tile_tokens, num_stretches),
+        GROUPS=groups,
+        SHARED=shared,
+        HEAD=head_dim,
+        PADDED_HEAD=padded_head,
+        BLOCK=block,
+        HAS_CAP=cap is not None,
+        QUERIES=sizes.queries,
+        KEYS=sizes.keys,
+        STRETCH=sizes.stretch,
+        PRECISION="ieee",
+        **_early(query_NHD),
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+    )
+    out_NHD = torch.empty_like(query_NHD)
+    _join_kernel[(num_tokens, num_heads)](
+        *(sums, peaks, lengths_N, out_NHD, num_stretches),
+        HEADS=num_heads,
+        HEAD=head_dim,
+        PADDED_HEAD=padded_head,
+        STRETCH=sizes.stretch,
+        JOINED=_JOINED,
+        **_early(query_NHD),
+        num_warps=1,
+    )
+    return out_NHD
+
+
+def _whole_power(count: int) -> int:
+    """The largest power of two that is not above ``count``, at least 1."""
+    return 1 << max(count, 1).bit_length() - 1
