@@ -16,7 +16,7 @@ from foredraft.kernels.threads import available_cpus
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "file", "bf16", "int8", "int4")
 CACHE_DTYPES = ("auto", "int8")
-ACTIVATIONS = ("auto", "int8")
+ACTIVATIONS = ("auto", "int16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -53,9 +53,11 @@ class LoadOptions:
             others lose more than with int8. "file" keeps every weight of a GGUF file of 4 to 8 bits
             as it comes, which "auto" takes for such files. All three on CPU with the fused kernel
             only. "bf16" means dtype bfloat16.
-        activations: "int8" rounds what weights in 4 bits are multiplied with to 8 bits, with a
-            scale for each 32, as llama.cpp does: prompts, batches and drafts take less time, and
-            texts differ more than by such weights alone. "auto" keeps 16 bits.
+        activations: "int8" rounds what weights in 4 bits, and those of K-quants, are multiplied
+            with to 8 bits, with a scale for each 32: prompts, batches and drafts take less time,
+            and texts differ more than by such weights alone. "auto" takes it for files that keep
+            most of their weights in Q4_K, Q5_K or Q6_K, which llama.cpp multiplies with 8 bits as
+            well, and 16 bits ("int16") for all else.
         device: "auto" takes CUDA when there is one.
         backend: "auto" takes the native decoder for families it knows, transformers otherwise.
         threads: CPU threads; None leaves torch's choice.
