@@ -8,7 +8,7 @@ cost the loading of the target.
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 
 _AS_STORED = "file"
+_K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 _BITS: dict[str, Bits] = {"int8": 8, "int4": 4, _AS_STORED: "file"}
 _TILES = 16
 
@@ -515,7 +516,7 @@ def plan_native(
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, cache_dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
-        activation_bits=8 if options.activations == "int8" else 16,
+        activation_bits=_activation_bits(options, weights, formats),
         tiles=tiles,
         notes=(*_native_notes(config, device, kernel_problem), *not_kept),
         formats=formats,
@@ -545,13 +546,23 @@ def _native_weights(
 
 
 def _check_activations(options: LoadOptions, weights: str, formats: Iterable[str]) -> None:
-    """Whether there are matrices of 4 bits for activations of 8."""
-    in_the_file = weights == _AS_STORED and any(name.startswith("Q4") for name in formats)
+    """Whether there are matrices that activations of 8 bits are for."""
+    in_the_file = weights == _AS_STORED and any(
+        name in _K_QUANTS or name.startswith("Q4") for name in formats
+    )
     if options.activations == "int8" and weights != "int4" and not in_the_file:
         raise ConfigError(
             f"activations 'int8' are for weights in 4 bits, and these are {weights}; give weights "
             "'int4' too, or leave activations out"
         )
+
+
+def _activation_bits(options: LoadOptions, weights: str, formats: Sequence[str]) -> int:
+    """Of "auto": 8 where most weights are in a K-quant, for those stay nearer to float32 than
+    llama.cpp's products of them (docs/decisions/0002-cpu-kernel.md)."""
+    if options.activations == "auto" and weights == _AS_STORED:
+        return 8 if formats[0] in _K_QUANTS else 16
+    return 8 if options.activations == "int8" else 16
 
 
 def _native_bytes(

@@ -16,7 +16,7 @@ from foredraft.kernels.threads import available_cpus
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "file", "bf16", "int8", "int4")
 CACHE_DTYPES = ("auto", "int8")
-ACTIVATIONS = ("auto", "int8")
+ACTIVATIONS = ("auto", "int16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -55,9 +55,11 @@ class LoadOptions:
             only. "bf16" means dtype bfloat16.
         draft_weights: of the draft model, as ``weights``. No text depends on them, so "auto" takes
             what drafts fastest: "int4", with activations of 8 bits, where our own kernel runs it.
-        activations: "int8" rounds what weights in 4 bits are multiplied with to 8 bits, with a
-            scale for each 32, as llama.cpp does: prompts, batches and drafts take less time, and
-            texts differ more than by such weights alone. "auto" keeps 16 bits.
+        activations: "int8" rounds what weights in 4 bits, and those of K-quants, are multiplied
+            with to 8 bits, with a scale for each 32: prompts, batches and drafts take less time,
+            and texts differ more than by such weights alone. "auto" takes it for files that keep
+            most of their weights in Q4_K, Q5_K or Q6_K, which llama.cpp multiplies with 8 bits as
+            well, and 16 bits ("int16") for all else.
         device: "auto" takes CUDA when there is one.
         backend: "auto" takes the native decoder for families it knows, transformers otherwise.
         threads: CPU threads; None leaves torch's choice.

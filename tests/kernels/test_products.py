@@ -169,7 +169,7 @@ def test_rows_come_out_as_the_very_numbers(kind: type[QuantisedMatrix]) -> None:
 
 @pytest.mark.parametrize("kind", NESTED, ids=lambda kind: kind.__name__)
 def test_the_largest_nested_numbers_meet_activations_of_8_bits(kind: type[QuantisedMatrix]) -> None:
-    """All integers, factors and activations at their ends: no sum of 16 bits and no float overflows."""
+    """Integers, factors and activations at their ends: no sum of 16 bits overflows, none rounds."""
     counts = {field: count for field, count, _ in kind.head}
     low, high = (-32, 31) if kind.is_signed else (0, (1 << kind.bits) - 1)
     least, most = (-128, 127) if kind is Nested6Matrix else (-127, 127)

@@ -118,7 +118,8 @@ def test_the_very_weights_are_kept_and_multiplied(
     check_weights(target.weights, expected)
     assert target.weights.num_bytes == pytest.approx(plan.weight_bytes, rel=0.02)
     exact, reference = (
-        target_of(plan_of(path, dtype="float32", weights=weights)) for weights in ("file", "auto")
+        target_of(plan_of(path, dtype="float32", weights=weights, activations="int16"))
+        for weights in ("file", "auto")
     )
     assert reference.weights.bits == 32
     text = torch.randint(0, 299, (96,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -127,11 +128,28 @@ def test_the_very_weights_are_kept_and_multiplied(
     assert quality.top1_agreement == 1
 
 
-@pytest.mark.parametrize(("kind", "others"), [("Q8_0", NOTHING), ("Q4_K", K_M)], ids=str)
-def test_a_token_has_the_same_bits_in_any_company(
-    tmp_path: Path, kind: str, others: Mapping[str, str]
+@pytest.mark.parametrize(
+    ("kind", "others", "bits"),
+    [
+        *(("Q4_K", K_M, 8), ("Q5_K", K_M, 8), ("Q6_K", NOTHING, 8), ("Q5_0", K_M, 16)),
+        *(("Q8_0", K_M, 16), ("Q4_0", NOTHING, 16), ("Q5_1", NOTHING, 16)),
+    ],
+)
+def test_files_mostly_in_k_quants_are_multiplied_with_activations_of_8_bits(
+    tmp_path: Path, kind: str, others: Mapping[str, str], bits: int
 ) -> None:
-    target = target_of(plan_of(gguf_of(tmp_path, kind, others)[0]))
+    path, _ = gguf_of(tmp_path, kind, others)
+    assert plan_of(path).activation_bits == bits
+    assert plan_of(path, activations="int16").activation_bits == 16
+    assert plan_of(path, weights="bf16").activation_bits == 16
+
+
+@pytest.mark.parametrize("activations", ["int16", "int8"])
+@pytest.mark.parametrize(("kind", "others"), [("Q8_0", K_M), ("Q4_K", K_M)], ids=str)
+def test_a_token_has_the_same_bits_in_any_company(
+    tmp_path: Path, kind: str, others: Mapping[str, str], activations: str
+) -> None:
+    target = target_of(plan_of(gguf_of(tmp_path, kind, others)[0], activations=activations))
     tokens = [7, 250, 31, 7, 98, 12, 255, 4, 33, 120, 121]
     cache = target.cache
     slots = [cache.allocate() for _ in range(3)]
