@@ -386,10 +386,10 @@ def product_bits(
 
 
 def _sizes() -> list[Any]:
-    from foredraft.models.native.triton_ops import Sizes
+    from foredraft.models.native.triton_ops import AttentionSizes
 
     return [
-        Sizes(*numbers)
+        AttentionSizes(*numbers)
         for numbers in (
             *((64, 128, 128, 4, 1), (64, 128, 128, 4, 2), (64, 128, 128, 8, 1), (64, 64, 64, 4, 1)),
             *((64, 128, 256, 4, 1), (64, 64, 128, 4, 2), (64, 128, 256, 8, 2), (16, 64, 128, 4, 2)),

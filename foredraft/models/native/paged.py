@@ -68,7 +68,8 @@ class PagedInputs(NamedTuple):
         size, own = bucket.size, bucket.size * bucket.tokens
         kinds_IN = numbers[: 8 * size].view(8, -1)
         paths, tables = numbers[8 * size : 8 * size + own], numbers[8 * size + own :]
-        return cls(*kinds_IN, paths.view(size, -1), tables.view(bucket.rows, -1))
+        views = (*kinds_IN, paths.view(size, -1), tables.view(bucket.rows, -1))
+        return cls._make(views)
 
 
 def paged_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) -> Bucket:

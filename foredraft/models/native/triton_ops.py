@@ -8,24 +8,22 @@ which `tests/models/test_triton.py` and `benchmarks/gpu.py` compare.
 A token attends to entries in the order of its text: to the committed ones of its slot, then along
 its path through the draft. A tree's nodes thus add up what they will add up once they are kept.
 
-Import this module only where Triton is installed (`available`, in `device_ops`).
+Import this module only where Triton is installed (see `paged.graphed_decoder`).
 
 Shape legend: N tokens, K inputs, M outputs, H query heads, G key-value heads, P query heads that
 share a key-value head, D head size, B entries of a block, T tokens of a grid's row, S stretches.
 """
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import (  # type: ignore[import-not-found, unused-ignore]
-    gdc_launch_dependents,
-    gdc_wait,
-)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE = 16
 """Tokens of a product's tile; the least that matrix units take."""
@@ -33,7 +31,7 @@ _JOINED = 8
 """Stretches that are joined at once."""
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Of attention, always the same: other sizes give other bits.
 
     Attributes:
@@ -49,12 +47,12 @@ class Sizes(NamedTuple):
     stages: int = 1
 
 
-_LARGE = Sizes(keys=128, stretch=128)
+_LARGE = AttentionSizes(keys=128, stretch=128)
 """Of heads with more than 64 numbers: partial sums cost more there than waiting for keys."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _linear_kernel(  # type: ignore[no-untyped-def]
+def _linear_kernel(
     x,
     weight,
     bias,
@@ -134,7 +132,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _rotate_kernel(  # type: ignore[no-untyped-def]
+def _rotate_kernel(
     qkv,
     cosines,
     sines,
@@ -209,7 +207,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
         *("layer", "window", "table_size", "row_tokens", "tile_tokens", "num_stretches")
     ]
 )
-def _attend_kernel(  # type: ignore[no-untyped-def]
+def _attend_kernel(
     query,
     keys,
     values,
@@ -306,7 +304,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_stretches"])
-def _join_kernel(  # type: ignore[no-untyped-def]
+def _join_kernel(
     sums,
     peaks,
     lengths,
@@ -488,7 +486,7 @@ def attend(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
-    sizes: Sizes | None = None,
+    sizes: AttentionSizes | None = None,
 ) -> Tensor:
     """Attention of a grid's tokens over their slots' entries; [N, H, D].
 
@@ -503,7 +501,7 @@ def attend(
             share the work, and ``paths_NT`` counts from 0 in each of them.
         sizes: to time others than those of the head size.
     """
-    sizes = sizes or (Sizes() if query_NHD.shape[-1] <= 64 else _LARGE)
+    sizes = sizes or (AttentionSizes() if query_NHD.shape[-1] <= 64 else _LARGE)
     keys, values = store
     num_tokens, num_heads, head_dim = query_NHD.shape
     row_tokens, groups, block = paths_NT.shape[1], keys.shape[2], keys.shape[3]
