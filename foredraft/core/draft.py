@@ -56,17 +56,17 @@ class Draft(ABC):
 
     @abstractmethod
     def build(self) -> Proposal:
-        """What there is, as a proposal."""
+        """The draft so far, as a proposal."""
 
     def draw_key(self, parent: int) -> DrawKey | None:
-        """What draws the token that `extend` would hang below ``parent``.
+        """The key that draws the token that `extend` would append below ``parent``.
 
-        None where that takes more than scaled logits.
+        None if the draw needs more than scaled logits.
         """
         return None
 
     def take(self, parent: int, token: int, chance: float | None = None) -> int:
-        """Hang a token below ``parent`` that was chosen elsewhere; its node.
+        """Append a token below ``parent`` that was chosen elsewhere; returns its node.
 
         Args:
             chance: that the target accepts it; None: not known, so `build` says nothing of it.
@@ -76,14 +76,14 @@ class Draft(ABC):
 
     @property
     def tree(self) -> TokenTree:
-        """What there is so far."""
+        """The tree so far."""
         return TokenTree(tuple(self.tokens), tuple(self.parents))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def _law(self, parent: int, logits_V: Tensor) -> tuple[Law | None, int]:
-        """What the row's rules make of the logits, None if nothing may come; ``parent``'s depth."""
+        """The law by the row's rules (None if no token may come), and ``parent``'s depth."""
         drafted = self._drafted(parent)
         try:
             return self._rules.law(logits_V, self._text, drafted), len(drafted)

@@ -20,7 +20,7 @@ from foredraft.core.noise import Array, compiled
 
 
 class Draw(NamedTuple):
-    """What one row of logits gives: the token drawn, the likeliest one, and its logit."""
+    """Result for one row of logits: the token drawn, the likeliest one, and its logit."""
 
     token: int
     best: int
@@ -28,7 +28,7 @@ class Draw(NamedTuple):
 
 
 class DrawKey(NamedTuple):
-    """What a token is drawn with.
+    """Key of a draw: it fixes the token for given logits.
 
     Attributes:
         seed, position: of the noise.

@@ -23,7 +23,7 @@ MAX_OPTIONAL = 2000
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a reply has to look like. Equal grammars are compiled once.
+    """The form of a reply. Equal grammars are compiled once.
 
     Attributes:
         kind: how ``source`` is written.

@@ -1,4 +1,4 @@
-"""What one step did, as plain data: for controllers, traces, metrics and benches."""
+"""Record of one step as plain data, for controllers, traces, metrics and benches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SpeculationStats:
         self.committed += committed
 
     def credit(self, drafter: str, num_drafted: int) -> None:
-        """So many draft tokens of a step were this drafter's."""
+        """Count ``num_drafted`` draft tokens of a step for this drafter."""
         if num_drafted:
             self.drafters[drafter] = self.drafters.get(drafter, 0) + num_drafted
 
@@ -78,15 +78,15 @@ class RowStep:
     Attributes:
         context: tokens in the cache before the step.
         num_read: pending tokens that the step reads.
-        drafter: who drafts for the row now; None: nobody.
-        budget: nodes that this drafter was asked for; 0 where it was not asked, or was not ready.
-        proposal: what was drafted, by the drafter or by the row's rules.
-        verdict: what verification said; None after a chunk of a prompt.
+        drafter: name of the row's current drafter; None: the row has none.
+        budget: nodes that this drafter was asked for; 0 if it was not asked or not ready.
+        proposal: the draft, from the drafter or from the row's rules.
+        verdict: result of verification; None after a chunk of a prompt.
         committed: the tokens that were committed, in order.
         num_accepted: how many of them were drafted.
-        finish_reason: why the request is over, or None.
+        finish_reason: why the request has finished; None while it runs.
         num_forced: leading nodes of the proposal that the row's rules force.
-        plain_reason: why nothing was drafted, where nothing was; "" where the row was not to draft.
+        plain_reason: why nothing was drafted, if so; "" if the row was not to draft.
     """
 
     request_id: int

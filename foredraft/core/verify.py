@@ -310,12 +310,12 @@ class Decision:
 
 @dataclass
 class Evidence:
-    """What a verification decided on, kept for whoever asks why: traces and the page.
+    """Inputs and decisions of one verification, recorded for traces and the page.
 
-    It stands between a rule and what it asks, and remembers the answers. Off unless a trace asks
-    for it. Nothing is computed here that verification does not need: laws are kept by reference,
-    and whoever reads the evidence (`foredraft.trace.why`) does so before the next forward, outside
-    the times of the step.
+    It is a recording proxy: the verification rule calls it in place of the laws and the random
+    source, and it stores every answer. It is used only when tracing. It computes nothing that
+    verification does not need: laws are kept by reference, and `foredraft.trace.why` reads the
+    evidence before the next forward, outside the measured times of the step.
 
     Args:
         laws: the target's, by node. Those of nodes that were not looked at can be had from here,

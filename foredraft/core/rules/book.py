@@ -1,4 +1,4 @@
-"""From a request to its rules. What cannot be honoured is refused here, before anything runs."""
+"""From a request to its rules. Unsupported ones are refused here, before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a grammar allows at a place of the text, committed or drafted.
+"""Tokens that a grammar allows at a position of the text, committed or drafted.
 
 A matcher reads tokens one after the other. One matcher reads the committed tokens and nothing else.
 A copy of it reads the tokens of a draft; for another branch a new copy is made. Matchers never take
