@@ -17,7 +17,7 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text was last followed by something.
+    """Index of the last position after each n-gram of a growing text.
 
     An n-gram enters the index when the token after it is known, so the suffix of the text never
     finds itself. Extending by one token costs one dictionary entry per size.

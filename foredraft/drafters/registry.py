@@ -39,7 +39,7 @@ SHARED = frozenset(
 )
 """Modules beside the drafters that are none."""
 _PARTS = ("taps", "layers", "traits", "begin", "propose", "observe", "end")
-"""What every drafter has; see `Drafter`."""
+"""Attributes of every drafter; see `Drafter`."""
 RENAMED = {"eagle3": "eagle"}
 """Earlier names of drafters, each with today's."""
 
@@ -66,7 +66,7 @@ def _built_in() -> dict[str, str]:
 
 
 def _installed() -> Mapping[str, Sequence[EntryPoint]]:
-    """What other packages have registered, by name; also those installed a moment ago."""
+    """Drafters of other packages, by name, including packages installed a moment ago."""
     return _listed(tuple((folder, _last_change(folder)) for folder in sys.path))
 
 
@@ -250,7 +250,7 @@ def check_parts(drafter: Drafter, built: str) -> None:
 
 
 def _package(entry: EntryPoint) -> str:
-    """Who registered a drafter, for messages."""
+    """The package that registered a drafter, for messages."""
     package = entry.dist
     return f"package {package.name} {package.version}" if package else entry.value
 

@@ -88,7 +88,7 @@ class RankConfidence:
 
     @property
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """Of all ranks, by steadiness."""
+        """Hit rates of all ranks, by steadiness."""
         return tuple(tuple(self[steadiness]) for steadiness in range(len(self._trials)))
 
     def record(self, row: _Row, token: int) -> None:

@@ -47,7 +47,7 @@ class DraftModelModule(CausalHead):
 
 
 class DistilledRunner(StepRunner):
-    """What goes into a `DraftModelModule`'s layers: embeddings alone."""
+    """Makes the inputs of a `DraftModelModule`'s layers: embeddings alone."""
 
     def __init__(self, module: DraftModelModule, target: HeadTarget) -> None:
         weights = head_weights(module.layers, module.norm, module.output, module.shape)

@@ -54,11 +54,11 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, ModelShape
 
 _CONFIDENCE_STRIDE = 4
-"""The confidence head learns at one anchor in so many: its labels cost a product with all rows."""
+"""The confidence head learns at one anchor in this many: its labels need products of all rows."""
 
 
 _SCALES = torch.logspace(-2, 2, 41, base=2.0, dtype=torch.float64)
-"""Among which a confidence's scale is looked for."""
+"""Grid on which the scale of a confidence is fitted."""
 
 
 class DsparkModule(HeadModule):
@@ -127,9 +127,9 @@ class DsparkModule(HeadModule):
     # ------------------------------------------------------------------------------- one forward
 
     def context(self, taps: Sequence[Tensor]) -> Tensor:
-        """What the backbone sees of tokens that the target has read; [..., E].
+        """Context of the backbone from tokens that the target has read; [..., E].
 
-        Every layer makes keys and values of it, behind its own norm.
+        Every layer computes keys and values from it, after its own norm.
         """
         dtype = self.output.dtype
         normed = [norm(x.to(dtype)) for norm, x in zip(self.tap_norms, taps, strict=True)]

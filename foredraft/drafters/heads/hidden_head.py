@@ -111,7 +111,7 @@ class HiddenHeadModule(HeadModule):
 
 
 class HiddenHeadRunner(StepRunner):
-    """What goes into a `HiddenHeadModule`'s layer, where the target runs it."""
+    """Makes the inputs of a `HiddenHeadModule`'s layer, which the target runs."""
 
     def __init__(self, module: HiddenHeadModule, target: HeadTarget) -> None:
         shape, eps = module.shape, module.shape.rms_norm_eps

@@ -81,7 +81,7 @@ class MedusaModule(HeadModule):
             cast(_Head, head).start()
 
     def projected(self, hidden: Tensor, count: int) -> Tensor:
-        """What the first heads make of the last layer's output [..., E], before the norm.
+        """Outputs of the first heads for the last layer's output [..., E], before the norm.
 
         Returns:
             [..., H, E] for ``count`` heads, or as many as there are.

@@ -102,7 +102,7 @@ class HeadInfo:
 def identify(
     target: Target, name: str | None = None, tokenizer: str | None = None
 ) -> TargetIdentity:
-    """Who a target is.
+    """Identity of a target.
 
     The embeddings of some tokens tell models apart, fine-tuned ones of one base included as long
     as the embeddings were trained. Rounded to bfloat16 they are the same in every dtype and with
@@ -129,7 +129,7 @@ def sizes_of(target: Target) -> tuple[int, int, int]:
 
 
 def fingerprint(sizes: tuple[int, int, int], embed: Callable[[Tensor], Tensor]) -> str:
-    """Of a target.
+    """Fingerprint of a target.
 
     Args:
         sizes: of vocabulary and hidden states, and how many layers.
@@ -147,13 +147,13 @@ def write_folder(
     card: str,
     self_test: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a folder; what was there before is replaced when all is written.
+    """Write a folder; an earlier one is replaced when all is written.
 
     Args:
-        info: what ``head.json`` is to say; the digest of the weights' file is added.
+        info: content of ``head.json``; the digest of the weights' file is added.
         weights: by name.
         card: the text of README.md.
-        self_test: what is computed with them, by name; None: they are only looked up.
+        self_test: results computed with them, by name; None: they are only looked up.
 
     Raises:
         TrainingError: it cannot be written, such as on a full disk.
@@ -186,7 +186,7 @@ def finish_saving(directory: Path) -> None:
 
 
 def read_info(directory: Path) -> HeadInfo:
-    """What a head's directory says of itself.
+    """Metadata of a head's directory.
 
     Raises:
         ConfigError: there is no head.
@@ -329,7 +329,7 @@ def check_weights(directory: Path, info: HeadInfo) -> None:
 
 _COMPARED_ROWS = 64
 _TOLERANCE = 0.02
-"""Of the self test, in logits: float32 sums in another order, and nothing else."""
+"""Tolerance of the self test, in logits: it covers another order of float32 sums only."""
 M = TypeVar("M", bound=HeadModule)
 
 
@@ -517,7 +517,7 @@ def shipped_head_of_files(
 
 
 def fingerprint_of_files(checkpoint: Checkpoint) -> str | None:
-    """As `identify` would have it of the loaded target; None: there are no embeddings."""
+    """The fingerprint that `identify` gives for the loaded target; None: no embeddings."""
     stored = checkpoint.tensors.get(_EMBEDDINGS)
     if stored is None or len(stored.shape) != 2:
         return None
