@@ -1,9 +1,9 @@
-"""Speculation for people who hold a transformers model already.
+"""Speculation for a transformers model that is loaded already.
 
 >>> model.generate(**inputs, max_new_tokens=200, custom_generate=foredraft.custom_generate)
 
-What ``generate`` has made of its many options arrives here as logits processors, stopping criteria
-and a generation config. The ones below are honoured; everything else is refused by name.
+``generate`` turns its many options into logits processors, stopping criteria and a generation
+config. The ones below are honoured; everything else is refused by name.
 
 Shape legend: B rows, T prompt tokens (left-padded), N tokens of prompt and reply.
 """
@@ -54,7 +54,7 @@ _WARPERS = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-"""What shapes the distribution, in the order in which both libraries apply it."""
+"""Warpers of the distribution, in the order in which both libraries apply them."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -119,11 +119,11 @@ _ENCODER_INPUTS = {"encoder_outputs", "decoder_attention_mask"}
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What ``generate(…, return_dict_in_generate=True)`` returns; it hands out no cache.
+    """Result of ``generate(…, return_dict_in_generate=True)``; it contains no cache.
 
     Attributes:
         sequences: [B, N] token ids, prompt included.
-        speculation: what speculation did for each row.
+        speculation: statistics of speculation for each row.
     """
 
     speculation: list[SpeculationStats] | None = None
@@ -205,7 +205,7 @@ def custom_generate(
 def _read_inputs(
     input_ids: Tensor, source_ids: Tensor | None, has_encoder: bool, model_kwargs: Mapping[str, Any]
 ) -> list[tuple[list[int], Source | None]]:
-    """What each row goes on from, and an encoder-decoder's source beside it."""
+    """Each row's prompt ids, and an encoder-decoder's source."""
     if has_encoder:
         return [*zip(input_ids.tolist(), _sources(source_ids, model_kwargs), strict=True)]
     if source_ids is not None:
@@ -225,7 +225,7 @@ def _target(
 
 
 def _sources(source_ids_BS: Tensor | None, model_kwargs: Mapping[str, Any]) -> list[Source]:
-    """Of each row what the encoder has made of it, without padding."""
+    """The encoder's output for each row, without padding."""
     states_BSE = model_kwargs["encoder_outputs"][0]
     num_rows, num_positions = states_BSE.shape[:2]
     mask_BS = model_kwargs.get("attention_mask")
@@ -233,7 +233,7 @@ def _sources(source_ids_BS: Tensor | None, model_kwargs: Mapping[str, Any]) -> l
     seen_BS = seen_BS.to(states_BSE.device).bool()
     ids: list[tuple[int, ...]] = [()] * num_rows
     if source_ids_BS is not None:
-        # Several replies to one source are rows one behind the other.
+        # Several replies to one source are consecutive rows.
         source_ids_BS = source_ids_BS.repeat_interleave(num_rows // len(source_ids_BS), dim=0)
         if source_ids_BS.shape != seen_BS.shape:
             raise ConfigError(

@@ -23,10 +23,10 @@ Conditional = Callable[[tuple[int, ...]], Sequence[float]]
 
 
 _TOKEN_BYTES = 4
-"""What an entry would take in an array of tokens."""
+"""Size of an entry, as in an array of tokens."""
 
 _NUM_LAYERS = 2
-"""How many layers it pretends to have, for whoever taps them."""
+"""Number of layers that it pretends to have, for drafters that tap them."""
 
 
 class TokenCache(PagedCache):

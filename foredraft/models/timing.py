@@ -43,11 +43,11 @@ _Place = tuple[int, int]
 
 
 def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -> CostModel:
-    """What a forward costs, as earlier processes measured it; else `measure_cost`.
+    """The cost model from the measurements of earlier processes; else from `measure_cost`.
 
-    A measurement beside a busy neighbour must not decide for long how much is drafted. So two
-    processes measure, the least time of each size counts, and is kept for a week. The model of
-    costs follows the steps that are run in any case.
+    A measurement beside a busy neighbour must not decide draft lengths for long. So two processes
+    measure, and the least time of each size is kept for a week. The cost model follows the steps
+    that are run in any case.
 
     Args:
         recipe: names all that the times depend on: machine, kernel, form of the weights, threads.
@@ -87,12 +87,12 @@ def _rising(ms_of: Mapping[int, float]) -> Times:
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
-    """What a forward costs by its tokens and its context. Takes two seconds at the most.
+    """Measure a forward by its tokens and its context. It takes at most two seconds.
 
     The least of a few rounds counts, and times never fall with size: what is left is noise of the
-    machine, which can cost speed but never text. What a longer context adds is measured where one
-    can be had without reading a long text (`KVCache.fill`): its entries are empty, for how long
-    attention takes does not depend on their values.
+    machine, which can cost speed but never text. The cost of a longer context is measured if the
+    cache can be filled without reading a long text (`KVCache.fill`): its entries are empty, because
+    the time of attention does not depend on their values.
 
     Args:
         max_rows: most rows that will be in a forward, each perhaps with a few drafts.
@@ -123,7 +123,7 @@ def _measure(target: Target, max_rows: int) -> tuple[Times, tuple[float, float],
 
 
 def forward_ms(target: Target, num_tokens: int, rounds: int = 5) -> float:
-    """Milliseconds of one forward of so many tokens, the median of a few; nothing is kept of it."""
+    """Milliseconds of one forward of ``num_tokens`` tokens, the median of a few; not cached."""
     cache, context = target.cache, min(_CONTEXT, target.max_context // 2)
     slot = cache.allocate()
     try:
@@ -145,7 +145,7 @@ def _fits_a_long_context(cache: Cache, slot: int) -> bool:
 
 
 def _attention(best: dict[_Place, float], context: int) -> Attention:
-    """What a longer context adds, as far as it was measured."""
+    """The cost of a longer context, as far as it was measured."""
     if any((_LONG_CONTEXT, size) not in best for size in _LONG_SIZES):
         return Attention()
     one, several = (
@@ -177,7 +177,7 @@ def _measured(target: Target, slot: int, places: list[_Place]) -> dict[_Place, f
 
 
 def _moved_to(context: int, cache: Cache, slot: int) -> bool:
-    """Let the slot hold so many entries; whether it held another number."""
+    """Make the slot hold ``context`` entries; returns whether it held another number."""
     missing = context - cache.length(slot)
     if missing < 0:
         cache.truncate(slot, context)

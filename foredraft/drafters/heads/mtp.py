@@ -73,7 +73,7 @@ class MtpHead(nn.Module):
 
     @torch.no_grad()
     def start(self, source: HeadSource) -> None:
-        """Start from the target's last layer and norm, with the state passed through."""
+        """Start from the target's last layer and norm, passing the state through."""
         size = source.shape.hidden_size
         self.norm.weight.copy_(source.final_norm())
         self.layer.load_state_dict(dict(source.layer(-1)))

@@ -23,8 +23,8 @@ from foredraft.drafters.base import DraftRow
 from foredraft.kernels.build import KernelUnavailable, load_library
 
 LEAST_CHANCE = 4e-3
-"""Less likely tokens are ignored: the noise makes one ten times as likely, so that it might be worth
-a node, only once in a thousand times."""
+"""Less likely tokens are ignored: only once in a thousand times does the noise make one ten times
+as likely, so that it might be worth a node."""
 
 
 class Candidates:

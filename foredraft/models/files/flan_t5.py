@@ -1,7 +1,7 @@
-"""An encoder-decoder that everyone can have: flan-t5-small, trained on to write titles.
+"""An encoder-decoder from a package: flan-t5-small, fine-tuned to write titles.
 
 The package ``traceforge-title-model`` (MIT; FLAN-T5 itself Apache-2.0) carries encoder and decoder
-as ONNX files with weights of 8 bits. What they mean is written as float32: no bit of it is lost.
+as ONNX files with 8-bit weights. They are dequantised to float32 without any loss.
 """
 
 from __future__ import annotations

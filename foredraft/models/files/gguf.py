@@ -45,12 +45,12 @@ _OTHER_KINDS = (
     | {22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 39: "MXFP4", 40: "NVFP4"}
     | {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 )
-"""Names of formats that are not read, for whoever has such a file."""
+"""Names of formats that are not read, for error messages."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies in its file.
+    """Location of a tensor in its file.
 
     Attributes:
         shape: outermost dimension first, as torch and numpy have it: [rows, inputs] of a matrix.
@@ -111,7 +111,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 class _Header:
-    """Takes one value after the other. What would end behind the file is refused untaken."""
+    """Reads one value after the other; a value that would end beyond the file is refused first."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data = path, data

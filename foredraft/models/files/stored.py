@@ -40,7 +40,7 @@ def read_tensor(stored: StoredTensor, name: str) -> Tensor:
 
 
 def read_rows(stored: StoredTensor, name: str, indices_R: Tensor) -> Tensor:
-    """Some rows [R, K] of a matrix, likewise.
+    """Some rows [R, K] of a matrix; see `read_tensor`.
 
     Raises:
         ModelLoadError: the file is damaged.

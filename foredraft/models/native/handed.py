@@ -1,4 +1,4 @@
-"""A layer whose queries, keys and values are handed in: heads may make them of more than a state.
+"""Decoder layer with precomputed Q, K and V: draft heads build them from several inputs.
 
 Shape legend: T tokens of the forward, N wanted logits, E hidden size, Q columns of queries, keys
 and values.
