@@ -59,7 +59,7 @@ class EventStream:
         return event
 
     async def aclose(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished requests."""
         self._close()
 
     async def __aenter__(self) -> Self:
@@ -134,7 +134,7 @@ class _Post:
             self._waiting.setdefault(mailbox.loop, []).append(mailbox)
 
     def send(self) -> None:
-        """Wake the readers of what was put."""
+        """Wake the readers of new events."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for loop, mailboxes in waiting.items():
@@ -156,7 +156,7 @@ class AsyncLLM:
     threads may use one; ``llm`` itself can be used beside it, and takes turns with it.
 
     Args:
-        llm: what runs the requests. It is not closed with this one.
+        llm: runs the requests. It is not closed with this one.
         max_waiting: most requests that wait beside those in the batch; further ones are refused.
         prove_every: one of this many steps with drafts is run again without drafts while the engine
             is idle; see `LiveProof`. 0: none.
@@ -164,7 +164,7 @@ class AsyncLLM:
 
     Attributes:
         llm: the same.
-        proof: what was proven so far; None where nothing is.
+        proof: results of the proofs so far; None: no proofs are made.
 
     Raises:
         ConfigError: ``max_waiting`` or ``prove_every`` is not a whole number, 0 or more.

@@ -298,12 +298,12 @@ def _read_criteria(criteria: Sequence[Any]) -> tuple[int, list[int]]:
 def _read_processors(
     processors: Sequence[Any], do_sample: bool | None, num_begun: int | None = None
 ) -> tuple[SamplingParams, ModelBans]:
-    """The distribution that the processors describe together, and what they rule out.
+    """The distribution that the processors describe together, and their bans.
 
     Their own values count, not the config's: a caller may have added one.
 
     Args:
-        num_begun: tokens that an encoder-decoder's reply begins behind; None: the model is none.
+        num_begun: tokens at the beginning of an encoder-decoder's text; None for other models.
     """
     options: dict[str, Any] = {"temperature": 1.0} if do_sample else {}
     bans, warpers = ModelBans(), list[Any]()
@@ -420,7 +420,7 @@ def _returned(
 
 
 def _padded(input_ids_BT: Tensor, results: Sequence[GenerationResult], config: Any) -> Tensor:
-    """Prompts as they were given, replies behind them, and padding behind shorter replies."""
+    """The given prompts, the replies after them, and padding after shorter replies."""
     longest = max(len(result.token_ids) for result in results)
     pad = config._pad_token_tensor
     reply_BN = input_ids_BT.new_full((len(results), longest), 0 if pad is None else int(pad))

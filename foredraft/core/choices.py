@@ -1,8 +1,8 @@
 """The only random primitives: accept with a probability, draw from a law, choose with its noise.
 
 Verification and drafting see these verbs and no random numbers, so a test can put a ledger of
-every outcome behind them and prove the shipped rules exact. The numbers behind them are keyed by
-what they decide (see `core/rng.py` and `core/noise.py`).
+every outcome behind them and prove the shipped rules exact. The random numbers are keyed by
+their purpose (see `core/rng.py` and `core/noise.py`).
 
 A drafter gets one of two kinds, by the request's coupling, and they have no verb in common. With
 "seeded" it may *choose* with the noise the target will draw with: likely right, and accepted only
@@ -34,7 +34,7 @@ accepted shares by distance, of draft models; it weighs nodes against time, and 
 token."""
 
 _LOOKED_AT = 16
-"""Of the best scores, so many say together how sure the first ones are."""
+"""Number of best scores from which the chances of the first ones are estimated."""
 
 _TILT = 0.35
 """Exponent on the Gumbel noise when only a token's average hit rate is known. A copy that is right
@@ -273,7 +273,7 @@ def _likeliest(law: Law, count: int) -> list[Choice]:
 
 
 def _num_looked_at(count: int) -> int:
-    """More than asked for: what comes behind the last one says how sure it is."""
+    """More than ``count``: the scores after the last one show how sure it is."""
     return max(count + 1, _LOOKED_AT)
 
 

@@ -34,7 +34,7 @@ Prices = tuple[float, ...]
 Beyond the last, times rise with the average slope."""
 
 USUAL_PRICES: Prices = (1.0, 1.15)
-"""Where nothing was measured: a usual CPU."""
+"""Prices of a usual CPU, if nothing was measured."""
 
 
 def price_of(prices: Prices, num_nodes: float) -> float:
@@ -107,7 +107,7 @@ class Roofline:
         return float(max(1e-6, (read + multiply) ** (1.0 / _SHARPNESS)))
 
     def moved(self, num_tokens: int, ms: float) -> Roofline:
-        """A little closer to what was observed, mostly in the part that forward was bound by."""
+        """A little closer to the observation, mostly in the part that bounds the forward."""
         read, multiply = self._parts(num_tokens)
         change = max(-_MOST, min(_MOST, ms / self.ms(num_tokens) - 1.0)) * _STEP
         share = read / max(read + multiply, 1e-30)
@@ -145,7 +145,7 @@ class Attention:
 _FIRST = 4
 """Steps of a size that may correct it."""
 _KNOWN = 8
-"""Steps of one token after which what they take is known."""
+"""Steps of one token after which their time is known."""
 _MUCH_LESS = 0.75
 """Steps below this fraction of the expected time correct it; smaller differences are noise."""
 
@@ -175,7 +175,7 @@ class _Corrections:
         return min(self._factors[each] for each in (below, above) if each is not None)
 
     def takes(self, num_tokens: int, ratio: float) -> bool:
-        """A step of so many took ``ratio`` times what was expected: whether that corrects it."""
+        """Take in a step's ``ratio`` of measured to expected time; True: it was a correction."""
         place = (num_tokens - 1).bit_length()
         if not place or self._counts[place] >= _FIRST:
             return False
@@ -205,7 +205,7 @@ class _Shares:
         return share if num_tokens >= last else interpolated(self._points, num_tokens)
 
     def observe(self, num_tokens: int, change: float) -> None:
-        """A forward of so many tokens took ``1 + change`` times what was said."""
+        """A forward of ``num_tokens`` tokens took ``1 + change`` times the predicted time."""
         change = max(-_MOST, min(_MOST, change))
         self._usual += _STEP * (change - self._usual)
         moved = _SHARE_STEP * (change - self._usual)
@@ -222,8 +222,8 @@ class CostModel:
     """Milliseconds of a forward, measured and then followed.
 
     Args:
-        times: of one row of so many tokens.
-        attention: what contexts add.
+        times: of one row, by number of tokens.
+        attention: the cost of contexts.
         context: of that row.
 
     Raises:
@@ -256,7 +256,7 @@ class CostModel:
         return tuple(self._weights_ms(num_tokens + n) + attention_ms + n * node_ms for n in nodes)
 
     def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
-        """A forward of these rows took this long: what is said from now on follows."""
+        """A forward of these rows took ``ms``: later predictions follow it."""
         num_tokens, ms = sum(n for n, _ in rows), self._without_attention(rows, ms)
         self._num_alone += num_tokens == 1
         if self._corrections.takes(num_tokens, ms / self._weights_ms(num_tokens)):

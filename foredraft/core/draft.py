@@ -1,6 +1,6 @@
 """Drafting from a distribution: one verb for chosen and drawn tokens.
 
-A drafter that has logits hangs tokens below a node with `Draft.extend` and need not know which
+A drafter that has logits adds tokens below a node with `Draft.extend` and need not know which
 kind the request asks for. The row's own rules (temperature, filters, bans, grammars) are applied
 to the drafter's logits *before* a token is chosen or drawn; taking one away afterwards would bias
 drawn drafts.
@@ -87,7 +87,7 @@ class Draft(ABC):
         drafted = self._drafted(parent)
         try:
             return self._rules.law(logits_V, self._text, drafted), len(drafted)
-        except NoTokenError:  # behind the end of a grammar, for one
+        except NoTokenError:  # such as after the end of a grammar
             return None, len(drafted)
 
     def _drafted(self, node: int) -> list[int]:

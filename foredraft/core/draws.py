@@ -1,7 +1,7 @@
 """The next token of many rows at once, where their laws are nothing but scaled logits.
 
-The same tokens as `foredraft.core.noise.gumbel_argmax` draws for each alone, without passes over
-the logits for what a law would say of itself.
+The tokens equal those of `foredraft.core.noise.gumbel_argmax` for each row alone. No passes over
+the logits are made to build laws.
 
 Shape legend: N rows of logits, V vocabulary.
 """

@@ -239,7 +239,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def compiled() -> ctypes.CDLL | None:
-    """The compiled half; None where there is none."""
+    """The compiled half, or None if it cannot be built."""
     return _library()
 
 
@@ -355,7 +355,7 @@ def _numpy_top(logits_V: Array, count: int, seed: int, position: int, scale: flo
         return (logits.astype(np.float64) - base) * scale
 
     with np.errstate(over="ignore"):  # far below the largest is -inf, as without a warning in C++
-        # `count` tokens of large logit, whose noise is at least so much: what has to be reached.
+        # `count` tokens of large logit, with lower bounds of their noise: the score to reach.
         leaders = _largest(logits_V, count)
         leading = scaled(logits_V[leaders])
         floor = _floor(leading + at_least[255], count)

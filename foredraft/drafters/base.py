@@ -120,7 +120,7 @@ class DraftRow:
         assert not isinstance(self.choices, DrawnChoices)
         try:
             law = self.rules.law(logits_V, self.tokens, drafted)
-        except NoTokenError:  # behind the end of a grammar, for one
+        except NoTokenError:  # such as after the end of a grammar
             return []
         return self.choices.best(law, len(drafted), count)
 
@@ -225,9 +225,9 @@ class Drafter(Protocol):
         layers: the cache layers in which it keeps something for each token of the text (see
             `Cache.add_layers`); usually none. With any, taps come with every step, chunks of
             prompts included, and `observe` writes the entries from ``start`` to ``end``, or keeps
-            what it takes to write them until they are needed, or `end`: where they lack entries
-            of a text it cannot be followed from there on (but see `DrafterTraits.skips_gaps`).
-        traits: what else the engine and controllers are to know of it; usually the defaults.
+            the inputs to write them until they are needed, or until `end`. A text whose entries
+            have a gap cannot be followed further (but see `DrafterTraits.skips_gaps`).
+        traits: further properties for the engine and controllers; usually the defaults.
     """
 
     @property

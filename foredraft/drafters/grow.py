@@ -45,7 +45,7 @@ class DepthGrowth(Protocol):
     """A draft tree under construction.
 
     Attributes:
-        tree: what must be scored now: the frontier and its ancestors at least.
+        tree: nodes to score now: at least the frontier and its ancestors.
         frontier: nodes of ``tree`` whose logits `extend` needs, ``(ROOT,)`` at first; empty when
             the draft is complete.
     """
@@ -357,7 +357,7 @@ class Worth:
         """Whether one more draft forward can raise the rate.
 
         Args:
-            values: what there is so far, in descending order.
+            values: of the nodes so far, in descending order.
             bound: the most accepted tokens that another depth can add.
             num_forwards: draft forwards spent so far.
         """
@@ -388,12 +388,12 @@ def best_first(
     from the front is a tree: the number with the best ratio is taken.
 
     Args:
-        start: where the committed text ends, and what is drafted already.
-        row: its budget is the most nodes; its noise, where it has some, reweighs what may follow.
+        start: cursor after the committed text and the tokens drafted already.
+        row: its budget is the most nodes; its noise, if it has any, reweighs the successors.
         branch: whether nodes may have siblings; else the likeliest successor alone is followed.
         prices: of the nodes; the row's when None.
         num_drafted: tokens between the committed text and ``start``.
-        is_weighed: the probabilities are what the row's noise leaves already.
+        is_weighed: whether the probabilities include the row's noise already.
     """
     prices = prices or row.prices
     tokens: list[int] = []
@@ -514,9 +514,9 @@ class Growth:
     """One row's tree while it grows.
 
     Args:
-        row: what it is grown for.
-        limits: how far.
-        guide: knows the text, to go on where the head was not asked; None: nothing does.
+        row: the row of the tree.
+        limits: of its size.
+        guide: copies from the text at nodes without a forward of the head; None: there is none.
 
     Attributes:
         scored: the tree of the nodes that have been scored, in the order of scoring.
@@ -535,7 +535,7 @@ class Growth:
         self._worth = Worth(self.row.prices, self.limits.round_cost)
 
     def hang(self, node: int, choices: Sequence[Choice], is_copy: bool = False) -> None:
-        """Hang the likeliest tokens below a node (or `ROOT`)."""
+        """Add the likeliest tokens below a node (or `ROOT`)."""
         chance = 1.0
         drafted: tuple[int, ...] = ()
         if node != ROOT:
@@ -575,7 +575,7 @@ class Growth:
         return self._nodes[node].drafted
 
     def place(self, node: int) -> int:
-        """The number of a node in `scored`; `ROOT` stays what it is."""
+        """The number of a node in `scored`; `ROOT` for `ROOT`."""
         return node if node == ROOT else self._nodes[node].place
 
     def parent(self, node: int) -> int:
@@ -611,7 +611,7 @@ class Growth:
         return Proposal.chosen(grown.subset(kept), chances, authors)
 
     def _follow_guide(self) -> None:
-        """Hang what the guide knows below the leaves, while it may be worth a node."""
+        """Add the guide's successors below the leaves, while they may be worth a node."""
         if self.guide is None:
             return
         for _ in range(self.row.budget):
@@ -626,7 +626,7 @@ class Growth:
             self.hang(best, self.row.weigh(self.copied(best), depth)[:2], is_copy=True)
 
     def _needs_head(self, node: int) -> bool:
-        """Whether the head is to say what follows: not too deep, and not known already."""
+        """Whether the head has to score a node: it is not too deep, and no copy is sure."""
         found = self._nodes[node]
         if len(found.drafted) >= self.limits.max_depth or found.chance < _LEAST:
             return False
@@ -653,5 +653,5 @@ class Growth:
         self.num_rounds += 1
 
     def _values(self) -> list[float]:
-        """The chances of the likeliest nodes, as many as may be drafted."""
+        """Chances of the likeliest nodes, up to the budget."""
         return sorted((n.chance for n in self._nodes), reverse=True)[: self.row.budget]

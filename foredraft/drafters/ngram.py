@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they occurred before.
+"""Prompt lookup: copies the tokens after an earlier occurrence of the last few tokens.
 
 Finds the most recent earlier occurrence of the longest suffix of the text and proposes the tokens
 that came after it (Saxena 2023; "prompt lookup decoding"). Costs nothing, and pays where the

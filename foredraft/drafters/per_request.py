@@ -25,7 +25,7 @@ Request = TypeVar("Request")
 
 
 class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
-    """A `ContinuingDrafter` of chosen trees; subclasses say what they do for one request."""
+    """A `ContinuingDrafter` of chosen trees; subclasses implement it for one request."""
 
     traits = DrafterTraits(continues=True)
 
@@ -38,7 +38,7 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
 
     @abstractmethod
     def draft_tree(self, request: Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
-        """Draft what follows the row's tokens and ``draft``.
+        """Draft the continuation of the row's tokens and ``draft``.
 
         Args:
             row: its budget is 1 or more, and the most nodes to draft.
@@ -71,11 +71,11 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
 
 
 class GuidedDrafter(PerRequestDrafter[Guide]):
-    """Drafts the best tree of what each request's text says may follow; see `best_first`.
+    """Drafts the best tree of successors in each request's text; see `best_first`.
 
     Args:
         new_text: makes the text of a request that starts.
-        prices: what nodes cost; the row's when None.
+        prices: of nodes; the row's when None.
         tree: whether drafts may branch.
     """
 

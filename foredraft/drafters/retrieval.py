@@ -56,7 +56,7 @@ class Datastore:
 
     Args:
         ids_T: int32 ids, each document followed by a separator (-1).
-        suffixes_T: int32 or int64 positions in ``ids_T``, sorted by what starts there.
+        suffixes_T: int32 or int64 positions in ``ids_T``, sorted by the text from there on.
         starts_V: int64; where the suffixes that start with each id begin, and one past the last.
     """
 

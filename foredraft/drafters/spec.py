@@ -1,4 +1,4 @@
-"""How the registry knows a drafter: what it needs, which options it takes, what it drafts from."""
+"""The registry's description of a drafter: its needs, its options and its sources."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class DrafterSpec:
             name "copy" as the author of those nodes.
         reads_prediction: whether it drafts from `SamplingParams.prediction`; of a drafter made of
             others a function of its options.
-        head: what ``foredraft train`` trains for it; None: nothing.
+        head: kind of head that ``foredraft train`` trains for it; None: it needs none.
     """
 
     build: DrafterFactory

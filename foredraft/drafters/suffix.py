@@ -51,10 +51,10 @@ NO_MATCH = Match(_ROOT, 0)
 
 
 class SuffixAutomaton:
-    """Extended by one token at a time, in amortised constant time.
+    """A suffix automaton, extended by one token at a time in amortised constant time.
 
     `end` is the longest suffix of the text that has occurred before, and so the best place to
-    look for what comes next.
+    look for the next token.
     """
 
     def __init__(self) -> None:

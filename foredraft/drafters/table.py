@@ -1,10 +1,10 @@
 """A table of successors of the last few tokens in a target's own text, in one mapped file.
 
 A context of one to five tokens is kept by a key of 32 bits, the number of its tokens mixed in; two
-contexts of one key happen once in some ten thousand look-ups, and cost a draft. With each stand its
-likeliest successors. Their chances are those of back-off by interpolation: what a shorter context
-says counts less the more often the longer one was seen, so that the longest context which is there
-says all (Jelinek and Mercer, 1980; weights as of Witten and Bell, 1991).
+contexts share a key once in some ten thousand look-ups, which costs a draft. Each key has its
+likeliest successors. Their chances are those of back-off by interpolation: a shorter context counts
+less the more often the longer one was seen. They are combined in advance, so that the entry of the
+longest known context suffices (Jelinek and Mercer, 1980; weights as of Witten and Bell, 1991).
 
 Shape legend: C contexts, K successors of each.
 """
@@ -52,7 +52,7 @@ _MASK = (1 << 64) - 1
 _HALF = 16
 """Bits of half a key."""
 SEEDS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
-"""Odd numbers that keys are mixed with."""
+"""Odd multipliers of the keys."""
 Context = tuple[int, ...]
 
 
@@ -100,7 +100,7 @@ class NgramTable:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is stored."""
+        """The stored tensors."""
         return self._tensors
 
     def successors(self, context: Sequence[int]) -> list[tuple[int, float]]:
@@ -193,12 +193,12 @@ class Opinion:
 
 
 class TableText(Guide):
-    """One request's text, and what may follow it.
+    """One request's text with its likely successors.
 
     Args:
         prompt: the text so far.
         table: of the target.
-        is_sampled: whether what follows is drawn at a temperature above 0.
+        is_sampled: whether tokens are drawn at a temperature above 0.
 
     Attributes:
         place: where the committed text ends.
@@ -273,7 +273,7 @@ def found_table(context: DrafterContext, option: str) -> NgramTable | None:
     """The table that the user named, or that comes with the package; None: there is none.
 
     Args:
-        option: what names its directory.
+        option: the option that names its directory.
 
     Raises:
         ConfigError: it is not there, or of another target.

@@ -103,13 +103,13 @@ class ScoreRow:
     Attributes:
         slot: the row's slot in the target's cache.
         pending: the tokens to read, at least one: all that are pending, or the first of them.
-        tree: draft tokens; empty unless all that are pending are read.
-        wants_logits: False for a chunk after which nothing is to be said yet.
-        computed: what is known already of these very tokens, if anything.
-        draw: what the token after the pending ones is drawn with, where its law is nothing but
-            scaled logits; those after the nodes of a chain with the noise of the positions behind.
-            A target may draw them in the forward (`Scores.draws`), or ignore this.
-        source: what the row's text is written from, the same in all forwards of a slot; targets
+        tree: draft tokens; empty unless all pending tokens are read.
+        wants_logits: False for a chunk whose logits are not needed.
+        computed: hidden states that are known already for these very tokens, if any.
+        draw: key of the token after the pending ones, if its law is merely scaled logits; tokens
+            after the nodes of a chain are drawn with the noise of the next positions. A target
+            may draw them in the forward (`Scores.draws`), or ignore this.
+        source: the encoder's input for the row's text, the same in all forwards of a slot; targets
             without an encoder ignore it.
     """
 
@@ -229,7 +229,7 @@ class EncoderTarget(Target, Protocol):
     """A target with the capability ``encoder``: each row of a forward has a source.
 
     Attributes:
-        decoder_prompt: the tokens that every reply begins behind.
+        decoder_prompt: the tokens at the beginning of every decoder text.
         max_source: most tokens of a source.
         bans: tokens that it never writes, whatever a request asks for.
     """
@@ -249,7 +249,7 @@ _READ_AT_ONCE = 512
 
 
 def read(target: Target, slot: int, tokens: Sequence[int], source: Source | None = None) -> None:
-    """Read a text of any length into a slot, and keep it; nothing is said about it."""
+    """Prefill a text of any length into a slot, and commit it; no logits are computed."""
     for start in range(0, len(tokens), _READ_AT_ONCE):
         piece = tokens[start : start + _READ_AT_ONCE]
         target.score([ScoreRow(slot, piece, wants_logits=False, source=source)])
@@ -304,7 +304,7 @@ class HeadRow:
         tree: parents of the nodes; its tokens are not read.
         num_known: how many of all these, from the front, were run before and are still there.
         num_wanted: of how many, from the end, the logits are wanted.
-        is_block: nodes see all nodes, those behind them too.
+        is_block: nodes attend to all nodes, also to later ones.
     """
 
     slot: int
@@ -330,7 +330,7 @@ class HeadRunner(Protocol):
         """Run the tokens that are not known yet, of all rows.
 
         Args:
-            inputs_TE: what goes into the first layer for each of them, in float32 or the
+            inputs_TE: inputs of the first layer for each of them, in float32 or the
                 target's dtype; see `HeadWeights.layers`.
 
         Returns:
@@ -488,21 +488,21 @@ class LowBitCopy(Protocol):
         ...
 
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
-        """One forward of the copy, which reads entries and writes behind those that count.
+        """One forward of the copy, which reads entries and writes after the committed ones.
 
         Nothing of it is ever committed: the target's forward of the same tokens writes their
         entries anew.
 
         Args:
             rows: as for `Target.score`; ``pending`` are the first tokens to read.
-            starts: of each row the place of the first of them: the slot's length, or more where
+            starts: for each row the position of the first of them: the slot's length, or more where
                 the copy has read the tokens in between since the slot was last changed.
 
         Returns:
-            With a draw for each row of logits, or with none: behind the first token of a chain
-            they are drawn by the noise of the next positions; the likeliest where a row has no
-            `ScoreRow.draw`. None where its logits are not finite. Logits of tokens that come first
-            so are the copy's, those of others may be estimates.
+            Scores with a draw for each row of logits, or without draws. After the first token of a
+            chain, tokens are drawn with the noise of the next positions; a row without
+            `ScoreRow.draw` gives the likeliest. A draw is None if its logits are not finite.
+            Logits of tokens that can be drawn are the copy's; others may be estimates.
         """
         ...
 
@@ -552,6 +552,6 @@ class LowBitTarget(ApartTarget, Protocol):
 
         Args:
             texts: token ids that the target wrote itself; some thousands in all.
-            advance: called after each layer with what was done.
+            advance: called after each layer with a line about it.
         """
         ...

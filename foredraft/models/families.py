@@ -36,16 +36,16 @@ class Names:
 
 @dataclass(frozen=True)
 class Gguf:
-    """How a family is written in GGUF files.
+    """GGUF's form of a family.
 
     Attributes:
-        architecture: what ``general.architecture`` says, and keys of the family begin with.
+        architecture: value of ``general.architecture``, and prefix of the family's keys.
         is_paired: rows of queries and keys lie such that rotary embedding turns neighbours, where
             transformers turns halves.
         keys: of fields of ``config.json``, beyond those of Llama; without the architecture.
-        implied: fields of ``config.json`` that a file without a key for them means, where this is
-            not what `Family.defaults` says.
-        only: what keys may say, where anything else is not implemented.
+        implied: fields of ``config.json`` that a file without keys for them implies, if they differ
+            from `Family.defaults`.
+        only: the only values of keys that are implemented.
         wide_size: the number of layers of the one model of the family whose scores are divided by
             the root of hidden size / heads, and not of the head size. Files do not say it.
     """

@@ -51,7 +51,7 @@ class TokenCache(PagedCache):
         return self._read(slot)[: self.length(slot)]
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
-        """Put uncommitted entries behind the ones that count; makes room for them."""
+        """Write uncommitted entries after the committed ones; makes room for them."""
         self.reserve(slot, len(tokens))
         self.will_write(slot, len(tokens))
         self._put(slot, self.length(slot), tokens)

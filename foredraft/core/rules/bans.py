@@ -128,7 +128,7 @@ class OnlyAt:
 
 
 class NeverAt:
-    """None of some tokens at a place of the reply."""
+    """Bans some tokens at one position of the reply."""
 
     num_ending = 0
 
@@ -161,7 +161,7 @@ class ModelBans:
     last: int | None = None
 
     def of_reply(self, max_tokens: int) -> Iterator[Ban]:
-        """As bans of one reply."""
+        """The bans of one reply."""
         if self.never:
             yield BadWords([token] for token in self.never)
         if self.never_at[1]:

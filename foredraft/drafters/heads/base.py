@@ -53,10 +53,10 @@ class HeadSource(Protocol):
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts with what the target made of them.
+    """Texts with the target's outputs for them.
 
     Attributes:
-        tokens_BL: int64 token ids; what lies behind a text's end is any id.
+        tokens_BL: int64 token ids; padding after a text's end is any id.
         lengths_B: int64 tokens of each text.
         embeddings_BLE: the target's embeddings of the tokens.
         taps: for each layer that the head asks for its output [B, L, E].
@@ -181,10 +181,10 @@ class HeadModule(nn.Module, ABC):
 
     Attributes:
         kind: the registered name of the drafter that uses it.
-        OPTIONS: what users may choose.
+        OPTIONS: options of training.
         shape: of the target.
         taps: the layers of the target that it reads; ascending.
-        output: the output rows [R, E], or what holds them: see `rows`.
+        output: the output rows [R, E], or a module with them: see `rows`.
         output_ids_R: the token of each output row, ascending, a buffer; None: all of them.
         promise: of a trained one, see `DrafterTraits`.
     """
@@ -316,9 +316,9 @@ def unrolled(
     """Predictions of a head that drafts token by token from a state that it carries on.
 
     Args:
-        state_BLE: what is known at the anchor.
+        state_BLE: the state at the anchor.
         step: from the number ``k`` of the draft token (from 1), the embeddings of the token before
-            it and the state there: what the output rows read, and the next state.
+            it and the state there: the input of the output rows, and the next state.
     """
     predictions = []
     for k in range(1, depth + 1):
@@ -341,7 +341,7 @@ TAPS = HeadOption(
 
 
 class CausalHead(HeadModule, ABC):
-    """Llama layers, a norm and output rows; a subclass says what they read.
+    """Llama layers, a norm and output rows; a subclass makes their inputs.
 
     Args:
         shape: of the target, and of the layers.

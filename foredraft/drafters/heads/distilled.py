@@ -1,6 +1,6 @@
 """A draft model distilled from its target: the target's embedding, few layers, few output rows.
 
-The layers start as the target's first and last ones; what lies between is to be learnt. The
+The layers start as the target's first and last ones, and learn to replace those between. The
 embedding stays the target's own, so that it is neither trained nor stored. It reads each token one
 entry early, beside the one before it as all heads do, so a text's very first token is not read.
 """

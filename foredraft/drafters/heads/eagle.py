@@ -1,13 +1,13 @@
 """EAGLE-3 as it is published: one layer that attends over a token and a fused state side by side.
 
-Outputs of several of the target's layers, fused to one state, and the embedding of the token that
-follows, each behind a norm, are what queries, keys and values are made of; the layer adds to the
-state (arXiv 2503.01840). Behind the anchor the layer's own output takes the state's place. The
-norms of EAGLE-3.1 are options here: one for each tapped layer, and whether the output goes on
-behind the last norm.
+Outputs of several of the target's layers are fused to one state. Queries, keys and values are
+computed from this state and the embedding of the next token, each after a norm; the layer adds to
+the state (arXiv 2503.01840). After the anchor the layer's own output replaces the state. The norms
+of EAGLE-3.1 are options here: one for each tapped layer, and whether the normed output is passed to
+the next token.
 
-`foredraft.drafters.eagle` is the same idea with a cheaper layer; heads of this shape are what other
-engines load.
+`foredraft.drafters.eagle` is the same idea with a cheaper layer; other engines load heads of this
+shape.
 
 Shape legend: B texts, L tokens, E hidden size, P tapped layers, R output rows.
 """
@@ -62,7 +62,7 @@ class WideLayer(LlamaLayer):
     """A `LlamaLayer` on [..., 2E]: an embedding, and the state that the layer adds to.
 
     Args:
-        is_normed: it adds to the state behind its norm.
+        is_normed: whether it adds to the state after its norm.
     """
 
     def __init__(self, shape: ModelShape, is_normed: bool) -> None:
@@ -72,7 +72,7 @@ class WideLayer(LlamaLayer):
         self.qkv = nn.Linear(2 * shape.hidden_size, self.qkv.out_features, bias=False)
 
     def weights(self) -> dict[str, Tensor]:
-        """Without what makes queries, keys and values: they are handed in."""
+        """Weights without the projections to queries, keys and values, which are precomputed."""
         before = ("attention_norm", "token_norm", "qkv")
         return {n: w for n, w in super().weights().items() if not n.startswith(before)}
 
@@ -181,7 +181,7 @@ class EagleModule(HeadModule):
 
 
 def published_taps(num_layers: int) -> tuple[int, ...]:
-    """The layers that EAGLE-3's authors read: what goes into layers 2, L / 2 and L - 3."""
+    """The layers that EAGLE-3's authors tap: the inputs of layers 2, L / 2 and L - 3."""
     return tuple(
         sorted({min(max(n - 1, 0), num_layers - 1) for n in (2, num_layers // 2, num_layers - 3)})
     )
@@ -195,7 +195,7 @@ class FirstLayer(LlamaLayer):
         self.attention_norm = nn.Identity()
 
     def weights(self) -> dict[str, Tensor]:
-        """Without what makes queries, keys and values: they are handed in."""
+        """Weights without the projections to queries, keys and values, which are precomputed."""
         return {name: w for name, w in super().weights().items() if name != "qkv.weight"}
 
 
@@ -336,10 +336,10 @@ class _Published:
 
     Attributes:
         where: its directory, for messages.
-        config: what it says of itself.
+        config: of the head.
         shape: the layer's, with the target's vocabulary and number of layers.
         tensors: by name, those of the target left out.
-        layer: what the layer's names begin with.
+        layer: prefix of the layer's names.
     """
 
     where: Path
@@ -440,7 +440,7 @@ def _read_config(directory: Path, vocab_size: int) -> tuple[_Config, ModelShape]
 
 
 def _check_embeddings(stored_VE: Tensor | None, parts: TargetParts, directory: Path) -> None:
-    """A head reads the target's embeddings: those that it brings must be the same."""
+    """Check that a checkpoint's embeddings equal the target's, which the head reads."""
     if stored_VE is None:
         return
     ids = torch.arange(0, len(stored_VE), max(1, len(stored_VE) // _SAMPLED_ROWS))
@@ -509,7 +509,7 @@ def names_of(module: EagleModule, layer: str) -> dict[str, tuple[str, ...]]:
     """Our names of a head's weights, and theirs.
 
     Args:
-        layer: what the layer's names begin with, such as ``layers.0.``.
+        layer: prefix of the layer's names, such as ``layers.0.``.
     """
     count = len(module.tap_norms)
     norms = [f"fc_norm.{i}.weight" for i in range(count)]

@@ -193,14 +193,14 @@ class JoinedTokens:
 
 
 class Joined:
-    """``matrix @ concat(norm(state) for each state)``, and what tokens add to it.
+    """``matrix @ concat(norm(state) for each state)``, plus the contributions of tokens.
 
     Args:
-        target: whose kernel multiplies.
+        target: its kernel multiplies.
         norms: weights [E] of the states' norms.
         matrix: [R, C E].
         eps: of the norms.
-        tokens: what they add; None: nothing.
+        tokens: their contributions; None: there are none.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Joined:
     ) -> None:
         self._tokens = tokens
         table_VE = None if tokens is None else tokens.table_VE
-        # A norm's weights scale the columns of the matrix behind it: one product less to make.
+        # A norm's weights are folded into the columns of the matrix after it: one product less.
         weight = (matrix * torch.cat([*norms])).detach().to(target.parts.device)
         self._join = target.join(weight, table_VE, eps)
 

@@ -351,7 +351,7 @@ class Layout:
         prefix: of all names; its group, if it has one, is the module's number.
         layer: of the decoder layer's names, after the prefix.
         embedding_norm, hidden_norm, join, norm: names after the prefix.
-        unused: names after the prefix that hold what the target has anyway.
+        unused: names after the prefix of tensors that the target has anyway.
         hidden_first: the state comes before the embedding where they are joined.
         less_one: norms are stored less 1.
         returns: see `MtpModule`.
@@ -441,7 +441,7 @@ def read_native(directory: Path, target: HeadTarget) -> MtpModule:
 
 
 def _find(names: Sequence[str], directory: Path) -> tuple[Layout, list[str]]:
-    """The layout, and what the names of each head's tensors begin with, by depth."""
+    """The layout, and the prefix of each head's tensor names, by depth."""
     for layout in LAYOUTS:
         pattern = re.compile(f"({layout.prefix}){re.escape(layout.join)}$")
         found = [match for name in names if (match := pattern.match(name))]
@@ -456,7 +456,7 @@ def _find(names: Sequence[str], directory: Path) -> tuple[Layout, list[str]]:
 
 
 def _check_count(config: Mapping[str, Any], prefixes: Sequence[str], directory: Path) -> None:
-    """A head reads what the one before it made: none may be missing."""
+    """Refuse a missing head: each reads the output of the one before it."""
     said = config.get(_COUNT)
     if said is not None and said != len(prefixes):
         raise ModelLoadError(

@@ -97,7 +97,7 @@ loss of its choices at temperatures 0.7 and 1."""
 
 
 class OutputRows:
-    """Which token each output row of a head stands for.
+    """The token of each output row of a head.
 
     Args:
         ids_R: the tokens, ascending; None: all.
@@ -136,7 +136,7 @@ class OutputRows:
         Args:
             logits_NR: the head's own.
             drafted: for each node the guesses from the committed text to it, itself included.
-            copied: for each node what something else says follows it; see `blended`.
+            copied: for each node candidates of another source; see `blended`.
         """
         params = row.params
         if not row.rules.filters_only:
@@ -177,7 +177,7 @@ class OutputRows:
     def _mix_in(
         self, values_R: Array, scale: float, copied: Sequence[Choice]
     ) -> list[tuple[int, float]]:
-        """Change logits as if the head had said what is copied too.
+        """Mix the copied tokens into the head's logits.
 
         Returns:
             Copied tokens that have no row, with their logits.

@@ -59,7 +59,7 @@ class StepRunner(ABC):
         self.layers = (self._runner.layers,)
 
     def begin(self, slot: int) -> None:  # noqa: B027 - most keep nothing for a slot
-        """Another request begins in a slot; nothing is done if not overridden."""
+        """Start another request in a slot; does nothing by default."""
 
     @abstractmethod
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
@@ -72,7 +72,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        """Layer inputs [N, E] for drafted tokens, ``states_NE`` of what each was drafted from."""
+        """Layer inputs [N, E] for drafted tokens and the states of their parents."""
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `foredraft.models.base.HeadRunner.run`."""
@@ -131,7 +131,7 @@ class _Read:
     Attributes:
         start: the position of the first.
         following: the token after each.
-        taps: what the target made of them, [T, E] for each tapped layer.
+        taps: the target's hidden states of them, [T, E] for each tapped layer.
     """
 
     start: int
@@ -143,7 +143,7 @@ class StepDrafter(BaseDrafter):
     """See the module docstring.
 
     Args:
-        head: what drafts.
+        head: the trained head.
         target: its target.
         limits: how far a tree may grow.
     """
@@ -195,7 +195,7 @@ class StepDrafter(BaseDrafter):
         request.waiting.append(read)
 
     def _catch_up(self, requests: Iterable[_Request]) -> None:
-        """Read what waits, all requests in one run."""
+        """Process the waiting tokens of all requests in one run."""
         behind = [request for request in requests if request.waiting]
         if not behind:
             return
@@ -365,7 +365,7 @@ class Reliability:
         return [Choice(token, min(0.99, factor * chance)) for token, chance in choices]
 
     def record(self, choices: Sequence[Choice], token: int) -> None:
-        """``token`` came where these, uncorrected, were what might come."""
+        """Record that ``token`` came where these candidates, uncorrected, were drafted."""
         self._promised = _MEMORY * self._promised + sum(c.chance for c in choices)
         self._came = _MEMORY * self._came + any(c.token == token for c in choices)
 

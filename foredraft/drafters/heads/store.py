@@ -1,8 +1,8 @@
-"""The folder of something that was learnt for a target: what it says of itself, written whole.
+"""The folder of a trained drafter: its metadata and weights, written atomically.
 
 ``head.json`` (kind, config, target, provenance, measured acceptance), ``weights.safetensors``,
 ``README.md``, and of heads ``self_test.safetensors``. A process may be killed at any moment while
-they are written: the folder then holds what was there before, or both halves of the swap, which the
+they are written: the folder then holds the earlier files, or both halves of the swap, which the
 next `finish_saving` completes.
 
 Shape legend: N token ids, E hidden size.
@@ -70,7 +70,7 @@ class TargetIdentity:
 
 @dataclass(frozen=True)
 class HeadInfo:
-    """What ``head.json`` says.
+    """Content of ``head.json``.
 
     Attributes:
         kind: the registered name of the drafter.
@@ -226,7 +226,7 @@ class _Target(BaseModel):
 
 
 class _Meta(BaseModel):
-    """What ``head.json`` holds."""
+    """Fields of ``head.json``."""
 
     kind: str
     config: dict[str, Any]
@@ -300,7 +300,7 @@ def check_target(info: HeadInfo, target: TargetIdentity, where: Path) -> None:
 
 
 def check_kind(info: HeadInfo, kind: str, directory: Path) -> None:
-    """Refuse what another drafter uses.
+    """Refuse a folder of another drafter.
 
     Raises:
         ConfigError: it is of another kind.
@@ -338,7 +338,7 @@ M = TypeVar("M", bound=HeadModule)
 
 def save_head(directory: Path, module: HeadModule, info: Mapping[str, Any], test: TextBatch,
               depth: int, card: str) -> None:  # fmt: skip
-    """Write a head's directory; what was there before is replaced when all is written.
+    """Write a head's directory; an earlier one is replaced when all is written.
 
     Weights are stored in bfloat16, and the self test is made with those.
 
@@ -420,7 +420,7 @@ def load_head(
 
     Args:
         module: the class of the kind.
-        target: what it is to draft for; see `identify`.
+        target: that it drafts for; see `identify`.
         sizes: of the target, see `sizes_of`; None: they are not compared.
         dtype: of the weights.
         device: where they go.
@@ -573,7 +573,7 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
 
     Args:
         module: the class of its kind.
-        option: what names its directory.
+        option: the option that names its directory.
 
     Raises:
         ConfigError: none was named, it is not there, or it is of another kind or target.

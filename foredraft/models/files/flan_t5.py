@@ -36,7 +36,7 @@ PACKAGE = Package(
     ),
 )
 RECIPE = f"converter 1 of {PACKAGE.requirement} {_ENCODER} {_DECODER}"
-"""Names what `convert` makes. Raise it when that changes: older copies are made again."""
+"""Version of `convert`. Raise it when its output changes: older copies are made again."""
 
 _SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 6}
 _NUM_LAYERS, _VOCAB_SIZE = 8, 32128

@@ -1,4 +1,4 @@
-"""The number formats of GGUF: blocks of integers with scales, and what numbers they stand for.
+"""The number formats of GGUF: blocks of integers with scales, and their dequantisation.
 
 Every quantised format comes to the same: a weight is an integer times the scale of the few
 weights around it, plus their minimum where the format has one. The formats differ in how the

@@ -29,7 +29,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The same with a capital letter beginning a word, and with what follows an apostrophe joined to it.
+# The same with a capital letter beginning a word, and letters after an apostrophe joined to it.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -134,7 +134,7 @@ _NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _special_tokens_strip(fields: GgufTokenizerFields) -> bool:
-    """Whether special tokens take the white space behind them, as those of Phi-3 do.
+    """Whether special tokens strip the white space after them, as those of Phi-3 do.
 
     A GGUF file does not say so. Phi-4-mini has this architecture and another tokenizer.
     """

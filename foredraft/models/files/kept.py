@@ -87,7 +87,7 @@ class KeptFiles:
         return cls(folder, directory)
 
     def json(self, name: str, recipe: str, make: Callable[[], Any]) -> Any:
-        """A small piece: what ``make`` returned when it was last made."""
+        """A small piece: the result of ``make``, cached."""
         value = self.read_json(name, recipe)
         if value is None:
             value = make()
@@ -95,7 +95,7 @@ class KeptFiles:
         return value
 
     def read_json(self, name: str, recipe: str) -> Any:
-        """A small piece; None where there is none of this recipe."""
+        """A small piece, or None if there is none of this recipe."""
         if self.folder is None:
             return None
         with suppress(OSError, ValueError, TypeError, KeyError):
@@ -202,7 +202,7 @@ def kept_models() -> list[KeptModel]:
 
 
 def recipe_of(*parts: object) -> str:
-    """A recipe of what a piece depends on: modules by their source, tensors by their bytes."""
+    """A recipe of a piece's inputs: modules by their source, tensors by their bytes."""
     return hashlib.sha256("\n".join(map(_described, parts)).encode()).hexdigest()[:24]
 
 
@@ -307,7 +307,7 @@ def _sums(content: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
 
 
 def _hash_of(sums: Iterable[Sums]) -> str:
-    """It finds what happens to files (zeroed pages, flipped bits), not what is contrived."""
+    """It detects accidental damage (zeroed pages, flipped bits), not deliberate forgery."""
     found = hashlib.sha256()
     for some in sums:
         found.update(some.tobytes())

@@ -62,10 +62,10 @@ def _sums_between(path: Path, share: int, start: int) -> bytes:
 def write_manifest(directory: Path, recipe: str) -> None:
     """Describe every file of ``directory``, and see that it has reached the disk.
 
-    Links are left alone: what they lead to is not ours.
+    Links are left alone: their targets are not foredraft's.
 
     Args:
-        recipe: says what the files were made from and by which version of the code.
+        recipe: names the sources of the files and the version of the code.
     """
     files = {}
     for path in sorted(path for path in directory.iterdir() if not path.is_symlink()):

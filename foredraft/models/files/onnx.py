@@ -31,7 +31,7 @@ class OnnxFile:
 
     Attributes:
         tensors: float32, uint8 and int8 initialisers by name.
-        inputs: of each node the names of what it takes, by the node's name.
+        inputs: names of each node's inputs, by the node's name.
     """
 
     tensors: Mapping[str, Array]

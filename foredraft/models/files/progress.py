@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told about slow work: what is being done, and how much of it is done."""
+    """Receives reports of slow work: its current stage, and the share that is done."""
 
     def stage(self, text: str) -> None:
         """A new piece of work begins; ``text`` names it in a few words."""
 
     def advance(self, fraction: float, detail: str = "") -> None:
-        """The share of the current stage that is done, 0 to 1, and what is to be said beside it."""
+        """The share of the current stage that is done, 0 to 1, and a text beside it."""
 
 
 class SilentProgress:

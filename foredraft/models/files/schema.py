@@ -57,7 +57,7 @@ class _Schema(BaseModel):
 
 
 class GenerationFields(_Schema):
-    """``generation_config.json``, and what ``config.json`` has of it."""
+    """``generation_config.json``, and its fields in ``config.json``."""
 
     eos_token_id: TokenIds = ()
 
@@ -108,7 +108,7 @@ _NEEDED_OF_ROPE = {
 
 
 class LayeredRopeFields(_Schema):
-    """Rotary parameters of layers that see the whole text, and of those that see a window."""
+    """Rotary parameters of layers with full attention, and of windowed ones."""
 
     full_attention: RopeFields | None = None
     sliding_attention: RopeFields | None = None
@@ -170,7 +170,7 @@ class DecoderFields(_Schema):
 
     @property
     def head_size(self) -> int:
-        """``head_dim``, or what is taken for it."""
+        """``head_dim``, or its default."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
@@ -338,7 +338,7 @@ class GgufTokenizerFields(_Schema):
     chat_template: str | None = _said("tokenizer.chat_template", None)
 
     def end_ids(self) -> list[int]:
-        """Ids that end a reply: those that the file names, and those known by their text."""
+        """Ids that end a reply: named by the file, or known by their text."""
         named = {self.eos_token_id, self.eot_token_id, self.eom_token_id} - {None}
         known = {token: index for index, token in enumerate(self.tokens) if token in ENDS_BY_TEXT}
         if known.keys() >= _HARMONY:

@@ -53,13 +53,13 @@ def resolve_model(
             (any part of a split one, or a directory that holds one and nothing else of a model),
             or a hub id.
         revision: branch, tag or commit of a hub id.
-        as_safetensors: convert the weights of a GGUF file for those who read nothing else.
+        as_safetensors: convert the weights of a GGUF file, for code that reads nothing else.
         as_stored: leave the weights of any GGUF file as they are, the default model's too.
-        progress: told about downloads and conversions.
+        progress: receives reports of downloads and conversions.
 
     Raises:
         ConfigError: no such name or directory, or a revision of something that has none.
-        ModelLoadError: the model cannot be obtained; the message says what to do.
+        ModelLoadError: the model cannot be obtained; the message names the remedy.
     """
     name, progress = os.fspath(name), progress or SilentProgress()
     _check_spelling(name)
@@ -85,7 +85,7 @@ def resolve_model(
 
 
 def _check_spelling(name: str) -> None:
-    """Refuse what no file system takes, before one is asked."""
+    """Refuse names that no file system takes, before one is accessed."""
     try:
         num_bytes = len(name.encode())
     except UnicodeEncodeError:
@@ -151,8 +151,8 @@ class _Conversion:
 
     Attributes:
         name: of the directory.
-        recipe: says what it is made from and by which version of the code.
-        num_bytes: what making it takes on the disk.
+        recipe: names its sources and the version of the code.
+        num_bytes: disk space that making it takes.
         write: makes the model in its first argument. The second is a folder for downloads: it
             stays when this fails, so that the next call can go on with it.
     """
@@ -201,7 +201,7 @@ def _whole_gguf(path: Path) -> _Conversion:
 
 
 def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:
-    """A name for the directory that tells the file from others, and what it is made from."""
+    """A name for the directory that identifies the file, and its recipe."""
     states = [(state.st_size, state.st_mtime_ns) for state in (part.stat() for part in parts)]
     place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9.-]+", "-", path.stem)[:60]
@@ -284,5 +284,5 @@ def _make(directory: Path, conversion: _Conversion, num_bytes: int, progress: Pr
         shutil.rmtree(download, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # what has arrived stays
+        with suppress(OSError):  # partial downloads stay
             download.rmdir()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROWS_AT_ONCE = 4096
-"""Rows dequantised in one go: what this needs besides the result stays small."""
+"""Rows dequantised at once, which bounds the memory needed besides the result."""
 
 
 def read_tensor(stored: StoredTensor, name: str) -> Tensor:

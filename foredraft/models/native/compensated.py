@@ -127,7 +127,7 @@ def compensated(
 
 
 def _rounded(weight_RK: Tensor, product_KK: Tensor) -> Blocks:
-    """A matrix in 4 bits, block by block; each input's error moves into those behind it."""
+    """A matrix in 4 bits, block by block; later columns absorb each column's error."""
     short = -weight_RK.shape[1] % SCALE_INPUTS
     weight_RK = F.pad(weight_RK, (0, short)).clone()
     product_KK = F.pad(product_KK, (0, short, 0, short))
@@ -157,7 +157,7 @@ def _rounded(weight_RK: Tensor, product_KK: Tensor) -> Blocks:
 
 
 def _undoing(product_KK: Tensor) -> Tensor:
-    """How an input's error is shared out among those behind it: an upper triangle [K, K]."""
+    """The share of an input's error that later inputs absorb: an upper triangle [K, K]."""
     diagonal_K = product_KK.diagonal().clone()
     mean = diagonal_K.mean().clamp_min(1e-12)
     damped_KK = product_KK + torch.diag((_DAMPING * mean).expand_as(diagonal_K))

@@ -16,7 +16,7 @@ from foredraft.models.files.schema import DecoderFields, RopeFields
 from foredraft.models.native.rope import KINDS, RotaryEmbedding
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By what ``config.json`` calls them."""
+"""Activations by their names in ``config.json``."""
 
 _MOST_LAYERS = 100_000
 """Limit on layers: their kinds are made before the files are checked for that many."""
@@ -61,7 +61,7 @@ class DecoderConfig:
     """Sizes and constants of a decoder. Fields are named as in ``config.json`` where it has them.
 
     Attributes:
-        model_type: the family; `family` says what its tensors are called.
+        model_type: the family; `family` holds the names of its tensors.
         intermediate_size: of an expert, where there are such.
         ropes: the rotary embeddings of its layers.
         kinds: of the layers; empty: each is of `USUAL_KIND`.
@@ -192,7 +192,7 @@ def read_config(directory: Path, max_context: int | None = None) -> DecoderConfi
     """Parse ``config.json``.
 
     Args:
-        max_context: most tokens that will be read; None: as many as the model takes.
+        max_context: longest text that will be read; None: the model's own limit.
 
     Raises:
         ModelLoadError: the file is malformed, or the family or one of its features is not
@@ -230,7 +230,7 @@ _OPTIONAL = frozenset(
 
 
 def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
-    """The fields that the family heeds, with what it takes for those that are left out."""
+    """The fields that the family reads, with its defaults for missing ones."""
     heeded = {key: value for key, value in raw.items() if _heeds(family, key)}
     if heeded.get("rope_scaling") == {}:  # stands above rope_parameters where it says anything
         del heeded["rope_scaling"]

@@ -16,7 +16,7 @@ from foredraft.models.native.weights import DecoderWeights
 
 
 class HandedDecoder(EagerDecoder):
-    """Runs one layer on inputs [T, E + Q]: what it adds to, beside what it attends with.
+    """Runs one layer on inputs [T, E + Q]: the residual input beside queries, keys and values.
 
     Args:
         config: of the layer.
