@@ -186,7 +186,7 @@ def custom_generate(
         raise ConfigError(
             "a draft model has to read the source, too; pass its input_ids once more as source_ids"
         )
-    # Like generate itself, go on past the context that the config promises.
+    # Like generate itself, continue past the context length of the config.
     target = _target(model, max_length, requests[0][0], bans)
     options = LoadOptions(
         drafter=drafter,
@@ -303,7 +303,7 @@ def _read_processors(
     Their own values count, not the config's: a caller may have added one.
 
     Args:
-        num_begun: tokens at the beginning of an encoder-decoder's text; None for other models.
+        num_begun: number of decoder tokens before an encoder-decoder's reply; None for others.
     """
     options: dict[str, Any] = {"temperature": 1.0} if do_sample else {}
     bans, warpers = ModelBans(), list[Any]()

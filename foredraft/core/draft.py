@@ -69,7 +69,7 @@ class Draft(ABC):
         """Append a token below ``parent`` that was chosen elsewhere; returns its node.
 
         Args:
-            chance: that the target accepts it; None: not known, so `build` says nothing of it.
+            chance: that the target accepts it; None: unknown, and `build` then gives no chances.
         """
         self._has_unknown |= chance is None
         return self._add(parent, token, 1.0 if chance is None else chance)

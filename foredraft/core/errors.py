@@ -56,7 +56,7 @@ class QueueFullError(ForedraftError, RuntimeError):
 
 
 class EngineStoppedError(ForedraftError, RuntimeError):
-    """The engine takes no more requests: it was closed, or it failed."""
+    """The engine accepts no more requests: it was closed, or it failed."""
 
 
 class NonFiniteScoresError(ForedraftError, ArithmeticError):

@@ -2,7 +2,8 @@
 
 A drafter is one file in this folder, or in ``heads`` where it was trained for its target; the
 file's name is the drafter's name. `base` is the interface of drafters, `spec` what the registry
-knows of it, `registry` finds it, other packages' drafters included. See docs/extend/add-a-drafter.md.
+knows of it, `registry` finds it, other packages' drafters included. See
+docs/extend/add-a-drafter.md.
 """
 
 from foredraft.drafters.registry import (

@@ -246,8 +246,8 @@ class Drafter(Protocol):
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         """One proposal a row, each of at most ``row.budget`` nodes.
 
-        `NOT_READY` where it cannot draft yet, whatever it knows: nothing is concluded from it. One
-        that says so for a row eight times running is asked no more for that row.
+        `NOT_READY` for a row that it cannot draft for yet: it does not count as a draft. After
+        eight such answers in a row, the drafter is detached from that request.
         """
         ...
 

@@ -46,7 +46,7 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
         """
 
     def observe_request(self, request: Request, seen: Observation) -> None:
-        """A step of the request has been committed; learns nothing if not overridden."""
+        """Observe a committed step of the request; does nothing by default."""
 
     def end_request(self, request: Request) -> None:
         """The request is over and forgotten; does nothing more if not overridden."""

@@ -229,7 +229,7 @@ class EncoderTarget(Target, Protocol):
     """A target with the capability ``encoder``: each row of a forward has a source.
 
     Attributes:
-        decoder_prompt: the tokens at the beginning of every decoder text.
+        decoder_prompt: the decoder's tokens before every reply.
         max_source: most tokens of a source.
         bans: tokens that it never writes, whatever a request asks for.
     """
@@ -502,7 +502,7 @@ class LowBitCopy(Protocol):
             Scores with a draw for each row of logits, or without draws. After the first token of a
             chain, tokens are drawn with the noise of the next positions; a row without
             `ScoreRow.draw` gives the likeliest. A draw is None if its logits are not finite.
-            Logits of tokens that can be drawn are the copy's; others may be estimates.
+            Logits of drawn tokens are the copy's own; others may be estimates.
         """
         ...
 

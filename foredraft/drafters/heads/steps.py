@@ -347,7 +347,7 @@ _LEAST, _MOST = 0.3, 1.2
 class Reliability:
     """Corrects the chances of one kind of requests by one factor.
 
-    A head is too sure of itself on text that is unlike what it learnt from, and above all where
+    A head is overconfident on text that is unlike its training text, and above all where
     noise chooses among tokens that it knows little about. Then it drafts too deep. The factor
     weighs nodes against time, and changes no token.
     """

@@ -511,7 +511,7 @@ def shipped_head(kind: str, target: Target, shipped: Path = SHIPPED) -> Path | N
 def shipped_head_of_files(
     kind: str, checkpoint: Checkpoint, shipped: Path = SHIPPED
 ) -> Path | None:
-    """The same, told from the target's files: reads a few rows of its embeddings."""
+    """The same from the target's files, of which it reads a few rows of the embeddings."""
     found = fingerprint_of_files(checkpoint)
     return None if found is None else _of_fingerprint(kind, found, shipped)
 

@@ -17,7 +17,7 @@ class Progress(Protocol):
 
 
 class SilentProgress:
-    """A `Progress` that says nothing."""
+    """A `Progress` that ignores all reports."""
 
     def stage(self, text: str) -> None:
         pass
