@@ -59,7 +59,7 @@ class EventStream:
         return event
 
     async def aclose(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished requests."""
         self._close()
 
     async def __aenter__(self) -> Self:
@@ -134,7 +134,7 @@ class _Post:
             self._waiting.setdefault(mailbox.loop, []).append(mailbox)
 
     def send(self) -> None:
-        """Wake the readers of what was put."""
+        """Wake the readers of new events."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for loop, mailboxes in waiting.items():
@@ -156,15 +156,15 @@ class AsyncLLM:
     threads may use one; ``llm`` itself can be used beside it, and takes turns with it.
 
     Args:
-        llm: what runs the requests. It is not closed with this one.
+        llm: runs the requests. It is not closed with this one.
         max_waiting: most requests that wait beside those in the batch; further ones are refused.
-        prove_every: of so many steps that drafted one is made again without drafts, while there is
-            nothing else to do; see `LiveProof`. 0: none.
+        prove_every: one of this many steps with drafts is run again without drafts while the engine
+            is idle; see `LiveProof`. 0: none.
         on_proof: called after each of these proofs, on the engine's thread; True: nothing differs.
 
     Attributes:
         llm: the same.
-        proof: what was proven so far; None where nothing is.
+        proof: results of the proofs so far; None: no proofs are made.
 
     Raises:
         ConfigError: ``max_waiting`` or ``prove_every`` is not a whole number, 0 or more.
@@ -215,7 +215,7 @@ class AsyncLLM:
         return self._worker.problem is None
 
     def stats(self) -> EngineStats:
-        """What the engine has done and is doing. Never waits."""
+        """Counters and state of the engine. Never waits."""
         return self.llm.engine.stats()
 
     async def open(
@@ -232,18 +232,18 @@ class AsyncLLM:
 
         Args:
             prompt: text, token ids, or the messages of a conversation.
-            tenant: whose request it is: nothing of it is shared with other tenants' requests.
+            tenant: owner of the request: nothing of it is shared with other tenants' requests.
             priority: requests of higher numbers go first.
-            policy: who drafts for it: that of `LLM.with_drafter`, of the same LLM. None: ``llm``'s;
-                where the request has a prediction that this does not read, a drafter that does.
-            so_far: what another engine has committed of the reply, which goes on behind it.
+            policy: chooses its drafters: the policy of `LLM.with_drafter`, of the same LLM. None:
+                ``llm``'s, or, if that does not read the request's prediction, a drafter that does.
+            so_far: the part of the reply that another engine has committed; the reply continues it.
                 ``params`` are those that it began with, and name its seed.
 
         Raises:
             QueueFullError: too many requests are waiting.
             EngineStoppedError: it was closed, or its thread has failed.
-            PromptError, ConfigError: the prompt or what is asked for cannot be used, or the reply
-                cannot go on.
+            PromptError, ConfigError: the prompt or a parameter cannot be used, or the reply cannot
+                be continued.
         """
         options = replace(self.llm.request_options(tenant, priority), policy=policy, so_far=so_far)
         return await self._open([(prompt, checked_params(params))], options)
@@ -319,7 +319,7 @@ class AsyncLLM:
 
         Raises:
             QueueFullError, EngineStoppedError, PromptError: as `open`.
-            ConfigError: likewise, or more than one reply is asked for.
+            ConfigError: as `open`, or more than one reply is asked for.
         """
         if checked_params(params).n > 1:
             raise ConfigError("generate gives one reply and n asks for more: use generate_all")

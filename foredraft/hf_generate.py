@@ -1,9 +1,9 @@
-"""Speculation for people who hold a transformers model already.
+"""Speculation for a transformers model that is loaded already.
 
 >>> model.generate(**inputs, max_new_tokens=200, custom_generate=foredraft.custom_generate)
 
-What ``generate`` has made of its many options arrives here as logits processors, stopping criteria
-and a generation config. The ones below are honoured; everything else is refused by name.
+``generate`` turns its many options into logits processors, stopping criteria and a generation
+config. The ones below are honoured; everything else is refused by name.
 
 Shape legend: B rows, T prompt tokens (left-padded), N tokens of prompt and reply.
 """
@@ -54,7 +54,7 @@ _WARPERS = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-"""What shapes the distribution, in the order in which both libraries apply it."""
+"""Warpers of the distribution, in the order in which both libraries apply them."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -119,11 +119,11 @@ _ENCODER_INPUTS = {"encoder_outputs", "decoder_attention_mask"}
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What ``generate(…, return_dict_in_generate=True)`` returns; it hands out no cache.
+    """Result of ``generate(…, return_dict_in_generate=True)``; it contains no cache.
 
     Attributes:
         sequences: [B, N] token ids, prompt included.
-        speculation: what speculation did for each row.
+        speculation: statistics of speculation for each row.
     """
 
     speculation: list[SpeculationStats] | None = None
@@ -186,7 +186,7 @@ def custom_generate(
         raise ConfigError(
             "a draft model has to read the source, too; pass its input_ids once more as source_ids"
         )
-    # Like generate itself, go on past the context that the config promises.
+    # Like generate itself, continue past the context length of the config.
     target = _target(model, max_length, requests[0][0], bans)
     options = LoadOptions(
         drafter=drafter,
@@ -205,7 +205,7 @@ def custom_generate(
 def _read_inputs(
     input_ids: Tensor, source_ids: Tensor | None, has_encoder: bool, model_kwargs: Mapping[str, Any]
 ) -> list[tuple[list[int], Source | None]]:
-    """What each row goes on from, and an encoder-decoder's source beside it."""
+    """Each row's prompt ids, and an encoder-decoder's source."""
     if has_encoder:
         return [*zip(input_ids.tolist(), _sources(source_ids, model_kwargs), strict=True)]
     if source_ids is not None:
@@ -225,7 +225,7 @@ def _target(
 
 
 def _sources(source_ids_BS: Tensor | None, model_kwargs: Mapping[str, Any]) -> list[Source]:
-    """Of each row what the encoder has made of it, without padding."""
+    """The encoder's output for each row, without padding."""
     states_BSE = model_kwargs["encoder_outputs"][0]
     num_rows, num_positions = states_BSE.shape[:2]
     mask_BS = model_kwargs.get("attention_mask")
@@ -233,7 +233,7 @@ def _sources(source_ids_BS: Tensor | None, model_kwargs: Mapping[str, Any]) -> l
     seen_BS = seen_BS.to(states_BSE.device).bool()
     ids: list[tuple[int, ...]] = [()] * num_rows
     if source_ids_BS is not None:
-        # Several replies to one source are rows one behind the other.
+        # Several replies to one source are consecutive rows.
         source_ids_BS = source_ids_BS.repeat_interleave(num_rows // len(source_ids_BS), dim=0)
         if source_ids_BS.shape != seen_BS.shape:
             raise ConfigError(
@@ -298,12 +298,12 @@ def _read_criteria(criteria: Sequence[Any]) -> tuple[int, list[int]]:
 def _read_processors(
     processors: Sequence[Any], do_sample: bool | None, num_begun: int | None = None
 ) -> tuple[SamplingParams, ModelBans]:
-    """The distribution that the processors describe together, and what they rule out.
+    """The distribution that the processors describe together, and their bans.
 
     Their own values count, not the config's: a caller may have added one.
 
     Args:
-        num_begun: tokens that an encoder-decoder's reply begins behind; None: the model is none.
+        num_begun: number of decoder tokens before an encoder-decoder's reply; None for others.
     """
     options: dict[str, Any] = {"temperature": 1.0} if do_sample else {}
     bans, warpers = ModelBans(), list[Any]()
@@ -420,7 +420,7 @@ def _returned(
 
 
 def _padded(input_ids_BT: Tensor, results: Sequence[GenerationResult], config: Any) -> Tensor:
-    """Prompts as they were given, replies behind them, and padding behind shorter replies."""
+    """The given prompts, the replies after them, and padding after shorter replies."""
     longest = max(len(result.token_ids) for result in results)
     pad = config._pad_token_tensor
     reply_BN = input_ids_BT.new_full((len(results), longest), 0 if pad is None else int(pad))

@@ -1,4 +1,4 @@
-"""Checks of what people hand in: the field, the value, and what would do instead."""
+"""Checks of user input; errors name the field, the value and the valid ones."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def checked_text(name: str, value: object, error: type[ForedraftError] = ConfigE
 
 
 def broken_at(text: str) -> int | None:
-    """Where ``text`` holds half a surrogate pair, which no encoding can write; None if nowhere."""
+    """Index of half a surrogate pair in ``text``, which no encoding can write; None: no such."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

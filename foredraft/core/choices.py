@@ -1,8 +1,8 @@
 """The only random primitives: accept with a probability, draw from a law, choose with its noise.
 
 Verification and drafting see these verbs and no random numbers, so a test can put a ledger of
-every outcome behind them and prove the shipped rules exact. The numbers behind them are keyed by
-what they decide (see `core/rng.py` and `core/noise.py`).
+every outcome behind them and prove the shipped rules exact. The random numbers are keyed by
+their purpose (see `core/rng.py` and `core/noise.py`).
 
 A drafter gets one of two kinds, by the request's coupling, and they have no verb in common. With
 "seeded" it may *choose* with the noise the target will draw with: likely right, and accepted only
@@ -34,13 +34,13 @@ accepted shares by distance, of draft models; it weighs nodes against time, and 
 token."""
 
 _LOOKED_AT = 16
-"""Of the best scores, so many say together how sure the first ones are."""
+"""Number of best scores from which the chances of the first ones are estimated."""
 
 _TILT = 0.35
-"""How much the noise says about a token of which only its share in many places is known. A copy
-that holds in a fifth of all places has there nearly all of the target's mass and elsewhere nearly
-none, and where that is so noise decides nothing. With 1 each place would be taken for the average
-one. Fitted to the log loss of copies at temperatures 0.7 and 1."""
+"""Exponent on the Gumbel noise when only a token's average hit rate is known. A copy that is right
+20 % of the time is usually right with near certainty in some positions and wrong in all others, so
+the noise decides less than the average suggests. 1 would treat every position as average. Fitted to
+the log loss of copies at temperatures 0.7 and 1."""
 
 _MEAN_NOISE = 0.5772156649015329
 """Of Gumbel noise: Euler's constant."""
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 class SharedChoices(Protocol):
-    """What a drafter of a seeded request chooses with: the noise of the target's own draw."""
+    """Random source of a seeded request's drafter: the noise of the target's own draw."""
 
     def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         """The ``count`` tokens that a target with this law would likeliest draw, likeliest first.
@@ -66,7 +66,7 @@ class SharedChoices(Protocol):
         ...
 
     def draw_key(self, depth: int, scale: float) -> DrawKey | None:
-        """What draws the `best` token of a law that is nothing but scaled logits, if that works.
+        """The key that draws the `best` token of a law of merely scaled logits; None: unsupported.
 
         Args:
             depth: as for `best`.
@@ -86,11 +86,11 @@ class SharedChoices(Protocol):
         """`best` for a law of which only the likeliest tokens are known.
 
         It misses a token that the target draws from the rest, and takes a small part of the time
-        of a law over a vocabulary.
+        that a law over a vocabulary takes.
 
         Args:
-            candidates: distinct tokens and their probabilities, likeliest first, none 0. What is
-                missing to 1 belongs to tokens that nobody named.
+            candidates: distinct tokens and their probabilities, likeliest first, none 0. The rest
+                of the mass belongs to the other tokens.
         """
         ...
 
@@ -99,15 +99,16 @@ class SharedChoices(Protocol):
 
         Args:
             candidates: distinct tokens and the share of like places where each came, as far as is
-                known. What is missing to 1 belongs to tokens that nobody named.
+                known. The rest of the mass belongs to the other tokens.
         """
         ...
 
 
 class DrawnChoices(ABC):
-    """What a drafter of a request with coupling "drawn" draws with, unseen by the target.
+    """Random source of a drafter for coupling "drawn"; the target never uses its numbers.
 
-    A class to inherit from: it is asked for at every node, and a protocol takes 40 µs to answer.
+    It is a base class, not a protocol: ``isinstance`` runs at every node, and takes 40 µs for a
+    protocol.
     """
 
     @abstractmethod
@@ -119,7 +120,7 @@ DraftChoices = SharedChoices | DrawnChoices
 
 
 class VerifyChoices(Protocol):
-    """What verification decides with, for one row in one step."""
+    """Random source of verification, for one row in one step."""
 
     def draw_target(self, law: Law, depth: int) -> int:
         """Draw the token ``depth`` places after the last committed one.
@@ -272,7 +273,7 @@ def _likeliest(law: Law, count: int) -> list[Choice]:
 
 
 def _num_looked_at(count: int) -> int:
-    """More than asked for: what comes behind the last one says how sure it is."""
+    """More than ``count``: the scores after the last one show how sure it is."""
     return max(count + 1, _LOOKED_AT)
 
 

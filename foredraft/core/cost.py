@@ -1,6 +1,6 @@
-"""What a step costs, by its rows, their tokens and their contexts; and so what a node costs.
+"""Cost model: time of a step by its rows, their tokens and their contexts; prices of nodes.
 
-One model of it serves everyone: it is measured once (`foredraft.models.timing`), follows the
+All parts share one model: it is measured once (`foredraft.models.timing`), follows the
 machine through the steps that are run, and is shared out. The controller prices a row's nodes for
 the batch as it is now, and hands the `Prices` to the drafter with the row.
 
@@ -30,15 +30,15 @@ Times = tuple[tuple[int, float], ...]
 
 
 Prices = tuple[float, ...]
-"""What a row's step takes with 0, 1, 2, … draft nodes, in plain steps of that row: the first is 1.
-Beyond the last it goes on rising as it did on average."""
+"""Times of a row's step with 0, 1, 2, … draft nodes, in plain steps of that row: the first is 1.
+Beyond the last, times rise with the average slope."""
 
 USUAL_PRICES: Prices = (1.0, 1.15)
-"""Where nothing was measured: a usual CPU."""
+"""Prices of a usual CPU, if nothing was measured."""
 
 
 def price_of(prices: Prices, num_nodes: float) -> float:
-    """What so many nodes cost; the number need not be whole, as an expected one is not."""
+    """Price of ``num_nodes`` nodes; the number may be fractional, such as an expected value."""
     last = len(prices) - 1
     if num_nodes >= last:
         rise = (prices[-1] - prices[0]) / last if last else 0.0
@@ -107,7 +107,7 @@ class Roofline:
         return float(max(1e-6, (read + multiply) ** (1.0 / _SHARPNESS)))
 
     def moved(self, num_tokens: int, ms: float) -> Roofline:
-        """A little closer to what was observed, mostly in the part that forward was bound by."""
+        """A little closer to the observation, mostly in the part that bounds the forward."""
         read, multiply = self._parts(num_tokens)
         change = max(-_MOST, min(_MOST, ms / self.ms(num_tokens) - 1.0)) * _STEP
         share = read / max(read + multiply, 1e-30)
@@ -145,18 +145,17 @@ class Attention:
 _FIRST = 4
 """Steps of a size that may correct it."""
 _KNOWN = 8
-"""Steps of one token after which what they take is known."""
+"""Steps of one token after which their time is known."""
 _MUCH_LESS = 0.75
-"""Of what was expected: smaller differences are those of any two steps."""
+"""Steps below this fraction of the expected time correct it; smaller differences are noise."""
 
 
 class _Corrections:
-    """What was measured at first may have been measured beside a busy neighbour.
+    """Corrects load-time measurements that were taken while other processes used the CPU.
 
-    So the first steps of several tokens that take less correct it at once, by powers of two of
-    their tokens, and with it the sizes between that were not seen yet. After that, and where steps
-    take longer, `Roofline.moved` follows them; it alone follows steps of one token, which always
-    come soon.
+    For each power-of-two bucket of tokens, the first steps that run faster than predicted lower the
+    prediction at once, also for buckets in between that have no data yet. Later steps, slower steps
+    and all steps of one token, which always come soon, are followed by `Roofline.moved`.
     """
 
     def __init__(self) -> None:
@@ -176,7 +175,7 @@ class _Corrections:
         return min(self._factors[each] for each in (below, above) if each is not None)
 
     def takes(self, num_tokens: int, ratio: float) -> bool:
-        """A step of so many took ``ratio`` times what was expected: whether that corrects it."""
+        """Take in a step's ``ratio`` of measured to expected time; True: it was a correction."""
         place = (num_tokens - 1).bit_length()
         if not place or self._counts[place] >= _FIRST:
             return False
@@ -188,10 +187,10 @@ class _Corrections:
 
 
 class _Shares:
-    """What forwards of each measured size take, in what the roofline says: steps it cannot know of.
+    """Ratio of measured to roofline time by size, for staircases that the roofline cannot express.
 
-    They were measured once, perhaps beside a busy neighbour. So a size that is off in another way
-    than all sizes are just now moves; what slows all of them down is the roofline's.
+    They were measured once, perhaps beside a busy neighbour. A ratio is updated by the error of its
+    size minus the current error of all sizes; an error common to all sizes is left to the roofline.
 
     Args:
         measured: by rising tokens.
@@ -206,7 +205,7 @@ class _Shares:
         return share if num_tokens >= last else interpolated(self._points, num_tokens)
 
     def observe(self, num_tokens: int, change: float) -> None:
-        """A forward of so many tokens took ``1 + change`` times what was said."""
+        """A forward of ``num_tokens`` tokens took ``1 + change`` times the predicted time."""
         change = max(-_MOST, min(_MOST, change))
         self._usual += _STEP * (change - self._usual)
         moved = _SHARE_STEP * (change - self._usual)
@@ -223,8 +222,8 @@ class CostModel:
     """Milliseconds of a forward, measured and then followed.
 
     Args:
-        times: of one row of so many tokens.
-        attention: what contexts add.
+        times: of one row, by number of tokens.
+        attention: the cost of contexts.
         context: of that row.
 
     Raises:
@@ -257,7 +256,7 @@ class CostModel:
         return tuple(self._weights_ms(num_tokens + n) + attention_ms + n * node_ms for n in nodes)
 
     def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
-        """A forward of these rows took this long: what is said from now on follows."""
+        """A forward of these rows took ``ms``: later predictions follow it."""
         num_tokens, ms = sum(n for n, _ in rows), self._without_attention(rows, ms)
         self._num_alone += num_tokens == 1
         if self._corrections.takes(num_tokens, ms / self._weights_ms(num_tokens)):
@@ -278,7 +277,7 @@ class CostModel:
         return relative(self._with_each(rows, range(0, most_nodes * num_rows + 1, num_rows)))
 
     def times(self, sizes: Sequence[int], context: int = 0) -> Times:
-        """What one row costs as of now, for people."""
+        """Current estimate for one row in ms, by size, for display."""
         return tuple((n, self.ms([(n, context)])) for n in sizes)
 
     def _without_attention(self, rows: Sequence[tuple[int, int]], ms: float) -> float:
@@ -289,7 +288,7 @@ class CostModel:
         ms = factor * self._roofline.ms(num_tokens)
         if num_tokens > 1 or not self._corrections.were_made or self._num_alone >= _KNOWN:
             return ms
-        return min(ms, self._weights_ms(2))  # while all steps draft nobody sees one token alone
+        return min(ms, self._weights_ms(2))  # while all steps draft, no step has one token alone
 
 
 def _check_times(times: Times) -> None:

@@ -1,6 +1,6 @@
 """Drafting from a distribution: one verb for chosen and drawn tokens.
 
-A drafter that has logits hangs tokens below a node with `Draft.extend` and need not know which
+A drafter that has logits adds tokens below a node with `Draft.extend` and need not know which
 kind the request asks for. The row's own rules (temperature, filters, bans, grammars) are applied
 to the drafter's logits *before* a token is chosen or drawn; taking one away afterwards would bias
 drawn drafts.
@@ -56,38 +56,38 @@ class Draft(ABC):
 
     @abstractmethod
     def build(self) -> Proposal:
-        """What there is, as a proposal."""
+        """The draft so far, as a proposal."""
 
     def draw_key(self, parent: int) -> DrawKey | None:
-        """What draws the token that `extend` would hang below ``parent``.
+        """The key that draws the token that `extend` would append below ``parent``.
 
-        None where that takes more than scaled logits.
+        None if the draw needs more than scaled logits.
         """
         return None
 
     def take(self, parent: int, token: int, chance: float | None = None) -> int:
-        """Hang a token below ``parent`` that was chosen elsewhere; its node.
+        """Append a token below ``parent`` that was chosen elsewhere; returns its node.
 
         Args:
-            chance: that the target accepts it; None: not known, so `build` says nothing of it.
+            chance: that the target accepts it; None: unknown, and `build` then gives no chances.
         """
         self._has_unknown |= chance is None
         return self._add(parent, token, 1.0 if chance is None else chance)
 
     @property
     def tree(self) -> TokenTree:
-        """What there is so far."""
+        """The tree so far."""
         return TokenTree(tuple(self.tokens), tuple(self.parents))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def _law(self, parent: int, logits_V: Tensor) -> tuple[Law | None, int]:
-        """What the row's rules make of the logits, None if nothing may come; ``parent``'s depth."""
+        """The law by the row's rules (None if no token may come), and ``parent``'s depth."""
         drafted = self._drafted(parent)
         try:
             return self._rules.law(logits_V, self._text, drafted), len(drafted)
-        except NoTokenError:  # behind the end of a grammar, for one
+        except NoTokenError:  # such as after the end of a grammar
             return None, len(drafted)
 
     def _drafted(self, node: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The next token of many rows at once, where their laws are nothing but scaled logits.
 
-The same tokens as `foredraft.core.noise.gumbel_argmax` draws for each alone, without passes over
-the logits for what a law would say of itself.
+The tokens equal those of `foredraft.core.noise.gumbel_argmax` for each row alone. No passes over
+the logits are made to build laws.
 
 Shape legend: N rows of logits, V vocabulary.
 """
@@ -20,7 +20,7 @@ from foredraft.core.noise import Array, compiled
 
 
 class Draw(NamedTuple):
-    """What one row of logits gives: the token drawn, the likeliest one, and its logit."""
+    """Result for one row of logits: the token drawn, the likeliest one, and its logit."""
 
     token: int
     best: int
@@ -28,7 +28,7 @@ class Draw(NamedTuple):
 
 
 class DrawKey(NamedTuple):
-    """What a token is drawn with.
+    """Key of a draw: it fixes the token for given logits.
 
     Attributes:
         seed, position: of the noise.

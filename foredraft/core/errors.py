@@ -48,15 +48,15 @@ class MalformedProposalError(ForedraftError, ValueError):
 
 
 class TrainingError(ForedraftError, RuntimeError):
-    """Training cannot go on. What was written before is whole."""
+    """Training cannot go on. Files that were written before are complete."""
 
 
 class QueueFullError(ForedraftError, RuntimeError):
-    """As many requests are under way as may be. Try again later."""
+    """The limit of requests in the engine is reached. Try again later."""
 
 
 class EngineStoppedError(ForedraftError, RuntimeError):
-    """The engine takes no more requests: it was closed, or it failed."""
+    """The engine accepts no more requests: it was closed, or it failed."""
 
 
 class NonFiniteScoresError(ForedraftError, ArithmeticError):

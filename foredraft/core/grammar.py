@@ -23,7 +23,7 @@ MAX_OPTIONAL = 2000
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a reply has to look like. Equal grammars are compiled once.
+    """The form of a reply. Equal grammars are compiled once.
 
     Attributes:
         kind: how ``source`` is written.
@@ -54,7 +54,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """JSON that a schema accepts, given as JSON text or as what `json.loads` makes of it."""
+        """JSON that a schema accepts; the schema is JSON text or the result of `json.loads`."""
         if isinstance(schema, str):
             schema = _parsed(schema)
         if not isinstance(schema, Mapping | bool):
@@ -95,7 +95,7 @@ class Grammar:
 
     @property
     def choices(self) -> list[str]:
-        """Of a choice, the texts."""
+        """The texts of a choice."""
         texts: list[str] = json.loads(self.source)
         return texts
 

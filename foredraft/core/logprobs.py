@@ -16,7 +16,7 @@ from foredraft.core.sampling import check_finite, largest
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What the target thought of one token, and of the ones it liked best in its place.
+    """Log probabilities of one token and of the likeliest tokens at its position.
 
     They are of the target's own distribution, the log softmax of its logits, before temperature,
     penalties, filters, bans or a grammar (vLLM's default, ``raw_logprobs``); the same with and
@@ -24,8 +24,8 @@ class TokenLogprobs:
 
     Attributes:
         token: its id.
-        logprob: its natural logarithm of probability, 0 or less.
-        top: the likeliest tokens there with theirs, likeliest first, as many as were asked for.
+        logprob: natural logarithm of its probability, 0 or less.
+        top: the requested number of likeliest tokens with their log probabilities, likeliest first.
     """
 
     token: int

@@ -1,7 +1,7 @@
 """Laws over some of a vocabulary's tokens: those that a head has output rows for.
 
-The same choices as from logits over the whole vocabulary where all others are -inf, in a fraction
-of the time, several places of a text in one call.
+The choices equal those from logits over the whole vocabulary with -inf for all other tokens. They
+take a fraction of the time, and one call serves several positions of a text.
 
 Shape legend: N rows of logits, R named tokens, V vocabulary.
 """
@@ -28,11 +28,11 @@ from foredraft.core.noise import (
 from foredraft.core.sampling import Law
 
 _GROUP = 256
-"""Tokens that `foredraft.core.noise` makes coarse bytes of together."""
+"""Group size of the coarse noise bytes; must equal `foredraft.core.noise._GROUP`."""
 
 
 class NamedTokens:
-    """Which token each output row stands for.
+    """The token of each output row.
 
     Args:
         ids_R: ascending.
@@ -40,7 +40,7 @@ class NamedTokens:
 
     Attributes:
         starts: the first row of each group of tokens, and at the end R.
-        lows_R: each row's token within its group, a byte: there is little to read.
+        lows_R: each row's token within its group, as one byte to save memory traffic.
     """
 
     def __init__(self, ids_R: Array, vocab_size: int) -> None:
@@ -56,7 +56,7 @@ class NamedTokens:
         return len(self.ids_R) == self.vocab_size
 
     def row(self, token: int) -> int | None:
-        """None: the token has none."""
+        """The output row of a token, or None."""
         row = int(np.searchsorted(self.ids_R, token))
         return row if row < len(self.ids_R) and self.ids_R[row] == token else None
 
@@ -69,13 +69,13 @@ class NamedTokens:
 
 @dataclass(frozen=True)
 class NamedLaws:
-    """What follows at several places.
+    """Distributions over named tokens at several positions.
 
     Attributes:
-        tokens: what the columns stand for.
+        tokens: the tokens of the columns.
         logits_NR: contiguous float32.
         scale: 1 / temperature.
-        others: for each place further tokens that may follow, with their logits.
+        others: for each position further tokens that may follow, with their logits.
     """
 
     tokens: NamedTokens
@@ -84,17 +84,17 @@ class NamedLaws:
     others: Sequence[Sequence[tuple[int, float]]]
 
     def law(self, place: int) -> Law:
-        """The same over all tokens."""
+        """The distribution at one position over the whole vocabulary."""
         logits_V = self.tokens.spread(self.logits_NR[place])
         for token, logit in self.others[place]:
             logits_V[token] = logit
         return Law(torch.from_numpy(logits_V), self.scale, int(logits_V.argmax()))
 
     def top(self, count: int, seed: int, positions: Sequence[int]) -> list[Scored]:
-        """`foredraft.core.noise.gumbel_top` of each place, at its position.
+        """`foredraft.core.noise.gumbel_top` of each row of logits, at its position.
 
         Raises:
-            ValueError: as there.
+            ValueError: see `foredraft.core.noise.gumbel_top`.
         """
         library = compiled()
         if library is None or self.tokens.are_all:

@@ -188,7 +188,7 @@ class NoiseRow(ctypes.Structure):
 
 
 class TopArrays:
-    """Where the compiled half puts the best tokens of rows."""
+    """Output arrays of the compiled half: the best tokens of rows."""
 
     def __init__(self, num_rows: int, count: int) -> None:
         self._count = count
@@ -198,11 +198,11 @@ class TopArrays:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As its functions end: how many are wanted, and where they go."""
+        """The last arguments of its functions: the count and the output arrays."""
         return self._count, self._tokens, self._scores, self._found
 
     def scored(self) -> list[Scored]:
-        """Of each row what was found."""
+        """The tokens found, with their scores, for each row."""
         starts = range(0, len(self._tokens), self._count)
         return [
             list(zip(self._tokens[i : i + n], self._scores[i : i + n], strict=True))
@@ -239,7 +239,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def compiled() -> ctypes.CDLL | None:
-    """The compiled half; None where there is none."""
+    """The compiled half, or None if it cannot be built."""
     return _library()
 
 
@@ -277,7 +277,7 @@ def _philox(index_M: Array, seed: int, position: int) -> list[Array]:
     """`rng.philox4x32` of many indices: four words [M], uint64 that hold 32 bits."""
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     m0, m1 = map(np.uint64, MULTIPLIERS)
-    # What all indices have in common stays one number for as long as it can.
+    # Words that all indices share stay scalars for as long as possible.
     c0: Any = np.uint64(position & 0xFFFFFFFF)
     c1: Any = np.uint64(position >> 32)
     c2: Any = np.uint64(Purpose.TARGET)
@@ -332,7 +332,7 @@ def _coarse_bytes(groups_M: Array, seed: int, position: int) -> Array:
 
 @functools.cache
 def _bounds() -> tuple[Array, Array]:
-    """For each coarse byte: what its noise can at least be, and at most.
+    """Lower and upper bounds of the noise, by coarse byte.
 
     w is in (c / 256, (c + 1) / 256) and -log(1 - w) > w. The margin is far above all rounding.
     """
@@ -355,7 +355,7 @@ def _numpy_top(logits_V: Array, count: int, seed: int, position: int, scale: flo
         return (logits.astype(np.float64) - base) * scale
 
     with np.errstate(over="ignore"):  # far below the largest is -inf, as without a warning in C++
-        # `count` tokens of large logit, whose noise is at least so much: what has to be reached.
+        # `count` tokens of large logit, with lower bounds of their noise: the score to reach.
         leaders = _largest(logits_V, count)
         leading = scaled(logits_V[leaders])
         floor = _floor(leading + at_least[255], count)
@@ -396,7 +396,7 @@ def _largest(logits_V: Array, count: int) -> Array:
 
 
 def _floor(at_least_M: Array, count: int) -> float:
-    """What the ``count``-th best score is at least, given what some scores are at least."""
+    """Lower bound of the ``count``-th best score, given lower bounds of some scores."""
     if len(at_least_M) < count:
         return -math.inf
     return float(np.partition(at_least_M, -count)[-count])

@@ -1,4 +1,4 @@
-"""What a request asks for: the distribution to draw from, and when to stop."""
+"""Parameters of a request: the distribution to draw from, and when to stop."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _REFUSED = {
     "num_beams": "beam search is not sampling from the model, so nothing here does it",
     "use_beam_search": "beam search is not sampling from the model, so nothing here does it",
 }
-"""Parameters of other engines that have no place here, and why."""
+"""Parameters of other engines that are not supported, each with the reason."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What distribution to draw from and when to stop.
+    """The distribution to draw from, and when to stop.
 
-    Rules apply in this order, each to the logits that the one before left: what rules tokens out
+    Rules apply in this order, each to the logits that the one before left: the bans
     (grammar, allowed_token_ids, bad_words, min_tokens), logit_bias, the repetition, frequency and
     presence penalties, temperature, top-k, top-p, min-p. Each filter works on the renormalised
     result of the one before. Tokens that tie with the last one kept are kept too, so the outcome
@@ -56,10 +56,10 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens that the reply holds, in [-2, 2].
         frequency_penalty: subtracted once for each time that the reply holds them, in [-2, 2].
         logit_bias: added to the logits of these tokens, each in [-100, 100]; at most 1024.
-        allowed_token_ids: no others can occur; None allows all.
+        allowed_token_ids: the only tokens that can occur; None allows all.
         bad_words: texts that the reply may not contain, spelled as the tokenizer spells them at
             the start of a text and after a space; at most 256.
-        grammar: what the reply has to look like, see `Grammar`.
+        grammar: the form of the reply, see `Grammar`.
         seed: 0 <= seed < 2**64; None draws a fresh one, reported in the result.
         n: replies to each prompt. Reply i (from 0) has the seed ``seed + i``, modulo 2**64.
         max_tokens: most tokens to generate, at least 1.
@@ -71,17 +71,18 @@ class SamplingParams:
         include_stop: whether the text ends with the stop string or the stop id's own text (what
             others call ``include_stop_str_in_output``).
         ignore_eos: go on past the model's own end-of-text ids.
-        logprobs: log probabilities of the reply's tokens, and of that many likeliest ones at each
-            place, 0 to 20; None reports none. Of the model's own distribution (`TokenLogprobs`).
-        prompt_logprobs: likewise of the prompt's tokens.
+        logprobs: report log probabilities of the reply's tokens, and of this many likeliest ones at
+            each position, 0 to 20; None reports none. They are those of the model's own
+            distribution (`TokenLogprobs`).
+        prompt_logprobs: the same for the prompt's tokens.
         coupling: "seeded" (the same seed gives the same text with and without speculation) or
             "drawn" (draft models draw their tokens: higher acceptance at high temperature, the
             same distribution, another text for the same seed).
         prediction: text that the reply is expected to repeat, for drafters that use one. It
             never changes the reply.
-        speculation: who may draft: "auto" (whoever pays), "off" (nobody), or the name of one of the
-            loaded drafters. It never changes a seeded reply.
-        max_draft_tokens: most draft tokens of a step, at least 0; None: as many as pay.
+        speculation: the drafter: "auto" (the controller chooses), "off" (none), or the name of a
+            loaded drafter. It never changes a seeded reply.
+        max_draft_tokens: most draft tokens of a step, at least 0; None: the controller decides.
 
     Numbers and flags of numpy are taken, and kept as Python's. docs/start/sampling.md has every
     parameter beside every way of drafting and verifying.
@@ -154,7 +155,7 @@ class SamplingParams:
         return cls(**options)
 
     def of_length(self, max_tokens: int) -> SamplingParams:
-        """The same with another ``max_tokens``; ``min_tokens`` is no larger."""
+        """A copy with another ``max_tokens``; ``min_tokens`` is lowered to it if it is larger."""
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
     def each(self) -> list[SamplingParams]:
@@ -168,10 +169,10 @@ class SamplingParams:
 
 
 def checked_params(params: object) -> SamplingParams:
-    """What a request asks for; the defaults for None.
+    """``params``, or the defaults for None.
 
     Raises:
-        ConfigError: it is something else than `SamplingParams`.
+        ConfigError: it is not a `SamplingParams`.
     """
     if params is None:
         return SamplingParams()
@@ -204,7 +205,7 @@ def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
 
 
 class _Allowed(tuple[int, ...]):
-    """Ids that have been checked: a request is copied often, and this list may be long."""
+    """Ids that have been checked. A request is copied often, and a long list is checked once."""
 
 
 def _checked_allowed(name: str, ids: object) -> tuple[int, ...]:
@@ -217,7 +218,7 @@ def _checked_allowed(name: str, ids: object) -> tuple[int, ...]:
 
 
 class _Biases(dict[int, float]):
-    """Biases that have been checked, likewise."""
+    """Biases that have been checked; see `_Allowed`."""
 
 
 def _checked_bias(name: str, biases: object) -> Mapping[int, float]:
@@ -270,7 +271,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "speculation": lambda name, value: checked_text(name, value).replace("-", "_"),
     "max_draft_tokens": _int(0),
 }
-"""What each field is held to."""
+"""The check of each field."""
 _OPTIONAL = (
     *("allowed_token_ids", "seed", "logprobs", "prompt_logprobs", "prediction"),
     "max_draft_tokens",

@@ -22,18 +22,18 @@ from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter offers for one row: a chosen draft, or a `DrawnProposal`.
+    """A drafter's draft for one row: a chosen one, or a `DrawnProposal`.
 
     Chosen tokens are a function of the text so far, and of the target's own noise if need be: they
-    are accepted if they are what the target draws, and only then.
+    are accepted if and only if the target draws the same tokens.
 
     Attributes:
         tree: the draft tokens.
-        computed: what drafting has already computed of the target's own forward (see
+        computed: the part of the target's own forward that drafting has already computed (see
             `foredraft.models.base.Computed`), or None.
         chances: for each node the drafter's own estimate that it and all above it are accepted.
-            For people who look at a trace; nothing is decided by it. None: it has none.
-        authors: for each node who proposed it, where several do, likewise.
+            For traces only; nothing is decided by it. None: it has none.
+        authors: for each node the drafter that proposed it, if several do; for traces only.
     """
 
     tree: TokenTree
@@ -66,7 +66,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class DrawnProposal(Proposal):
-    """Tokens that are random draws, and what they were drawn from. `DrawnProposalBuilder` makes it.
+    """Randomly drawn tokens with their distributions. `DrawnProposalBuilder` makes it.
 
     Attributes:
         draft_probs_NV: row i is the distribution that node i was drawn from (before its earlier
@@ -78,7 +78,7 @@ class DrawnProposal(Proposal):
     replacement: bool = field(default=True, kw_only=True)
 
     def renamed(self, renaming: Renaming) -> DrawnProposal:
-        """Likewise: drawing a token and renaming it is drawing from the renamed distribution."""
+        """`Proposal.renamed`: a renamed draw is a draw from the renamed distribution."""
         old_S, new_S = renaming.ids_S
         tree = renaming.tree(self.tree)
         probs_NV = self.draft_probs_NV.new_zeros((len(tree), renaming.vocab_size))
@@ -88,7 +88,7 @@ class DrawnProposal(Proposal):
     def restricted_to(self, nodes: Sequence[int]) -> DrawnProposal:
         """The draft with these nodes only, ascending; their parents are among them.
 
-        Lossless where a node's being left out depends on nothing but the tokens above it.
+        Lossless if leaving out a node depends only on the tokens above it.
         """
         new = {old: i for i, old in enumerate(nodes)} | {ROOT: ROOT}
         tree = TokenTree(
@@ -144,8 +144,8 @@ class Renaming:
 
 NO_PROPOSAL = Proposal.chosen(EMPTY_TREE)
 NOT_READY = Proposal.chosen(EMPTY_TREE)
-"""Of a drafter that cannot draft for a row yet, such as a head that has not read the text's end.
-The row counts as not asked: it does not show how well the drafter drafts."""
+"""The proposal of a drafter that cannot draft for a row yet, such as a head that has not read the
+end of the text. The row counts as not asked: it does not enter the drafter's acceptance."""
 
 
 class DrawnProposalBuilder:
@@ -197,7 +197,7 @@ class DrawnProposalBuilder:
 
     @property
     def tree(self) -> TokenTree:
-        """What has been drawn so far."""
+        """The tree drawn so far."""
         return TokenTree(tuple(self._tokens), tuple(self._parents))
 
     def build(self) -> Proposal:

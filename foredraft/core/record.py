@@ -1,4 +1,4 @@
-"""What one step did, as plain data: for controllers, traces, metrics and benches."""
+"""Record of one step as plain data, for controllers, traces, metrics and benches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SpeculationStats:
         rejected: draft tokens that verification did not accept.
         discarded: draft tokens accepted by verification but past the stop.
         committed: all tokens committed, drafted or the target's own.
-        drafters: draft tokens by who drafted them; "rules" where rules left no choice.
+        drafters: draft tokens by drafter; "rules" for tokens that rules force.
         plain_steps: steps without a draft, by the kind of the reason.
         plain_reason: why most of them had none, such as "nothing pays: best 0.98"; None: all steps
             drafted.
@@ -59,12 +59,12 @@ class SpeculationStats:
         self.committed += committed
 
     def credit(self, drafter: str, num_drafted: int) -> None:
-        """So many draft tokens of a step were this drafter's."""
+        """Count ``num_drafted`` draft tokens of a step for this drafter."""
         if num_drafted:
             self.drafters[drafter] = self.drafters.get(drafter, 0) + num_drafted
 
     def note_plain(self, reason: str) -> None:
-        """A step had no draft. Reasons of one kind differ behind the colon."""
+        """Count a step without a draft. Reasons of one kind differ after the colon."""
         kind = reason.partition(":")[0]
         self.plain_steps[kind] = self.plain_steps.get(kind, 0) + 1
         if self.plain_steps[kind] == max(self.plain_steps.values()):
@@ -78,15 +78,15 @@ class RowStep:
     Attributes:
         context: tokens in the cache before the step.
         num_read: pending tokens that the step reads.
-        drafter: who drafts for the row now; None: nobody.
-        budget: nodes that this drafter was asked for; 0 where it was not asked, or was not ready.
-        proposal: what was drafted, by the drafter or by the row's rules.
-        verdict: what verification said; None after a chunk of a prompt.
+        drafter: name of the row's current drafter; None: the row has none.
+        budget: nodes that this drafter was asked for; 0 if it was not asked or not ready.
+        proposal: the draft, from the drafter or from the row's rules.
+        verdict: result of verification; None after a chunk of a prompt.
         committed: the tokens that were committed, in order.
         num_accepted: how many of them were drafted.
-        finish_reason: why the request is over, or None.
+        finish_reason: why the request has finished; None while it runs.
         num_forced: leading nodes of the proposal that the row's rules force.
-        plain_reason: why nothing was drafted, where nothing was; "" where the row was not to draft.
+        plain_reason: why nothing was drafted, if so; "" if the row was not to draft.
     """
 
     request_id: int
@@ -120,14 +120,14 @@ class DrafterTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of a step by what was done.
+    """Milliseconds of a step by phase.
 
     Attributes:
-        draft_ms: controllers planned, memory was reserved, and the drafters proposed.
-        score_ms: the target's forward, until what verification needs of it was there.
+        draft_ms: planning, reserving memory, and drafting.
+        score_ms: the target's forward, until its results for verification were available.
         verify_ms: verification, commits, and the cache.
-        learn_ms: the drafters observed.
-        read_ms: drafters with a model of their own read texts that they had not seen.
+        learn_ms: `observe` of the drafters.
+        read_ms: prefill by drafters with a model of their own.
         begin_ms: drafters began to follow texts, those included that began since the step before.
         drafters: by drafter, as far as it is known.
     """

@@ -15,7 +15,7 @@ SEED_BITS = 64
 
 
 class Purpose(IntEnum):
-    """What a number decides. Two purposes never share a number."""
+    """The use of a random number. Two purposes never share a number."""
 
     TARGET = 0
     """Draw of the token at an absolute position, the same with and without speculation."""

@@ -22,27 +22,27 @@ from foredraft.core.params import SamplingParams
 
 Array: TypeAlias = npt.NDArray[Any]
 _BLOCK = 128
-"""Numbers that are looked at as one where the largest of many are wanted."""
+"""Numbers per block: `kth_largest` compares the maxima of blocks first."""
 _NO_FILTERS = SamplingParams()
 
 _COLDEST = {dtype: torch.finfo(dtype).tiny * 16 for dtype in (torch.float32, torch.float64)}
-"""Of temperatures; what is smaller counts as this, whose inverse the dtype can hold: a tiny
-temperature must not end in 0 * inf."""
+"""The lowest temperature by dtype; lower ones are raised to it. Its inverse is finite in the dtype,
+so that a tiny temperature does not give 0 * inf."""
 
 
 @dataclass(frozen=True)
 class Law:
     """A distribution over tokens: token v has weight ``exp(scale * logits_V[v])``.
 
-    What is drawn with shared noise needs the logits and the cut alone; filtered logits and
-    probabilities are computed when asked for, which greedy and seeded requests never do.
+    A draw with shared noise needs the logits and the cut alone. Filtered logits and probabilities
+    are computed on first use; greedy and seeded requests never use them.
 
     Attributes:
         given_V: float logits before top-k, top-p and min-p; -inf is a token that cannot occur.
         scale: 1 / temperature; None puts everything on ``token``.
         token: the likeliest token, of equal ones the first.
-        cut: what the filters say: tokens with a smaller logit cannot occur.
-        drawn: the token that the target draws from it, where that is known already.
+        cut: threshold of the filters: tokens with a smaller logit cannot occur.
+        drawn: the token that the target draws from it, if it is known already.
     """
 
     given_V: Tensor
@@ -109,9 +109,9 @@ def _likeliest(logits_V: Tensor) -> int:
 
 
 def _likeliest_and_cut(logits_V: Tensor, params: SamplingParams, scale: float) -> tuple[int, float]:
-    """The first of the largest logits, and the smallest one that the filters leave.
+    """The first of the largest logits, and the smallest logit that passes the filters.
 
-    Next to no Python: after a forward all of it has left the caches.
+    It runs almost no Python: after a forward, the CPU's caches no longer hold the interpreter.
     """
     library, size = compiled(), logits_V.numel()
     if library is not None and logits_V.dtype is torch.float32:
@@ -127,7 +127,7 @@ def _likeliest_and_cut(logits_V: Tensor, params: SamplingParams, scale: float) -
 
 
 def _cut(values_V: Array, token: int, params: SamplingParams, scale: float) -> float:
-    """The smallest logit that the filters leave; -inf where there are none."""
+    """The smallest logit that passes the filters; -inf if there are no filters."""
     cut = -math.inf
     if 0 < params.top_k < values_V.size:
         cut = float(kth_largest(values_V, params.top_k))
@@ -149,7 +149,7 @@ def _on_host(logits_V: Tensor) -> Array:
 def _weights(values_V: Array, token: int, scale: float) -> Array:
     """Probabilities up to a factor; that of ``token``, the likeliest, is 1.
 
-    Subtracted before scaling, so that nothing overflows.
+    The largest logit is subtracted before scaling, so that nothing overflows.
     """
     with np.errstate(over="ignore"):  # far below the largest is -inf
         weights_V: Array = np.exp((values_V - values_V[token]) * scale)
@@ -198,18 +198,18 @@ def draw_token(probs_V: Tensor, uniform: float) -> int:
 class NodeLaws(Protocol):
     """The target's laws by node: ``laws[ROOT]`` after the last pending token, and so on.
 
-    Looking one up may raise: a node with NaN logits has no law. So nobody looks at a node that
-    verification does not reach.
+    Looking one up may raise: a node with NaN logits has no law. So only nodes that verification
+    reaches are looked up.
     """
 
     def __getitem__(self, node: int) -> Law: ...
 
 
 def largest(values_V: Array, count: int) -> list[int]:
-    """Where the ``count`` largest numbers are, largest first, of equal ones the first.
+    """Indices of the ``count`` largest numbers, largest first; of equal ones the first.
 
-    Without sorting them all and without torch's threads: woken for so many numbers, these spin for
-    a while on the CPUs that the next forward wants.
+    It neither sorts all numbers nor uses torch's threads: once woken, these spin for a while on the
+    CPUs that the next forward needs.
     """
     count = min(count, values_V.size)
     if count == 0:
@@ -226,9 +226,9 @@ def kth_largest(values_V: Array, k: int) -> Any:
 
 
 def _at_most_kth(values_V: Array, k: int) -> Any:
-    """A number that is no larger than the k-th largest, and that few are larger than.
+    """A lower bound of the k-th largest number, with few numbers above it.
 
-    ``k`` blocks have maxima that reach it, so at least so many numbers do.
+    The maxima of ``k`` blocks reach it, so at least ``k`` numbers do.
     """
     num_blocks = values_V.size // _BLOCK
     if num_blocks <= k:

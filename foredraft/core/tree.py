@@ -49,10 +49,10 @@ class TokenTree:
 
     @classmethod
     def of_paths(cls, paths: Iterable[Iterable[int]], max_nodes: int) -> TokenTree:
-        """The tree of these token paths from the root, which share what they begin with.
+        """The tree of these token paths from the root; paths share common prefixes.
 
         Args:
-            max_nodes: what does not fit is left out, from the last path on.
+            max_nodes: further nodes are left out, from the last path on.
         """
         tokens: list[int] = []
         parents: list[int] = []

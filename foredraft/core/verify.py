@@ -36,7 +36,7 @@ class Verdict:
         kind: "correction" where the draft offered something else, "bonus" where it had ended,
             "failed" where there is no next token. Plain decoding would have failed there, too.
         error: why it failed.
-        evidence: what it was decided on, where a trace asked for it.
+        evidence: inputs and decisions of the verification, if a trace asked for them.
     """
 
     path: tuple[int, ...]
@@ -55,7 +55,7 @@ class Verdict:
 
 
 Rule: TypeAlias = Callable[[Proposal, NodeLaws, VerifyChoices], Verdict]
-"""From a draft and the target's laws to what is committed, as `verify` does it."""
+"""A verification rule: the verdict for a draft and the target's laws, such as `verify`."""
 
 
 def verify(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
@@ -63,8 +63,8 @@ def verify(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdic
 
     Args:
         proposal: the draft of one row.
-        laws: the target's laws by node. One that cannot be had ends the row where plain decoding
-            would have ended; what was accepted before it stays accepted.
+        laws: the target's laws by node. One that raises ends the row where plain decoding would
+            have ended; tokens accepted before it stay accepted.
         choices: the row's verify stream.
     """
     if not isinstance(proposal, DrawnProposal):
@@ -142,7 +142,7 @@ def _prefix_success(
     if length == len(draft):
         return weight
     uncovered = float(positive_part(weight * target[length], draft[length]).sum())
-    # 0/0 is weight 1 with nothing uncovered: target and draft agree on what follows.
+    # 0/0 is weight 1 with nothing uncovered: target and draft have the same next distribution.
     return uncovered / (uncovered + 1.0 - weight) if uncovered + 1.0 - weight > 0.0 else 1.0
 
 
@@ -172,7 +172,7 @@ def verify_traversal(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyCho
 
 @dataclass(frozen=True)
 class _Accepted:
-    """Where the path ends, and what the next token is drawn from."""
+    """The last accepted node, and the weights that the next token is drawn from."""
 
     node: int
     target_V: Tensor
@@ -244,11 +244,11 @@ class SoundPart:
 
     The rules for drawn proposals look at every node, also at those they then reject. A node without
     a law (NaN logits, a grammar's error) must not cost the row anything unless it is reached. So
-    the draft is taken to end there: whether a token hangs below a node then depends on the tokens
-    up to that node alone, never on itself, and the law of the output stays what it is.
+    the draft is cut there: whether a node has children then depends on the tokens up to that node
+    alone, never on the children, and the distribution of the output is unchanged.
 
     Attributes:
-        proposal: what is left.
+        proposal: the nodes that are left.
         laws: of its nodes. Leaves without one of their own have their parent's in its place: a
             leaf's law is asked for the token after it alone, which `in_whole` then takes back.
         nodes: for each node that is left its number in the whole proposal.
@@ -310,12 +310,12 @@ class Decision:
 
 @dataclass
 class Evidence:
-    """What a verification decided on, kept for whoever asks why: traces and the page.
+    """Inputs and decisions of one verification, recorded for traces and the page.
 
-    It stands between a rule and what it asks, and remembers the answers. Off unless a trace asks
-    for it. Nothing is computed here that verification does not need: laws are kept by reference,
-    and whoever reads the evidence (`foredraft.trace.why`) does so before the next forward, outside
-    the times of the step.
+    It is a recording proxy: the verification rule calls it in place of the laws and the random
+    source, and it stores every answer. It is used only when tracing. It computes nothing that
+    verification does not need: laws are kept by reference, and `foredraft.trace.why` reads the
+    evidence before the next forward, outside the measured times of the step.
 
     Args:
         laws: the target's, by node. Those of nodes that were not looked at can be had from here,

@@ -36,24 +36,24 @@ from foredraft.models.base import Source
 
 @dataclass(frozen=True)
 class DraftRow:
-    """What a drafter may know of one request, when it begins and whenever it drafts.
+    """A request as its drafter sees it, when it begins and whenever it drafts.
 
     Attributes:
         request_id: unchanged from `Drafter.begin` to `Drafter.end`.
         tokens: all committed tokens, prompt included. Do not change it.
         params: the distribution the user asked for, and the rest of the request but for its seed.
         budget: the most nodes to draft; 0 asks for an empty proposal.
-        choices: what the row's tokens are chosen or drawn with. `draft` knows which it is.
-        rules: what the request makes of any logits: applied before a token is chosen or drawn.
-        prices: what nodes cost in this step, for drafters that weigh them; see `Prices`.
+        choices: random source of the row's tokens, chosen or drawn. `draft` tells which it is.
+        rules: rules of the request, applied to logits before a token is chosen or drawn.
+        prices: prices of nodes in this step, for drafters that weigh them; see `Prices`.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
-        tenant: whose request it is: nothing of one tenant's text may draft for another.
-        num_cached: how many of the tokens the target's cache holds. Those that it holds when the
-            drafter begins will not be observed.
-        source: what an encoder-decoder's reply is written from; None: the model is none.
-        stop_ids: tokens that end the request: nothing chosen is worth drafting behind one.
+        tenant: owner of the request: no text of one tenant may draft for another.
+        num_cached: how many of the tokens the target's cache holds. The drafter does not
+            observe the tokens that are cached when it begins.
+        source: input of an encoder-decoder's encoder; None for other models.
+        stop_ids: tokens that end the request: chosen tokens after one are useless.
         spare: nodes beyond the budget that a drafter may add: see `DrafterTraits.spare`.
-        shares: whether what a drafter reads of its text may serve others of the tenant.
+        shares: whether the drafter's state of this text may serve the tenant's other requests.
     """
 
     request_id: int
@@ -120,7 +120,7 @@ class DraftRow:
         assert not isinstance(self.choices, DrawnChoices)
         try:
             law = self.rules.law(logits_V, self.tokens, drafted)
-        except NoTokenError:  # behind the end of a grammar, for one
+        except NoTokenError:  # such as after the end of a grammar
             return []
         return self.choices.best(law, len(drafted), count)
 
@@ -136,7 +136,7 @@ class DraftRow:
         return self.without_noise(budget)
 
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
-        """What the row's noise leaves of the chances of known candidates; see `SharedChoices`.
+        """Known candidates with their chances given the row's noise; see `SharedChoices`.
 
         For drafters that have counts and no logits. Where there is no shared noise (drawn
         requests, temperature 0) the candidates come back as they are.
@@ -150,7 +150,7 @@ class DraftRow:
 
 
 def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftChoices:
-    """What a drafter may choose or draw with, by the request's coupling."""
+    """The random source of a drafter, by the request's coupling."""
     if params.coupling == "drawn":
         return KeyedDrawnChoices(seed, num_tokens)
     return KeyedSharedChoices(seed, num_tokens, params.temperature)
@@ -158,7 +158,7 @@ def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftCh
 
 @dataclass(frozen=True)
 class Observation:
-    """What became of one row's part of a step: of a whole one, or of a chunk of its prompt.
+    """Outcome of one row's step, or of a chunk of its prompt.
 
     The target's cache now holds the tokens from ``start`` to ``end``, after those before them.
 
@@ -166,7 +166,7 @@ class Observation:
         request_id: which request.
         committed: the tokens the step committed; none after a chunk.
         num_accepted: how many of them were drafted.
-        proposal: what was verified.
+        proposal: the verified draft.
         path: nodes of the proposal that were committed.
         logits_NV: the target's logits at the root (row 0) and at each node; no rows after a chunk.
         taps: hidden states of the layers the drafter asked for, [T, E] over the tokens read and
@@ -225,9 +225,9 @@ class Drafter(Protocol):
         layers: the cache layers in which it keeps something for each token of the text (see
             `Cache.add_layers`); usually none. With any, taps come with every step, chunks of
             prompts included, and `observe` writes the entries from ``start`` to ``end``, or keeps
-            what it takes to write them until they are needed, or `end`: where they lack entries
-            of a text it cannot be followed from there on (but see `DrafterTraits.skips_gaps`).
-        traits: what else the engine and controllers are to know of it; usually the defaults.
+            the inputs to write them until they are needed, or until `end`. A text whose entries
+            have a gap cannot be followed further (but see `DrafterTraits.skips_gaps`).
+        traits: further properties for the engine and controllers; usually the defaults.
     """
 
     @property
@@ -246,8 +246,8 @@ class Drafter(Protocol):
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         """One proposal a row, each of at most ``row.budget`` nodes.
 
-        `NOT_READY` where it cannot draft yet, whatever it knows: nothing is concluded from it. One
-        that says so for a row eight times running is asked no more for that row.
+        `NOT_READY` for a row that it cannot draft for yet: it does not count as a draft. After
+        eight such answers in a row, the drafter is detached from that request.
         """
         ...
 
@@ -279,11 +279,11 @@ class ReadingDrafter(Drafter, Protocol):
         """Read on in the texts of rows, before `propose` is asked for those that may draft.
 
         Args:
-            rows: that it follows. Their prompts need not have been read by the target.
-            most_tokens: to be read in all.
+            rows: rows that it follows. The target need not have read their prompts.
+            most_tokens: limit of the tokens read for all rows together.
 
         Returns:
-            How many tokens of each row it has to read before it can draft; 0: it can.
+            Number of tokens of each row that it has to read before it can draft; 0: it can.
         """
         ...
 

@@ -1,9 +1,9 @@
 """A trained head and the text's own repetitions, in one tree.
 
-At each node that the head scores, what it says and what followed the longest earlier match become
-one opinion; so does what a table of the target's earlier text says, where there is one. Where a
-copy is nearly sure, at the root or later, or the head's forwards are used up, the copy alone goes
-on. So each token is proposed by whoever is likelier right about it, and nobody goes first.
+At each node that the head scores, its logits, the continuation of the longest earlier match and,
+if there is one, a table of the target's earlier text are blended into one distribution. Where a
+copy is nearly sure, at the root or later, or the head's forwards are used up, the copy alone
+continues. So each token comes from the source that is likelier right; none has precedence.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BlendDrafter(StepDrafter):
         return [found[row.request_id] for row in rows]
 
     def _is_sure(self, row: DraftRow) -> bool:
-        """Whether a copy is nearly certain from the first token on: then nobody need be asked."""
+        """Whether a copy is nearly certain from the first token on: then the head need not run."""
         if not row.budget or row.params.coupling == "drawn":
             return False
         text = self._texts[row.request_id]

@@ -38,12 +38,12 @@ class MatchConfidence:
         return self.of_class(bisect_left(_LENGTHS, length))
 
     def of_class(self, group: int) -> float:
-        """Likewise, by the number of the class."""
+        """The hit rate of a class, by its number."""
         return self._hits[group] / self._trials[group]
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of all classes."""
+        """Hit rates of all classes."""
         return tuple(hits / trials for hits, trials in zip(self._hits, self._trials, strict=True))
 
     def record(self, length: int, hit: bool) -> None:
@@ -51,7 +51,7 @@ class MatchConfidence:
         self.record_class(bisect_left(_LENGTHS, length), hit)
 
     def record_class(self, group: int, hit: bool) -> None:
-        """Likewise, by the number of the class."""
+        """Count a hit or a miss of a class, by its number."""
         self._hits[group] += hit
         self._trials[group] += 1.0
 
@@ -66,12 +66,12 @@ class Priors:
 
     Attributes:
         repeated_text: the most frequent continuation of a match within one text.
-        other_text: the same for matches in other texts, of which nothing says that they are
-            related.
+        other_text: the same for matches in other texts, which may be unrelated.
         followed: the next token of an expected text, by how long the two have agreed.
-        met: where both may have met again, by the distance of that place.
-        replaced: after as many expected tokens as were written since the texts parted, by these.
-        inserted: where the texts parted, likewise.
+        met: the next token where both may agree again, by the distance of that place.
+        replaced: the token after as many expected tokens as were written since the texts parted,
+            by that number.
+        inserted: the token where the texts parted, by that number.
         ranks: for each steadiness of a token's candidates, the candidate of each rank.
     """
 

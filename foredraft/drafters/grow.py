@@ -45,7 +45,7 @@ class DepthGrowth(Protocol):
     """A draft tree under construction.
 
     Attributes:
-        tree: what must be scored now: the frontier and its ancestors at least.
+        tree: nodes to score now: at least the frontier and its ancestors.
         frontier: nodes of ``tree`` whose logits `extend` needs, ``(ROOT,)`` at first; empty when
             the draft is complete.
     """
@@ -61,7 +61,7 @@ class DepthGrowth(Protocol):
         ...
 
     def build(self) -> Proposal:
-        """What has grown, as a proposal."""
+        """The grown tree, as a proposal."""
         ...
 
 
@@ -181,7 +181,7 @@ class PlannedGrowth:
         below: list[tuple[int, int]] = []
         for (planned, parent), logits_V in zip(self._level, logits_FV, strict=True):
             children = self._planned[planned]
-            # A small vocabulary may run out of tokens; what hung below them falls away.
+            # A small vocabulary may run out of tokens; nodes below them are dropped.
             found = self._draft.extend(parent, logits_V, len(children))
             below += zip(children, found, strict=False)
         self._level = [(planned, node) for planned, node in below if planned in self._planned]
@@ -284,18 +284,18 @@ class BestFirstGrowth:
         """Candidates of the last depth, from number ``first`` on, to look below."""
         if self._num_forwards >= self._shape.max_depth:
             return []
-        # Values fall on the way down, so nothing below a candidate that is out can come in.
+        # Values fall with depth, so no descendant of an excluded candidate can be included.
         best = self._best()
         room = best if len(best) < self._budget else best[:-1]
         likely = [i for i in room if i >= first][: self._shape.width]
-        # What hangs below a node adds at most that node's own value, for each depth.
+        # For each depth, descendants of a node add at most that node's own value.
         bound = sum(self._values(likely))
         if not self._worth.is_worth_a_forward(self._values(best), bound, self._num_forwards):
             return []
         return sorted(likely)
 
     def _best(self) -> list[int]:
-        """As many candidates as the budget allows, best first; no child before its parent."""
+        """The best candidates within the budget, best first; no child before its parent."""
         by_value = sorted(  # stable, and parents have the smaller numbers
             range(len(self._candidates)), key=lambda i: -self._candidates[i].log_prob
         )
@@ -341,7 +341,7 @@ class Worth:
     round_cost: float = 0.0
 
     def best_num_nodes(self, values: Sequence[float], num_forwards: int) -> int:
-        """How many of the nodes to keep, given their values in descending order; may be 0.
+        """The number of nodes to keep, given their values in descending order; may be 0.
 
         Args:
             values: the chance of each that it is accepted.
@@ -357,7 +357,7 @@ class Worth:
         """Whether one more draft forward can raise the rate.
 
         Args:
-            values: what there is so far, in descending order.
+            values: of the nodes so far, in descending order.
             bound: the most accepted tokens that another depth can add.
             num_forwards: draft forwards spent so far.
         """
@@ -388,12 +388,12 @@ def best_first(
     from the front is a tree: the number with the best ratio is taken.
 
     Args:
-        start: where the committed text ends, and what is drafted already.
-        row: its budget is the most nodes; its noise, where it has some, reweighs what may follow.
+        start: cursor after the committed text and the tokens drafted already.
+        row: its budget is the most nodes; its noise, if it has any, reweighs the successors.
         branch: whether nodes may have siblings; else the likeliest successor alone is followed.
         prices: of the nodes; the row's when None.
         num_drafted: tokens between the committed text and ``start``.
-        is_weighed: the probabilities are what the row's noise leaves already.
+        is_weighed: whether the probabilities include the row's noise already.
     """
     prices = prices or row.prices
     tokens: list[int] = []
@@ -428,7 +428,7 @@ def best_first(
 def _weighed(
     found: Iterable[tuple[int, float, Place]], row: DraftRow, depth: int
 ) -> Iterable[tuple[int, float, Place]]:
-    """What may follow, as likely as the row's noise leaves it."""
+    """Successors with their probabilities given the row's noise."""
     if row.params.temperature == 0.0 or row.params.coupling == "drawn":
         return found
     places = {token: (prob, place) for token, prob, place in found}
@@ -443,8 +443,8 @@ class GrowthLimits:
     Attributes:
         max_depth: tokens from the root to a leaf.
         width: nodes that one round scores.
-        branching: tokens hung below one node; below the root three times as many, for finding
-            them took no round.
+        branching: children per node. The root gets three times as many, because its logits are
+            already known and need no further round.
         round_cost: time of a round, in plain steps.
     """
 
@@ -455,16 +455,16 @@ class GrowthLimits:
 
 
 SURE = 0.8
-"""From this chance on a copy is followed without asking the head, which takes time."""
+"""A copy with at least this probability is followed without a forward of the head."""
 _LEAST = 0.04
-"""Nodes that are less likely are not looked below."""
+"""Nodes below this probability are not expanded."""
 
 
 class Guide(ABC):
-    """A request's text, of which it is known without a forward what may follow at any place.
+    """An index of a request's text that knows successors of any place without a forward.
 
     Attributes:
-        place: where the committed text ends; opaque.
+        place: cursor at the end of the committed text; opaque.
     """
 
     place: Any
@@ -475,14 +475,14 @@ class Guide(ABC):
 
     @abstractmethod
     def advance(self, place: Any, token: int) -> Any:
-        """Where ``token`` leads from ``place``."""
+        """The cursor after ``token`` at ``place``."""
 
     @abstractmethod
     def commit(self, token: int) -> None:
         """Append a committed token, after seeing whether it was foreseen."""
 
     def end(self) -> None:  # noqa: B027 - most keep nothing
-        """The request is over: keep what is to be kept of it."""
+        """End the request; a guide may store its text."""
 
 
 @dataclass
@@ -494,8 +494,8 @@ class _Node:
         chance: that all tokens up to this one are accepted.
         drafted: the tokens from the root to this one.
         place: its number among the scored nodes; -1 until it is scored.
-        copied: what the guide says follows; None until it is asked.
-        where: its place in the guide's text, likewise.
+        copied: the guide's successors; None until they are looked up.
+        where: its cursor in the guide's text; None until it is looked up.
         is_copy: whether the guide alone proposed it.
     """
 
@@ -514,9 +514,9 @@ class Growth:
     """One row's tree while it grows.
 
     Args:
-        row: what it is grown for.
-        limits: how far.
-        guide: knows the text, to go on where the head was not asked; None: nothing does.
+        row: the row of the tree.
+        limits: of its size.
+        guide: copies from the text at nodes without a forward of the head; None: there is none.
 
     Attributes:
         scored: the tree of the nodes that have been scored, in the order of scoring.
@@ -535,7 +535,7 @@ class Growth:
         self._worth = Worth(self.row.prices, self.limits.round_cost)
 
     def hang(self, node: int, choices: Sequence[Choice], is_copy: bool = False) -> None:
-        """Hang the likeliest tokens below a node (or `ROOT`)."""
+        """Add the likeliest tokens below a node (or `ROOT`)."""
         chance = 1.0
         drafted: tuple[int, ...] = ()
         if node != ROOT:
@@ -566,7 +566,7 @@ class Growth:
         return best
 
     def num_below(self, node: int) -> int:
-        """How many tokens may hang below a node (or `ROOT`)."""
+        """The largest number of children of a node (or `ROOT`)."""
         branching = self.limits.branching
         return 3 * branching if node == ROOT and branching > 1 else branching
 
@@ -575,14 +575,14 @@ class Growth:
         return self._nodes[node].drafted
 
     def place(self, node: int) -> int:
-        """The number of a node in `scored`; `ROOT` stays what it is."""
+        """The number of a node in `scored`; `ROOT` for `ROOT`."""
         return node if node == ROOT else self._nodes[node].place
 
     def parent(self, node: int) -> int:
         return self._nodes[node].parent
 
     def copied(self, node: int) -> list[Choice]:
-        """What the guide says may follow a node (or `ROOT`), before any noise."""
+        """The guide's successors of a node (or `ROOT`), before any noise."""
         if self.guide is None:
             return []
         if node == ROOT:
@@ -611,7 +611,7 @@ class Growth:
         return Proposal.chosen(grown.subset(kept), chances, authors)
 
     def _follow_guide(self) -> None:
-        """Hang what the guide knows below the leaves, while it may be worth a node."""
+        """Add the guide's successors below the leaves, while they may be worth a node."""
         if self.guide is None:
             return
         for _ in range(self.row.budget):
@@ -626,7 +626,7 @@ class Growth:
             self.hang(best, self.row.weigh(self.copied(best), depth)[:2], is_copy=True)
 
     def _needs_head(self, node: int) -> bool:
-        """Whether the head is to say what follows: not too deep, and not known already."""
+        """Whether the head has to score a node: it is not too deep, and no copy is sure."""
         found = self._nodes[node]
         if len(found.drafted) >= self.limits.max_depth or found.chance < _LEAST:
             return False
@@ -653,5 +653,5 @@ class Growth:
         self.num_rounds += 1
 
     def _values(self) -> list[float]:
-        """The chances of the likeliest nodes, as many as may be drafted."""
+        """Chances of the likeliest nodes, up to the budget."""
         return sorted((n.chance for n in self._nodes), reverse=True)[: self.row.budget]

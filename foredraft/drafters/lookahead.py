@@ -75,7 +75,7 @@ class NgramPool:
         del grams[: -self._capacity]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What followed ``token``, the latest first."""
+        """Continuations of ``token``, the latest first."""
         return self._grams.get(token, [])[::-1]
 
 

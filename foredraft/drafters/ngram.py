@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they occurred before.
+"""Prompt lookup: copies the tokens after an earlier occurrence of the last few tokens.
 
 Finds the most recent earlier occurrence of the longest suffix of the text and proposes the tokens
 that came after it (Saxena 2023; "prompt lookup decoding"). Costs nothing, and pays where the
@@ -17,7 +17,7 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text was last followed by something.
+    """Index of the last position after each n-gram of a growing text.
 
     An n-gram enters the index when the token after it is known, so the suffix of the text never
     finds itself. Extending by one token costs one dictionary entry per size.

@@ -1,7 +1,7 @@
-"""Drafters that keep something for each request and draft a tree from it.
+"""Drafters that keep a state for each request and draft a tree from it.
 
-What is left to a subclass is the drafting itself: what it keeps, what it drafts from that, and
-what it learns. Which request is whose, empty budgets and rows are seen to here.
+A subclass does the drafting itself: its state, its drafts and its learning. This file keeps the
+states by request, and handles empty budgets and rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from foredraft.drafters.grow import Guide, asked_prices, best_first
 from foredraft.drafters.spec import DrafterContext
 
 Request = TypeVar("Request")
-"""What the drafter keeps for a request while it runs."""
+"""The drafter's state of a request while it runs."""
 
 
 class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
-    """A `ContinuingDrafter` of chosen trees; subclasses say what they do for one request."""
+    """A `ContinuingDrafter` of chosen trees; subclasses implement it for one request."""
 
     traits = DrafterTraits(continues=True)
 
@@ -34,11 +34,11 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
 
     @abstractmethod
     def begin_request(self, row: DraftRow) -> Request:
-        """What to keep for a request that starts."""
+        """The initial state of a request."""
 
     @abstractmethod
     def draft_tree(self, request: Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
-        """Draft what follows the row's tokens and ``draft``.
+        """Draft the continuation of the row's tokens and ``draft``.
 
         Args:
             row: its budget is 1 or more, and the most nodes to draft.
@@ -46,7 +46,7 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
         """
 
     def observe_request(self, request: Request, seen: Observation) -> None:
-        """A step of the request has been committed; learns nothing if not overridden."""
+        """Observe a committed step of the request; does nothing by default."""
 
     def end_request(self, request: Request) -> None:
         """The request is over and forgotten; does nothing more if not overridden."""
@@ -71,11 +71,11 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
 
 
 class GuidedDrafter(PerRequestDrafter[Guide]):
-    """Drafts the best tree of what each request's text says may follow; see `best_first`.
+    """Drafts the best tree of successors in each request's text; see `best_first`.
 
     Args:
         new_text: makes the text of a request that starts.
-        prices: what nodes cost; the row's when None.
+        prices: of nodes; the row's when None.
         tree: whether drafts may branch.
     """
 
@@ -90,7 +90,7 @@ class GuidedDrafter(PerRequestDrafter[Guide]):
 
     @classmethod
     def of(cls, context: DrafterContext, new_text: Callable[[DraftRow], Guide]) -> Self:
-        """With the prices that the user asked for, and trees where the target takes them."""
+        """Build with the user's prices, and with trees if the target verifies trees."""
         return cls(new_text, asked_prices(context), context.target.capabilities.tree_attention)
 
     def begin_request(self, row: DraftRow) -> Guide:
@@ -109,15 +109,15 @@ class GuidedDrafter(PerRequestDrafter[Guide]):
 
 
 Kept = TypeVar("Kept", bound=Sized)
-"""Its length is what there may be so much of."""
+"""Its length counts towards the limit of `PerTenant`."""
 
 
 class PerTenant(Generic[Kept]):
-    """One for each tenant. Those that were asked for longest ago go when there is too much in all.
+    """One object for each tenant, with LRU eviction when their total length exceeds ``most``.
 
     Args:
-        new: makes a tenant's; None is a tenant, too: all requests that name none.
-        most: of all lengths together.
+        new: makes the object of a tenant; None stands for all requests without a tenant.
+        most: largest sum of all lengths.
     """
 
     def __init__(self, new: Callable[[str | None], Kept], most: int) -> None:
@@ -125,7 +125,7 @@ class PerTenant(Generic[Kept]):
         self._kept: OrderedDict[str | None, Kept] = OrderedDict()
 
     def of(self, tenant: str | None) -> Kept:
-        """A tenant's, made if it is not there."""
+        """The object of a tenant, made if there is none."""
         if tenant not in self._kept:
             self._kept[tenant] = self._new(tenant)
         self._kept.move_to_end(tenant)

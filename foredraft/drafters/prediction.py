@@ -43,7 +43,7 @@ class AlignmentConfidence:
 
 
 class Alignment:
-    """Where a growing output stands in the expected text.
+    """Alignment of a growing output with the expected text.
 
     While the two agree, one position is followed. When they part, up to three guesses are kept:
     the expected text goes on where it was left (the output inserted something); it goes on after
@@ -53,7 +53,7 @@ class Alignment:
 
     Args:
         expected: the expected text.
-        confidence: how such guesses have done; the priors alone when None.
+        confidence: hit rates of such guesses; the priors alone when None.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Alignment:
         return sorted(found, key=lambda position: abs(position + 1 - near))
 
     def _agreement(self, position: int) -> int:
-        """How many tokens before and at ``position`` end the output as well."""
+        """Number of tokens, up to and at ``position``, that equal the end of the output."""
         longest = min(_MAX_COMPARED, position + 1, len(self._output))
         for agreed in range(1, longest):
             if self._expected[position - agreed] != self._output[-1 - agreed]:
@@ -137,7 +137,7 @@ class Alignment:
         return [guess for guess in guesses if guess[0] < len(self._expected)]
 
     def start(self) -> Iterator[tuple[int, float, _Place]]:
-        """What may come next, likeliest first."""
+        """Tokens that may come next, likeliest first."""
         found: dict[int, tuple[int, float, _Place]] = {}
         for position, confidence, length in self._guesses():
             token, prob = self._expected[position], confidence[length]
@@ -146,7 +146,7 @@ class Alignment:
         yield from sorted(found.values(), key=lambda candidate: -candidate[1])
 
     def successors(self, place: _Place | None) -> Iterator[tuple[int, float, _Place]]:
-        """What may come at ``place``; None is the end of the output."""
+        """Tokens that may come at ``place``; None is the end of the output."""
         if place is None:
             yield from self.start()
         elif place[0] < len(self._expected):
@@ -178,7 +178,7 @@ class PredictedText(Guide):
             self._alignment.commit(token)
 
     def successors(self, place: _Place | None) -> Iterator[tuple[int, float, _Place]]:
-        """What may come at ``place``; None is the end of the output."""
+        """Tokens that may come at ``place``; None is the end of the output."""
         if self._alignment is None:
             self._alignment = Alignment(self._expected())
             for token in self._waiting:
@@ -186,7 +186,7 @@ class PredictedText(Guide):
         return self._alignment.successors(place)
 
     def advance(self, place: _Place | None, token: int) -> _Place:
-        """Where ``token`` leads; nothing follows one that is not expected."""
+        """The cursor after ``token``; an unexpected token has no successors."""
         return next((after for t, _, after in self.successors(place) if t == token), _NOWHERE)
 
 

@@ -39,7 +39,7 @@ SHARED = frozenset(
 )
 """Modules beside the drafters that are none."""
 _PARTS = ("taps", "layers", "traits", "begin", "propose", "observe", "end")
-"""What every drafter has; see `Drafter`."""
+"""Attributes of every drafter; see `Drafter`."""
 RENAMED = {"eagle3": "eagle"}
 """Earlier names of drafters, each with today's."""
 
@@ -66,7 +66,7 @@ def _built_in() -> dict[str, str]:
 
 
 def _installed() -> Mapping[str, Sequence[EntryPoint]]:
-    """What other packages have registered, by name; also those installed a moment ago."""
+    """Drafters of other packages, by name, including packages installed a moment ago."""
     return _listed(tuple((folder, _last_change(folder)) for folder in sys.path))
 
 
@@ -124,7 +124,7 @@ def usable_specs() -> dict[str, DrafterSpec]:
     """All drafters by name. Imports them; those of packages that cannot be used are left out."""
     specs = {}
     for name in drafter_names():
-        with contextlib.suppress(ConfigError):  # `drafter_spec` says what is wrong with it
+        with contextlib.suppress(ConfigError):  # `drafter_spec` reports its fault
             specs[name] = drafter_spec(name)
     return specs
 
@@ -234,10 +234,10 @@ def _built(key: str, entry: EntryPoint, spec: DrafterSpec, context: DrafterConte
 
 
 def check_parts(drafter: Drafter, built: str) -> None:
-    """Refuse what lacks a part of a drafter; it need not derive from any class.
+    """Refuse an object that lacks a part of a drafter; no base class is needed.
 
     Args:
-        built: what to say of it first.
+        built: beginning of the message.
 
     Raises:
         ConfigError: it lacks one.
@@ -250,7 +250,7 @@ def check_parts(drafter: Drafter, built: str) -> None:
 
 
 def _package(entry: EntryPoint) -> str:
-    """Who registered a drafter, for messages."""
+    """The package that registered a drafter, for messages."""
     package = entry.dist
     return f"package {package.name} {package.version}" if package else entry.value
 
@@ -259,7 +259,7 @@ def check_options(name: str, options: Iterable[str], asked: str | None = None) -
     """Refuse options that the drafter does not declare, naming the nearest.
 
     Args:
-        asked: what the user wrote where ``name`` was chosen for it, such as "auto".
+        asked: the user's word where ``name`` was chosen for it, such as "auto".
 
     Raises:
         ConfigError: there is one.

@@ -56,7 +56,7 @@ class Datastore:
 
     Args:
         ids_T: int32 ids, each document followed by a separator (-1).
-        suffixes_T: int32 or int64 positions in ``ids_T``, sorted by what starts there.
+        suffixes_T: int32 or int64 positions in ``ids_T``, sorted by the text from there on.
         starts_V: int64; where the suffixes that start with each id begin, and one past the last.
     """
 
@@ -245,7 +245,7 @@ def _suffix_array(
 def _starts(
     ids_T: NDArray[np.int32], suffixes_T: NDArray[Any], vocab_size: int
 ) -> NDArray[np.int64]:
-    """Where each id's suffixes begin: they come in the order of their first id."""
+    """The start of each id's suffixes, which are sorted by their first id."""
     counts_V = np.bincount(ids_T[ids_T != _SEPARATOR], minlength=vocab_size)
     num_separators = suffixes_T.size - int(counts_V.sum())
     return np.concatenate(([0], np.cumsum(counts_V))).astype(np.int64) + num_separators
@@ -256,7 +256,7 @@ _MAX_MATCH = 16
 
 
 Matches = Sequence[Interval]
-"""Of the last tokens in the datastore, longest first."""
+"""Matches of the last tokens in the datastore, longest first."""
 
 
 class RetrievedText(Guide):
@@ -298,7 +298,7 @@ class RetrievedText(Guide):
         return [*kept, first] if first else kept
 
     def successors(self, place: Matches) -> Iterator[tuple[int, float, Matches]]:
-        """What comes after the longest match."""
+        """Successors of the longest match."""
         if not place or place[0].length < self._min_match:
             return
         trust = self._confidence[place[0].length]

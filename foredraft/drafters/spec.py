@@ -1,4 +1,4 @@
-"""How the registry knows a drafter: what it needs, which options it takes, what it drafts from."""
+"""The registry's description of a drafter: its needs, its options and its sources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter may be built from.
+    """Inputs of building a drafter.
 
     Attributes:
         target: the target, for drafters that share its layers or embeddings.
@@ -57,7 +57,7 @@ class DrafterContext:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the tokenizer, which says whose ids are whose; None where that is not known."""
+        """Fingerprint of the tokenizer, which identifies its ids; None if it is unknown."""
         return self.tokenizer.fingerprint if self.tokenizer else None
 
 
@@ -71,11 +71,11 @@ class DrafterSpec:
 
     Attributes:
         build: makes the drafter.
-        summary: one line for people.
+        summary: one line of help text.
         options: option names with one line of help each; others are refused.
         num_draft_tokens: a sensible default budget of nodes a step.
         needs: capabilities the target must have.
-        needs_in_words: what that means for people, where the names of capabilities do not say it.
+        needs_in_words: explanation of the needs, if the names of capabilities are not clear.
         draft_model: whether it uses a draft model: never, if the user names one, always, or always
             and of any vocabulary.
         trained: the kind of trained folder that it cannot draft without (option ``head``), unless
@@ -88,7 +88,7 @@ class DrafterSpec:
             name "copy" as the author of those nodes.
         reads_prediction: whether it drafts from `SamplingParams.prediction`; of a drafter made of
             others a function of its options.
-        head: what ``foredraft train`` trains for it; None: nothing.
+        head: kind of head that ``foredraft train`` trains for it; None: it needs none.
     """
 
     build: DrafterFactory
@@ -119,7 +119,7 @@ class DrafterSpec:
         return reads if isinstance(reads, bool) else reads(options)
 
     def missing_capabilities(self, target: Target) -> list[str]:
-        """What it needs of its target and the target does not offer."""
+        """Capabilities that it needs and the target does not offer."""
         offered = target.capabilities
         needed = (name for name, wanted in vars(self.needs).items() if wanted)
         return [name for name in needed if not getattr(offered, name)]

@@ -51,10 +51,10 @@ NO_MATCH = Match(_ROOT, 0)
 
 
 class SuffixAutomaton:
-    """Extended by one token at a time, in amortised constant time.
+    """A suffix automaton, extended by one token at a time in amortised constant time.
 
     `end` is the longest suffix of the text that has occurred before, and so the best place to
-    look for what comes next.
+    look for the next token.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ _FORMAT = "foredraft-past-outputs-1"
 
 
 class PastOutputs:
-    """What earlier requests of one tenant produced.
+    """Outputs of earlier requests of one tenant.
 
     Args:
         max_tokens: most tokens kept, over both generations.
@@ -213,7 +213,7 @@ class PastOutputs:
 
 
 def tenant_file(directory: Path, tenant: str) -> Path:
-    """Where a tenant's outputs are kept. The name says nothing about the tenant."""
+    """Path of a tenant's outputs. The name reveals nothing about the tenant."""
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:32]
     return directory / f"past-outputs-{digest}.safetensors"
 
@@ -252,7 +252,7 @@ def _read(path: Path, fingerprint: str, vocab_size: int) -> list[int]:
 
 
 def _write(path: Path, tokens: Sequence[int], fingerprint: str) -> None:
-    """Replace the file at once: whoever reads sees the old one or the new one, whole."""
+    """Replace the file atomically: a reader sees the whole old or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")  # readable by us alone
     os.close(handle)
@@ -268,7 +268,7 @@ def _write(path: Path, tokens: Sequence[int], fingerprint: str) -> None:
 
 
 SuffixPlace = tuple[Match, ...]
-"""Where a text stands in each source: its longest suffix there."""
+"""Cursor of a text in each source: its longest suffix there."""
 
 
 class SearchedText:
@@ -327,7 +327,7 @@ class SuffixText(Guide):
         self.place = (self._own.end, *self.advance(self.place, token)[1:])
 
     def successors(self, place: SuffixPlace) -> Iterator[tuple[int, float, SuffixPlace]]:
-        """What the most promising source says comes after ``place``."""
+        """Successors of ``place`` in the most promising source."""
         pairs = zip(self._sources, place, strict=True)
         place = tuple(source.automaton.with_followers(match) for source, match in pairs)
         found = max(map(SearchedText.candidates, self._sources, place), key=_probability)
@@ -335,7 +335,7 @@ class SuffixText(Guide):
             yield token, prob, self.advance(place, token)
 
     def advance(self, place: SuffixPlace, token: int) -> SuffixPlace:
-        """Where ``token`` leads from ``place``."""
+        """The cursor after ``token`` at ``place``."""
         pairs = zip(self._sources, place, strict=True)
         return tuple(source.automaton.advance(match, token) for source, match in pairs)
 
@@ -345,7 +345,7 @@ class SuffixText(Guide):
 
 
 def _probability(candidates: list[tuple[int, float]]) -> float:
-    """Of the likeliest candidate."""
+    """Probability of the likeliest candidate."""
     return candidates[0][1] if candidates else 0.0
 
 
@@ -381,7 +381,7 @@ def _past_outputs(
     fingerprint = context.fingerprint or "unknown"
 
     def new(of_request: str | None) -> PastOutputs:
-        # Names of tenants may be good for one process only: nobody would read their files again.
+        # Names of tenants may be valid in one process only: no other would read their files.
         file = path if of_request is None else None
         return PastOutputs(max_tokens, file, fingerprint, context.target.vocab_size)
 

@@ -1,10 +1,10 @@
-"""What followed the last few tokens in a target's own text: a small table in one mapped file.
+"""A table of successors of the last few tokens in a target's own text, in one mapped file.
 
 A context of one to five tokens is kept by a key of 32 bits, the number of its tokens mixed in; two
-contexts of one key happen once in some ten thousand look-ups, and cost a draft. With each stand its
-likeliest successors. Their chances are those of back-off by interpolation: what a shorter context
-says counts less the more often the longer one was seen, so that the longest context which is there
-says all (Jelinek and Mercer, 1980; weights as of Witten and Bell, 1991).
+contexts share a key once in some ten thousand look-ups, which costs a draft. Each key has its
+likeliest successors. Their chances are those of back-off by interpolation: a shorter context counts
+less the more often the longer one was seen. They are combined in advance, so that the entry of the
+longest known context suffices (Jelinek and Mercer, 1980; weights as of Witten and Bell, 1991).
 
 Shape legend: C contexts, K successors of each.
 """
@@ -44,7 +44,7 @@ from foredraft.models.base import Capabilities
 
 KIND = "table"
 BOTH = "with earlier matches"
-"""What is measured of a table and the text's own repetitions together."""
+"""Key of the figures measured for a table together with the text's own repetitions."""
 LONGEST = 5
 """Tokens of a context."""
 NUM_SUCCESSORS = 3
@@ -52,7 +52,7 @@ _MASK = (1 << 64) - 1
 _HALF = 16
 """Bits of half a key."""
 SEEDS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
-"""Odd numbers that keys are mixed with."""
+"""Odd multipliers of the keys."""
 Context = tuple[int, ...]
 
 
@@ -100,11 +100,11 @@ class NgramTable:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is stored."""
+        """The stored tensors."""
         return self._tensors
 
     def successors(self, context: Sequence[int]) -> list[tuple[int, float]]:
-        """What may follow, likeliest first, by the longest context that is known.
+        """Successors, likeliest first, by the longest known context.
 
         Args:
             context: any tokens; the last few are looked at.
@@ -152,12 +152,12 @@ def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> Ngra
 
 
 NUM_CLASSES = 10
-"""Of chances, by tenths."""
+"""Classes of probabilities, by tenths."""
 ALONE, AGREED, PARTED = range(3)
 """Situations: only one of both names anything; both name the same token first; they do not."""
 SITUATIONS = 3
 NO_SHARES = dict.fromkeys(("greedy", "sampled"), [[0.5] * NUM_CLASSES] * SITUATIONS)
-"""Of a table that nobody has measured."""
+"""Hit rates of a table that was not measured."""
 _COPY_WEIGHT = 2.0 / 3.0
 """Fitted to the share named right in held-out replies of a small chat model: 0.706 of greedy ones,
 where the larger of both opinions named 0.691."""
@@ -193,12 +193,12 @@ class Opinion:
 
 
 class TableText(Guide):
-    """One request's text, and what may follow it.
+    """One request's text with its likely successors.
 
     Args:
         prompt: the text so far.
         table: of the target.
-        is_sampled: whether what follows is drawn at a temperature above 0.
+        is_sampled: whether tokens are drawn at a temperature above 0.
 
     Attributes:
         place: where the committed text ends.
@@ -212,7 +212,7 @@ class TableText(Guide):
         self.place: TablePlace = (self._own.place, tuple(prompt[-LONGEST:]))
 
     def opinion(self, place: TablePlace) -> Opinion:
-        """What may follow a place."""
+        """Successors of a place, with their probabilities."""
         copied, named = list(self._own.successors(place[0])), self._named_after(place[1])
         places = {token: following for token, _, following in copied}
         if not copied or not named:
@@ -224,7 +224,7 @@ class TableText(Guide):
         return Opinion(ranked, places, AGREED if copied[0][0] == named[0][0] else PARTED)
 
     def _named_after(self, context: Context) -> list[tuple[int, float]]:
-        """What the table says: places are asked about as drafts, as roots and as committed text."""
+        """The table's successors, cached: a place is looked up as draft, root and committed."""
         named = self._named.get(context)
         if named is None:
             if len(self._named) >= _REMEMBERED:
@@ -245,7 +245,7 @@ class TableText(Guide):
             yield token, factor * chance, self._advanced(place, token, own)
 
     def advance(self, place: TablePlace, token: int) -> TablePlace:
-        """Where ``token`` leads from ``place``."""
+        """The cursor after ``token`` at ``place``."""
         return self._advanced(place, token, None)
 
     def _advanced(self, place: TablePlace, token: int, own: SuffixPlace | None) -> TablePlace:
@@ -253,7 +253,7 @@ class TableText(Guide):
         return following, (*place[1], token)[-LONGEST:]
 
     def commit(self, token: int) -> None:
-        """Append a committed token, after seeing whether it was foreseen."""
+        """Append a committed token, and record whether it was predicted."""
         opinion = self.opinion(self.place)
         if opinion.chances:
             confidence = self._confidence[opinion.situation]
@@ -263,7 +263,7 @@ class TableText(Guide):
 
 
 def new_text(row: DraftRow, table: NgramTable | None) -> Guide:
-    """A row's text: what it copies, and what a table says if there is one."""
+    """A row's text: its own repetitions, and a table if there is one."""
     if table is None:
         return SuffixText(row.tokens)
     return TableText(row.tokens, table, row.params.temperature > 0.0)
@@ -273,7 +273,7 @@ def found_table(context: DrafterContext, option: str) -> NgramTable | None:
     """The table that the user named, or that comes with the package; None: there is none.
 
     Args:
-        option: what names its directory.
+        option: the option that names its directory.
 
     Raises:
         ConfigError: it is not there, or of another target.

@@ -1,4 +1,4 @@
-"""Token recycling: what the target nearly said after a token, the last time it stood there.
+"""Token recycling: the target's likeliest successors at the last occurrence of each token.
 
 Every scored position yields the target's few most likely next tokens, of which one is used. Keep
 the others: a table from each token to its last candidates, walked from the end of the text, gives
@@ -68,7 +68,7 @@ class Successors:
         self._rows[token] = _Row(tuple(candidates), steadiness)
 
     def read(self, text: Sequence[int]) -> None:
-        """Learn from a text without scores: what followed a token becomes its first candidate."""
+        """Learn from a text without scores: a token's successor becomes its first candidate."""
         for token, follower in pairwise(text):
             old = self._rows.get(token)
             others = [c for c in old.candidates if c != follower] if old else []
@@ -88,7 +88,7 @@ class RankConfidence:
 
     @property
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """Of all ranks, by steadiness."""
+        """Hit rates of all ranks, by steadiness."""
         return tuple(tuple(self[steadiness]) for steadiness in range(len(self._trials)))
 
     def record(self, row: _Row, token: int) -> None:
@@ -110,7 +110,7 @@ class _Request:
         successors.read(prompt)
 
     def commit(self, token: int, candidates: Sequence[int]) -> None:
-        """A committed token, and what the target held likely in its place."""
+        """A committed token, and the target's likeliest tokens at its position."""
         if (row := self.successors.get(self.last)) is not None:
             self._confidence.record(row, token)
         self.successors.update(self.last, candidates)
@@ -137,11 +137,11 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
     """See the module docstring.
 
     Only committed positions teach the table. Positions of rejected nodes have candidates, too, but
-    a draft must not depend on what was rejected before it.
+    a draft must not depend on tokens that were rejected before it.
 
     Args:
         num_candidates: candidates kept for each token.
-        prices: what nodes cost; the controller's when None.
+        prices: of nodes; the controller's when None.
         shared: one table for all requests of a tenant, instead of one each.
         tree: whether drafts may branch.
     """

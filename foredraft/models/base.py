@@ -24,7 +24,7 @@ from foredraft.core.tree import EMPTY_TREE, TokenTree
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a target offers beyond scoring chains.
+    """Abilities of a target beyond scoring chains.
 
     Attributes:
         tree_attention: drafts may branch.
@@ -65,21 +65,21 @@ def check_taps(taps: Sequence[int], capabilities: Capabilities) -> None:
 
 
 class Computed(Protocol):
-    """What the first layers of a target have already made of a row's tokens.
+    """Hidden states of an early-exit pass that a full forward can resume from.
 
-    Opaque: a `ShallowTarget` makes it, a draft carries it, and the target that it was made from
-    goes on from there. It saves time and changes no number; a target may ignore it.
+    It is opaque: a `ShallowTarget` makes it, a draft carries it, and the target that it was made
+    from resumes there. It saves time and changes no number; a target may ignore it.
     """
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the decoder of an encoder-decoder attends to, beside the text that it writes.
+    """The input that an encoder-decoder's decoder attends to, beside the text that it writes.
 
     Attributes:
-        token_ids: of its text; none where it is no text.
-        states_SE: the encoder's output for each of its S positions, where that is known already.
-            Whoever gives it without ``token_ids`` gives a ``name`` too.
+        token_ids: of its text; empty if it is not text.
+        states_SE: the encoder's output for each of its S positions, if it is known already. Without
+            ``token_ids`` it needs a ``name``.
         name: tells apart sources of the same ids.
     """
 
@@ -98,18 +98,18 @@ class Source:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One row's part of a forward: some pending tokens, then the tree that hangs off the last.
+    """One row's part of a forward: some pending tokens, then a tree below the last.
 
     Attributes:
         slot: the row's slot in the target's cache.
         pending: the tokens to read, at least one: all that are pending, or the first of them.
-        tree: draft tokens; empty unless all that are pending are read.
-        wants_logits: False for a chunk after which nothing is to be said yet.
-        computed: what is known already of these very tokens, if anything.
-        draw: what the token after the pending ones is drawn with, where its law is nothing but
-            scaled logits; those after the nodes of a chain with the noise of the positions behind.
-            A target may draw them in the forward (`Scores.draws`), or ignore this.
-        source: what the row's text is written from, the same in all forwards of a slot; targets
+        tree: draft tokens; empty unless all pending tokens are read.
+        wants_logits: False for a chunk whose logits are not needed.
+        computed: hidden states that are known already for these very tokens, if any.
+        draw: key of the token after the pending ones, if its law is merely scaled logits; tokens
+            after the nodes of a chain are drawn with the noise of the next positions. A target
+            may draw them in the forward (`Scores.draws`), or ignore this.
+        source: the encoder's input for the row's text, the same in all forwards of a slot; targets
             without an encoder ignore it.
     """
 
@@ -124,7 +124,7 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class RowScores:
-    """What a forward says about one row.
+    """Results of a forward for one row.
 
     Attributes:
         logits_NV: float32 (or float64) logits after the last pending token (row 0) and after each
@@ -143,15 +143,15 @@ class RowScores:
 
 @dataclass(frozen=True)
 class Scores(Sequence[RowScores]):
-    """What a forward says, for all rows together; item i is about row i.
+    """Results of a forward for all rows together; item i is about row i.
 
     Attributes:
         logits_NV: the wanted logits of all rows, one row below the other, on the target's device.
         heads: the rows of ``logits_NV`` that belong to each row of the forward.
         taps: for each tapped layer its output [T, E] over all tokens of the forward.
         tokens: the rows of these that belong to each row of the forward.
-        draws: for each row of ``logits_NV`` what `draw_rows` finds, None where nothing was drawn;
-            None: nothing was at all.
+        draws: the result of `draw_rows` for each row of ``logits_NV``, None for rows without a
+            draw; None: nothing was drawn at all.
     """
 
     logits_NV: Tensor
@@ -229,7 +229,7 @@ class EncoderTarget(Target, Protocol):
     """A target with the capability ``encoder``: each row of a forward has a source.
 
     Attributes:
-        decoder_prompt: the tokens that every reply begins behind.
+        decoder_prompt: the decoder's tokens before every reply.
         max_source: most tokens of a source.
         bans: tokens that it never writes, whatever a request asks for.
     """
@@ -249,7 +249,7 @@ _READ_AT_ONCE = 512
 
 
 def read(target: Target, slot: int, tokens: Sequence[int], source: Source | None = None) -> None:
-    """Read a text of any length into a slot, and keep it; nothing is said about it."""
+    """Prefill a text of any length into a slot, and commit it; no logits are computed."""
     for start in range(0, len(tokens), _READ_AT_ONCE):
         piece = tokens[start : start + _READ_AT_ONCE]
         target.score([ScoreRow(slot, piece, wants_logits=False, source=source)])
@@ -295,16 +295,16 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class HeadRow:
-    """One row's part of a run: tokens of the text, then a tree that hangs off the last of them.
+    """One row's part of a run: tokens of the text, then a tree below the last of them.
 
     Attributes:
         slot: the row's slot in the target's cache.
         start: how many entries lie before the first token.
         num_text: tokens of the text, at least one where there is no tree.
-        tree: which node hangs where; its tokens are not looked at.
+        tree: parents of the nodes; its tokens are not read.
         num_known: how many of all these, from the front, were run before and are still there.
         num_wanted: of how many, from the end, the logits are wanted.
-        is_block: nodes see all nodes, those behind them too.
+        is_block: nodes attend to all nodes, also to later ones.
     """
 
     slot: int
@@ -330,7 +330,7 @@ class HeadRunner(Protocol):
         """Run the tokens that are not known yet, of all rows.
 
         Args:
-            inputs_TE: what goes into the first layer for each of them, in float32 or the
+            inputs_TE: inputs of the first layer for each of them, in float32 or the
                 target's dtype; see `HeadWeights.layers`.
 
         Returns:
@@ -378,10 +378,10 @@ class TargetParts(Protocol):
         ...
 
     def kept(self, name: str, recipe: str, make: Callable[[], Tensor]) -> Tensor:
-        """What ``make`` returns, or what it returned in an earlier process on this model.
+        """The result of ``make``, or its cached result of an earlier process on this model.
 
         Args:
-            recipe: what the tensor depends on besides the model; see `kept.recipe_of`.
+            recipe: all that the tensor depends on besides the model; see `kept.recipe_of`.
         """
         ...
 
@@ -405,7 +405,7 @@ class HeadTarget(PartsTarget, Protocol):
     """A target with the capabilities ``parts`` and ``cache_layers``."""
 
     def head_runner(self, weights: HeadWeights) -> HeadRunner:
-        """What runs a drafter's layers; they get cache layers of their own.
+        """A runner of a drafter's layers, which get cache layers of their own.
 
         Raises:
             ConfigError: the shapes of the weights do not fit each other.
@@ -413,15 +413,15 @@ class HeadTarget(PartsTarget, Protocol):
         ...
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
-        """What makes inputs of a drafter's layers, as fast as it can be done here.
+        """The fastest input projection of a drafter's layers that the target has.
 
-        Each state is brought to a root mean square of 1, all of a token lie side by side [T, K],
-        and are multiplied with the matrix; the token's row of the table is added. The result may
-        be rounded: a draft does not have to be exact.
+        Each state is normed to a root mean square of 1, the states of a token are concatenated
+        [T, K] and multiplied with the matrix, and the token's row of the table is added. The result
+        may be rounded: a draft does not have to be exact.
 
         Args:
             weight_EK: the matrix.
-            table_VE: what tokens add; None: nothing.
+            table_VE: contributions of tokens; None: there are none.
             eps: of the norms.
         """
         ...
@@ -433,16 +433,16 @@ class ShallowTarget(Protocol):
     def score_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
         """Run these layers over each row's pending tokens and the tree so far.
 
-        What a row's ``computed`` already knows is not computed again; the new one knows all of
-        the row. Commits nothing, and remembers nothing.
+        Tokens that a row's ``computed`` covers are not computed again; the new one covers the
+        whole row. The call commits nothing and keeps no state.
 
         Returns:
-            Float32 logits [V] after the last token of each row, and what is known of each row.
+            Float32 logits [V] after the last token of each row, and the new ``computed`` of each.
         """
         ...
 
     def read_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
-        """Likewise without norm and head: the layers' output [E] for the last token of each row."""
+        """`score_last` without norm and LM head: the layers' output [E] for each last token."""
         ...
 
 
@@ -457,7 +457,7 @@ class LayeredTarget(Target, Protocol):
         ...
 
     def sublayer_view(self, no_attention: Collection[int], no_mlp: Collection[int]) -> Target:
-        """A target that leaves out the attention or the MLP of some layers, likewise."""
+        """A target without the attention or the MLP of some layers, with its own cache."""
         ...
 
     def shallow(self, exit_layer: int) -> ShallowTarget:
@@ -488,21 +488,21 @@ class LowBitCopy(Protocol):
         ...
 
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
-        """One forward of the copy, which reads entries and writes behind those that count.
+        """One forward of the copy, which reads entries and writes after the committed ones.
 
         Nothing of it is ever committed: the target's forward of the same tokens writes their
         entries anew.
 
         Args:
             rows: as for `Target.score`; ``pending`` are the first tokens to read.
-            starts: of each row the place of the first of them: the slot's length, or more where
+            starts: for each row the position of the first of them: the slot's length, or more where
                 the copy has read the tokens in between since the slot was last changed.
 
         Returns:
-            With a draw for each row of logits, or with none: behind the first token of a chain
-            they are drawn by the noise of the next positions; the likeliest where a row has no
-            `ScoreRow.draw`. None where its logits are not finite. Logits of tokens that come first
-            so are the copy's, those of others may be estimates.
+            Scores with a draw for each row of logits, or without draws. After the first token of a
+            chain, tokens are drawn with the noise of the next positions; a row without
+            `ScoreRow.draw` gives the likeliest. A draw is None if its logits are not finite.
+            Logits of drawn tokens are the copy's own; others may be estimates.
         """
         ...
 
@@ -537,7 +537,7 @@ class LowBitTarget(ApartTarget, Protocol):
     def low_bits(self) -> Sequence[int]: ...
 
     def low_bit_copy(self, bits: int) -> LowBitCopy:
-        """A copy in so many bits, made once for all who ask while somebody holds it.
+        """A copy with ``bits``-bit weights, shared by all holders while one exists.
 
         Raises:
             ConfigError: there is no such copy.
@@ -552,6 +552,6 @@ class LowBitTarget(ApartTarget, Protocol):
 
         Args:
             texts: token ids that the target wrote itself; some thousands in all.
-            advance: called after each layer with what was done.
+            advance: called after each layer with a line about it.
         """
         ...

@@ -1,8 +1,8 @@
 """The families of models that run natively: how each differs from Llama, and nothing else.
 
 A family is one entry of `FAMILIES`: the names of its tensors, the fields of ``config.json`` that it
-heeds, and what they are where a file leaves them out. What the features do is said once for all
-families, by `foredraft.models.native.eager` in torch and by the fused kernel. How to add a family:
+heeds, and their defaults. The features are implemented once for all families, by
+`foredraft.models.native.eager` in torch and by the fused kernel. How to add a family:
 docs/extend/add-a-family.md.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Names:
-    """Of a layer's tensors: without ``model.layers.N.`` in front and ``.weight`` behind.
+    """Names of a layer's tensors: without ``model.layers.N.`` in front and ``.weight`` behind.
 
-    A norm without a name is not there. Several names of one matrix lie one below the other.
+    A norm without a name does not exist. Matrices of several names are concatenated by rows.
     ``{expert}`` stands for the number of an expert.
     """
 
@@ -36,16 +36,16 @@ class Names:
 
 @dataclass(frozen=True)
 class Gguf:
-    """How a family is written in GGUF files.
+    """GGUF's form of a family.
 
     Attributes:
-        architecture: what ``general.architecture`` says, and keys of the family begin with.
+        architecture: value of ``general.architecture``, and prefix of the family's keys.
         is_paired: rows of queries and keys lie such that rotary embedding turns neighbours, where
             transformers turns halves.
         keys: of fields of ``config.json``, beyond those of Llama; without the architecture.
-        implied: fields of ``config.json`` that a file without a key for them means, where this is
-            not what `Family.defaults` says.
-        only: what keys may say, where anything else is not implemented.
+        implied: fields of ``config.json`` that a file without keys for them implies, if they differ
+            from `Family.defaults`.
+        only: the only values of keys that are implemented.
         wide_size: the number of layers of the one model of the family whose scores are divided by
             the root of hidden size / heads, and not of the head size. Files do not say it.
     """
@@ -66,7 +66,7 @@ GGUF_NORMS = {
     "query_norm": "attn_q_norm",
     "key_norm": "attn_k_norm",
 }
-"""What the norms of `Names` are called in GGUF files, in all families."""
+"""GGUF's names of the norms of `Names`, in all families."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,19 @@ class Family:
         model_type: in ``config.json``.
         names: of its tensors; they say where its norms are.
         reads: fields of ``config.json`` that it heeds beyond those that each family has. Others are
-            as if they were not there: transformers does the same.
-        defaults: what fields are where a file leaves them out.
-        fixed: what fields are, whatever a file says.
-        neutral: fields that change what the model computes in a way that is not implemented, and
-            the value with which they do not.
+            ignored, as in transformers.
+        defaults: values of fields that a file leaves out.
+        fixed: values of fields that override the file.
+        neutral: fields of features that are not implemented, and the one value that is accepted.
         head_norms: queries and keys are normalised: each head by itself, or all heads together.
-        norm_offset: what is added to the weights of all norms.
+        norm_offset: added to the weights of all norms.
         output_bias: ``attention_bias`` means a bias of the output projection, too.
         scales_embeddings: embeddings are multiplied with the root of the hidden size.
         windows: which layers see the last ``sliding_window`` tokens only: all, those from
             ``max_window_layers`` on, all but each ``sliding_window_pattern``-th, or those without
-            rotary embedding. ``layer_types`` says otherwise where the family reads it.
+            rotary embedding. ``layer_types`` overrides this if the family reads it.
         local_rope: windowed layers have a rotary embedding of their own.
-        rope_names: older names of rotary scalings, and what they mean here.
+        rope_names: older names of rotary scalings, with their names here.
         gguf: None: not known there.
     """
 
@@ -111,7 +110,7 @@ class Family:
 
 
 def _keys_of_experts(count: str) -> dict[str, str]:
-    """Of GGUF files, where a family calls the number of experts ``count``."""
+    """Keys in GGUF files of a family that calls the number of experts ``count``."""
     return {count: "expert_count", "num_experts_per_tok": "expert_used_count"}
 
 

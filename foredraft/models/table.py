@@ -23,10 +23,10 @@ Conditional = Callable[[tuple[int, ...]], Sequence[float]]
 
 
 _TOKEN_BYTES = 4
-"""What an entry would take in an array of tokens."""
+"""Size of an entry, as in an array of tokens."""
 
 _NUM_LAYERS = 2
-"""How many layers it pretends to have, for whoever taps them."""
+"""Number of layers that it pretends to have, for drafters that tap them."""
 
 
 class TokenCache(PagedCache):
@@ -51,7 +51,7 @@ class TokenCache(PagedCache):
         return self._read(slot)[: self.length(slot)]
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
-        """Put uncommitted entries behind the ones that count; makes room for them."""
+        """Write uncommitted entries after the committed ones; makes room for them."""
         self.reserve(slot, len(tokens))
         self.will_write(slot, len(tokens))
         self._put(slot, self.length(slot), tokens)

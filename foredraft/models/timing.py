@@ -1,6 +1,6 @@
-"""Measures what a forward of a target costs on this machine (see `foredraft.core.cost`).
+"""Measures the cost of a target's forwards on this machine (see `foredraft.core.cost`).
 
-The rise from one token to several is what decides how many guesses pay. It differs between
+The rise from one token to several decides how many draft tokens pay. It differs between
 machines by more than between drafters, so it is measured at load; after that the model of it
 follows the steps that are run, for it also differs from minute to minute: others use the same
 memory, and a virtual machine's cores move.
@@ -22,14 +22,14 @@ from foredraft.models.base import ScoreRow, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
 
 _SIZES = (1, 4, 8, 2, 3, 16, 5, 12, 17, 32, 24, 33, 48)
-"""Tokens of the forwards that are timed, the most telling first: what one to eight take decides how
-much is drafted. Both sides of each multiple of 16: kernels with matrix tiles take a step there."""
+"""Tokens of the forwards that are timed, the most telling first: the times of one to eight decide
+draft lengths. Both sides of each multiple of 16: kernels with matrix tiles take a step there."""
 _NUM_TELLING = 5
-"""Sizes that are timed before a long context is."""
+"""Number of sizes that are timed before a long context is."""
 _LEAST_MOST = 17
 _ROUNDS = 2
 _MOST_SECONDS = 2.0
-"""For all forwards. A large model is timed at fewer sizes; steps teach the others as it runs."""
+"""Limit for all forwards. A large model is timed at fewer sizes; steps correct the others later."""
 _CONTEXT = 64
 _LONG_CONTEXT = 1024
 _LONG_SIZES = (1, 8)
@@ -43,11 +43,11 @@ _Place = tuple[int, int]
 
 
 def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -> CostModel:
-    """What a forward costs, as earlier processes measured it; else `measure_cost`.
+    """The cost model from the measurements of earlier processes; else from `measure_cost`.
 
-    A measurement beside a busy neighbour must not decide for long how much is drafted. So two
-    processes measure, the least time of each size counts, and is kept for a week. The model of
-    costs follows the steps that are run in any case.
+    A measurement beside a busy neighbour must not decide draft lengths for long. So two processes
+    measure, and the least time of each size is kept for a week. The cost model follows the steps
+    that are run in any case.
 
     Args:
         recipe: names all that the times depend on: machine, kernel, form of the weights, threads.
@@ -87,12 +87,12 @@ def _rising(ms_of: Mapping[int, float]) -> Times:
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
-    """What a forward costs by its tokens and its context. Takes two seconds at the most.
+    """Measure a forward by its tokens and its context. It takes at most two seconds.
 
-    The least of a few rounds counts, and times never fall with size: what is left is noise of the
-    machine, which can cost speed but never text. What a longer context adds is measured where one
-    can be had without reading a long text (`KVCache.fill`): its entries are empty, for how long
-    attention takes does not depend on their values.
+    The least of a few rounds counts, and times never fall with size: the remaining noise of the
+    machine can cost speed but never changes text. The cost of a longer context is measured if the
+    cache can be filled without reading a long text (`KVCache.fill`): its entries are empty, because
+    the time of attention does not depend on their values.
 
     Args:
         max_rows: most rows that will be in a forward, each perhaps with a few drafts.
@@ -102,7 +102,7 @@ def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
 
 
 def _measure(target: Target, max_rows: int) -> tuple[Times, tuple[float, float], int]:
-    """Times, what a cache entry and a pair of entry and token add, and the context of the times."""
+    """Times, the cost of a cache entry and of a pair of entry and token, and the times' context."""
     cache = target.cache
     context = min(_CONTEXT, target.max_context // 2)
     most = min(max(_LEAST_MOST, 3 * max_rows), target.max_context - context)
@@ -123,7 +123,7 @@ def _measure(target: Target, max_rows: int) -> tuple[Times, tuple[float, float],
 
 
 def forward_ms(target: Target, num_tokens: int, rounds: int = 5) -> float:
-    """Milliseconds of one forward of so many tokens, the median of a few; nothing is kept of it."""
+    """Milliseconds of one forward of ``num_tokens`` tokens, the median of a few; not cached."""
     cache, context = target.cache, min(_CONTEXT, target.max_context // 2)
     slot = cache.allocate()
     try:
@@ -145,7 +145,7 @@ def _fits_a_long_context(cache: Cache, slot: int) -> bool:
 
 
 def _attention(best: dict[_Place, float], context: int) -> Attention:
-    """What a longer context adds, as far as it was measured."""
+    """The cost of a longer context, as far as it was measured."""
     if any((_LONG_CONTEXT, size) not in best for size in _LONG_SIZES):
         return Attention()
     one, several = (
@@ -177,7 +177,7 @@ def _measured(target: Target, slot: int, places: list[_Place]) -> dict[_Place, f
 
 
 def _moved_to(context: int, cache: Cache, slot: int) -> bool:
-    """Let the slot hold so many entries; whether it held another number."""
+    """Make the slot hold ``context`` entries; returns whether it held another number."""
     missing = context - cache.length(slot)
     if missing < 0:
         cache.truncate(slot, context)

@@ -1,4 +1,4 @@
-"""What a request asks of the distribution at one position, given the text before it.
+"""Rules of a request for the distribution at one position, given the text before it.
 
 One object owns it: verification asks it for the law at each node it reaches, and a drafter's
 distribution goes through it before anything is drawn or chosen. So a rule that looks at the text
@@ -8,9 +8,9 @@ distribution goes through it before anything is drawn or chosen. So a rule that 
 `base`            the seam, and the rules of requests that look at no text
 `bans`            allowed tokens, bad words, min_tokens
 `penalties`       repetition, frequency and presence; logit_bias
-`grammar`         what a grammar allows, followed along committed and drafted tokens
+`grammar`         tokens that a grammar allows, along committed and drafted tokens
 `row`             all of them together, in their order
-`book`            from a request to its rules, and what is refused there
+`book`            from a request to its rules, and its refusals
 ================  ==============================================================================
 """
 

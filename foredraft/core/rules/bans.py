@@ -128,7 +128,7 @@ class OnlyAt:
 
 
 class NeverAt:
-    """None of some tokens at a place of the reply."""
+    """Bans some tokens at one position of the reply."""
 
     num_ending = 0
 
@@ -145,14 +145,14 @@ class NeverAt:
 
 @dataclass(frozen=True)
 class ModelBans:
-    """What a model's own generation config rules out, for every request.
+    """Tokens that a model's own generation config rules out, for every request.
 
     Attributes:
         never: tokens that never come (``suppress_tokens``).
-        never_at: a place of the reply, and tokens that do not come there
+        never_at: a position of the reply, and tokens that do not come there
             (``begin_suppress_tokens``).
         first: the only token that begins a reply (``forced_bos_token_id``).
-        last: the only one that comes where it reaches its limit (``forced_eos_token_id``).
+        last: the only token at the limit of a reply's length (``forced_eos_token_id``).
     """
 
     never: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class ModelBans:
     last: int | None = None
 
     def of_reply(self, max_tokens: int) -> Iterator[Ban]:
-        """As bans of one reply."""
+        """The bans of one reply."""
         if self.never:
             yield BadWords([token] for token in self.never)
         if self.never_at[1]:

@@ -29,10 +29,10 @@ class Rules(Protocol):
 
     @property
     def scale(self) -> float | None:
-        """What logits are multiplied with, where the law is nothing else.
+        """Factor on the logits, if the law is nothing but scaled logits; else None.
 
-        0 puts all on the largest logit. Such laws need no look at a row of their own: see
-        `foredraft.core.noise.draw_rows`. None: there is more to the law.
+        0 puts all mass on the largest logit. Tokens of such laws are drawn for all rows in one
+        call: see `foredraft.core.draws.draw_rows`.
         """
         ...
 
@@ -78,7 +78,7 @@ class Rules(Protocol):
 
 
 class TextlessRules:
-    """What `Rules` answers where it looks at no text: nothing is banned, forced or complete."""
+    """`Rules` that look at no text: nothing is banned, forced or complete."""
 
     bans = filters_only = False
     scale: float | None = None

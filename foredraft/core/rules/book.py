@@ -1,4 +1,4 @@
-"""From a request to its rules. What cannot be honoured is refused here, before anything runs."""
+"""From a request to its rules. Unsupported ones are refused here, before anything runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RuleBook:
         vocab_size: of the model.
         encode: text to ids without special tokens around it; None: there is no tokenizer.
         new_matcher: makes the matcher of a grammar; None: likewise.
-        model_bans: what the model's own generation config rules out.
+        model_bans: tokens that the model's own generation config rules out.
     """
 
     vocab_size: int
@@ -38,7 +38,7 @@ class RuleBook:
 
         Args:
             num_prompt: tokens of its prompt.
-            stop_ids: what ends its reply.
+            stop_ids: tokens that end its reply.
 
         Raises:
             ConfigError: an id outside the vocabulary, words without a tokenizer, or parameters

@@ -1,4 +1,4 @@
-"""What a grammar allows at a place of the text, committed or drafted.
+"""Tokens that a grammar allows at a position of the text, committed or drafted.
 
 A matcher reads tokens one after the other. One matcher reads the committed tokens and nothing else.
 A copy of it reads the tokens of a draft; for another branch a new copy is made. Matchers never take
@@ -91,7 +91,7 @@ class GrammarRule:
     def forced(self, text: Sequence[int]) -> Sequence[int]:
         """Tokens that follow the text, as far as the grammar allows one continuation only.
 
-        Where several tokens spell it, they are those that the tokenizer would choose.
+        A text of several tokens is tokenised as the tokenizer would.
         """
         chain: list[int] = []
         while len(chain) < _MAX_FORCED:
@@ -128,11 +128,11 @@ class GrammarRule:
         self._settled, self._num_settled = settled, num_reply
 
     def _follow(self, path: Sequence[int]) -> Matcher | None:
-        """A matcher behind these guesses; None if nothing can come there."""
+        """A matcher after these guesses; None if no token can come there."""
         return None if path and path[-1] in self._end_ids else self._go_to(path)
 
     def _go_to(self, path: Sequence[int]) -> Matcher | None:
-        """A matcher behind the committed tokens and these; None if they cannot be read."""
+        """A matcher after the committed tokens and these; None if they cannot be read."""
         if self._ahead is None or [*path[: len(self._path)]] != self._path:
             self._ahead, self._path = self._settled.copy(), []
         for token in path[len(self._path) :]:

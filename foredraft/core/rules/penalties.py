@@ -1,4 +1,4 @@
-"""What makes tokens more or less likely: logit_bias, then the penalties for what is there already.
+"""Biases of tokens: logit_bias, then the penalties for tokens that the text holds already.
 
 As in transformers and vLLM the repetition penalty counts prompt and reply; presence and frequency
 count the reply alone, as OpenAI's do.

@@ -95,7 +95,7 @@ class RowRules:
         return len(text) - self.num_prompt + len(drafted)
 
     def _names(self) -> list[str]:
-        """Of the parameters that ban tokens."""
+        """Names of the parameters that ban tokens."""
         given = {
             "grammar": self.grammar,
             "allowed_token_ids": self.params.allowed_token_ids,

@@ -1,1 +1,1 @@
-"""Drafters that were trained for their target, and what they share."""
+"""Drafters that were trained for their target, and their shared code."""

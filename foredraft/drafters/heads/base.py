@@ -1,10 +1,10 @@
-"""What every trained drafter is made of: a torch module that training and drafting share.
+"""Base of every trained drafter: a torch module that training and drafting share.
 
-A kind of head is a file of this folder: a `HeadModule` (what is trained and saved), and how its
-guesses become proposals. Training knows modules only through this file, drafting never imports
-training.
+A kind of head is a file of this folder: a `HeadModule` (the trained and saved module), and the code
+that makes proposals of its guesses. Training knows modules only through this file; drafting never
+imports training.
 
-How positions are counted, everywhere: the *anchor* ``i`` is the last token that the target has
+Positions are counted alike everywhere: the *anchor* ``i`` is the last token that the target has
 read, so its hidden states are known, and so is token ``i + 1``, which the target drew from them.
 Draft token ``k`` (from 1) is token ``i + 1 + k``.
 
@@ -29,7 +29,7 @@ from foredraft.models.base import ModelShape
 
 
 class HeadSource(Protocol):
-    """What a head may start from: a target's sizes and weights. All tensors are copies."""
+    """Source of a head's initial weights: a target's sizes and weights. All tensors are copies."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -53,10 +53,10 @@ class HeadSource(Protocol):
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts with what the target made of them.
+    """Texts with the target's outputs for them.
 
     Attributes:
-        tokens_BL: int64 token ids; what lies behind a text's end is any id.
+        tokens_BL: int64 token ids; padding after a text's end is any id.
         lengths_B: int64 tokens of each text.
         embeddings_BLE: the target's embeddings of the tokens.
         taps: for each layer that the head asks for its output [B, L, E].
@@ -70,15 +70,14 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a head says at every anchor about one later token: logits as a product not yet made.
+    """A head's logits for one later token at every anchor, as two factors not yet multiplied.
 
-    There are far more logits than states: losses make them piece by piece and only where they
-    count. A bias by token (a Markov head's, say) goes in as further columns of both factors.
+    There are far more logits than states: losses compute them piece by piece, and only where they
+    are needed. A bias by token (a Markov head's, say) is added as further columns of both factors.
 
     Attributes:
-        states_BLK: what is multiplied with the output rows; entry ``i`` is about token
-            ``i + shift``, given all tokens before that one. What it says beyond a text's end means
-            nothing.
+        states_BLK: factor of the output rows; entry ``i`` predicts token ``i + shift``, given all
+            tokens before that one. Entries beyond a text's end have no meaning.
         output_RK: the output rows.
         shift: ``depth + 1`` for heads that draft behind an anchor; 1 for one that predicts the
             token right after the one it stands on.
@@ -102,16 +101,16 @@ LARGEST_SIZE = 1 << 24
 
 @dataclass(frozen=True)
 class HeadOption:
-    """What a user may choose when a head of some kind is trained, and what its config then holds.
+    """An option of training a kind of head, and a field of its config.
 
     A value is a whole number, a list of the target's layers, or one of a few words.
 
     Attributes:
-        help: one line for people.
-        usual: the value where none is chosen, or what makes it of the target's shape.
-        words: those that are allowed; none: it is no word.
-        is_layers: it lists layers of the target, ascending.
-        least, most: of a number.
+        help: one line of help text.
+        usual: the default, or a function that makes it of the target's shape.
+        words: the allowed words; empty: the value is not a word.
+        is_layers: whether the value lists layers of the target, ascending.
+        least, most: bounds of a number.
     """
 
     help: str
@@ -182,10 +181,10 @@ class HeadModule(nn.Module, ABC):
 
     Attributes:
         kind: the registered name of the drafter that uses it.
-        OPTIONS: what users may choose.
+        OPTIONS: options of training.
         shape: of the target.
         taps: the layers of the target that it reads; ascending.
-        output: the output rows [R, E], or what holds them: see `rows`.
+        output: the output rows [R, E], or a module with them: see `rows`.
         output_ids_R: the token of each output row, ascending, a buffer; None: all of them.
         promise: of a trained one, see `DrafterTraits`.
     """
@@ -283,7 +282,7 @@ class HeadModule(nn.Module, ABC):
 
     @abstractmethod
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        """What it would say when drafting ``depth`` tokens behind every anchor.
+        """Its predictions for ``depth`` draft tokens behind every anchor.
 
         The tokens before the one that is predicted are those of the text. Hidden states behind an
         anchor are the head's own, as they will be when it drafts.
@@ -294,16 +293,16 @@ class HeadModule(nn.Module, ABC):
         return None
 
     def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
-        """Settle, on text that was kept from training, what is not learnt; usually nothing.
+        """Set parameters that are not learnt, on held-out text; by default there are none.
 
         Returns:
-            What was settled, for people.
+            Lines that describe the settings, for display.
         """
         return []
 
 
 def following(x_BLE: Tensor, by: int) -> Tensor:
-    """What stands ``by`` tokens later, for every token; behind the end something meaningless."""
+    """The entry ``by`` tokens later, for every token; beyond the end it has no meaning."""
     return x_BLE.roll(-by, 1) if by else x_BLE
 
 
@@ -317,9 +316,9 @@ def unrolled(
     """Predictions of a head that drafts token by token from a state that it carries on.
 
     Args:
-        state_BLE: what is known at the anchor.
+        state_BLE: the state at the anchor.
         step: from the number ``k`` of the draft token (from 1), the embeddings of the token before
-            it and the state there: what the output rows read, and the next state.
+            it and the state there: the input of the output rows, and the next state.
     """
     predictions = []
     for k in range(1, depth + 1):
@@ -342,7 +341,7 @@ TAPS = HeadOption(
 
 
 class CausalHead(HeadModule, ABC):
-    """Llama layers, a norm and output rows; a subclass says what they read.
+    """Llama layers, a norm and output rows; a subclass makes their inputs.
 
     Args:
         shape: of the target, and of the layers.
@@ -365,11 +364,11 @@ class CausalHead(HeadModule, ABC):
 
     @abstractmethod
     def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        """What the first layer reads of tokens [..., E], in the dtype of the weights.
+        """Inputs [..., E] of the first layer for tokens, in the dtype of the weights.
 
         Args:
             embeddings: of the tokens.
-            taps: what the target made of them.
+            taps: the target's hidden states of them, by layer.
         """
 
     def take_from(self, source: HeadSource, layers: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
 """A draft model distilled from its target: the target's embedding, few layers, few output rows.
 
-The layers start as the target's first and last ones; what lies between is to be learnt. The
+The layers start as the target's first and last ones, and learn to replace those between. The
 embedding stays the target's own, so that it is neither trained nor stored. It reads each token one
 entry early, beside the one before it as all heads do, so a text's very first token is not read.
 """
@@ -47,7 +47,7 @@ class DraftModelModule(CausalHead):
 
 
 class DistilledRunner(StepRunner):
-    """What goes into a `DraftModelModule`'s layers: embeddings alone."""
+    """Makes the inputs of a `DraftModelModule`'s layers: embeddings alone."""
 
     def __init__(self, module: DraftModelModule, target: HeadTarget) -> None:
         weights = head_weights(module.layers, module.norm, module.output, module.shape)

@@ -54,11 +54,11 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, ModelShape
 
 _CONFIDENCE_STRIDE = 4
-"""The confidence head learns at one anchor in so many: its labels cost a product with all rows."""
+"""The confidence head learns at one anchor in this many: its labels need products of all rows."""
 
 
 _SCALES = torch.logspace(-2, 2, 41, base=2.0, dtype=torch.float64)
-"""Among which a confidence's scale is looked for."""
+"""Grid on which the scale of a confidence is fitted."""
 
 
 class DsparkModule(HeadModule):
@@ -119,7 +119,7 @@ class DsparkModule(HeadModule):
         for i, layer in enumerate(self.layers):
             layer.load_state_dict(dict(source.layer(i - self.num_layers)))
         if self.rank:
-            # Alike tokens start alike: what one learns serves the others.
+            # Similar tokens start alike, so that they learn together.
             projection_EM = torch.randn(embedding_VE.shape[1], self.rank)
             rows_VM = F.normalize(embedding_VE.float(), dim=-1) @ projection_EM
             self.markov.weight.copy_(rows_VM)
@@ -127,9 +127,9 @@ class DsparkModule(HeadModule):
     # ------------------------------------------------------------------------------- one forward
 
     def context(self, taps: Sequence[Tensor]) -> Tensor:
-        """What the backbone sees of tokens that the target has read; [..., E].
+        """Context of the backbone from tokens that the target has read; [..., E].
 
-        Every layer makes keys and values of it, behind its own norm.
+        Every layer computes keys and values from it, after its own norm.
         """
         dtype = self.output.dtype
         normed = [norm(x.to(dtype)) for norm, x in zip(self.tap_norms, taps, strict=True)]
@@ -137,7 +137,7 @@ class DsparkModule(HeadModule):
         return fused
 
     def block(self, embeddings_NE: Tensor) -> Tensor:
-        """The inputs of blocks [N, S, E] behind committed tokens."""
+        """The inputs of blocks [N, S, E] after committed tokens."""
         masks = self.mask_E.expand(len(embeddings_NE), self.block_size - 1, -1)
         return torch.cat((embeddings_NE.to(masks.dtype)[:, None], masks), 1)
 
@@ -269,7 +269,7 @@ def _over_all_anchors(layer: LlamaLayer, x_BSLE: Tensor, context_BLE: Tensor) ->
 
 
 class Injection:
-    """Keys and values of all layers from what the backbone sees of the text: one product for all.
+    """Keys and values of all layers from the backbone's context, in one product.
 
     Args:
         module: a trained head.

@@ -1,13 +1,13 @@
 """EAGLE-3 as it is published: one layer that attends over a token and a fused state side by side.
 
-Outputs of several of the target's layers, fused to one state, and the embedding of the token that
-follows, each behind a norm, are what queries, keys and values are made of; the layer adds to the
-state (arXiv 2503.01840). Behind the anchor the layer's own output takes the state's place. The
-norms of EAGLE-3.1 are options here: one for each tapped layer, and whether the output goes on
-behind the last norm.
+Outputs of several of the target's layers are fused to one state. Queries, keys and values are
+computed from this state and the embedding of the next token, each after a norm; the layer adds to
+the state (arXiv 2503.01840). After the anchor the layer's own output replaces the state. The norms
+of EAGLE-3.1 are options here: one for each tapped layer, and whether the normed output is passed to
+the next token.
 
-`foredraft.drafters.eagle` is the same idea with a cheaper layer; heads of this shape are what other
-engines load.
+`foredraft.drafters.eagle` is the same idea with a cheaper layer; other engines load heads of this
+shape.
 
 Shape legend: B texts, L tokens, E hidden size, P tapped layers, R output rows.
 """
@@ -62,7 +62,7 @@ class WideLayer(LlamaLayer):
     """A `LlamaLayer` on [..., 2E]: an embedding, and the state that the layer adds to.
 
     Args:
-        is_normed: it adds to the state behind its norm.
+        is_normed: whether it adds to the state after its norm.
     """
 
     def __init__(self, shape: ModelShape, is_normed: bool) -> None:
@@ -72,7 +72,7 @@ class WideLayer(LlamaLayer):
         self.qkv = nn.Linear(2 * shape.hidden_size, self.qkv.out_features, bias=False)
 
     def weights(self) -> dict[str, Tensor]:
-        """Without what makes queries, keys and values: they are handed in."""
+        """Weights without the projections to queries, keys and values, which are precomputed."""
         before = ("attention_norm", "token_norm", "qkv")
         return {n: w for n, w in super().weights().items() if not n.startswith(before)}
 
@@ -81,7 +81,7 @@ class WideLayer(LlamaLayer):
         return torch.cat((self.token_norm(embeddings), self.attention_norm(states)), -1)
 
     def added_to(self, states: Tensor) -> Tensor:
-        """What the layer adds to, for states [..., E]."""
+        """Residual input of the layer, for states [..., E]."""
         return self.attention_norm(states) if self._is_normed else states
 
     def finish(self, x_BLE: Tensor, attended_BHLD: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class EagleModule(HeadModule):
         return fused
 
     def next_state(self, x: Tensor, normed: Tensor) -> Tensor:
-        """What goes on to the next token, of the layer's output and its norm."""
+        """State passed to the next token: the layer's output or its norm."""
         return normed if self._returns == "normed" else x
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
@@ -181,7 +181,7 @@ class EagleModule(HeadModule):
 
 
 def published_taps(num_layers: int) -> tuple[int, ...]:
-    """The layers that EAGLE-3's authors read: what goes into layers 2, L / 2 and L - 3."""
+    """The layers that EAGLE-3's authors tap: the inputs of layers 2, L / 2 and L - 3."""
     return tuple(
         sorted({min(max(n - 1, 0), num_layers - 1) for n in (2, num_layers // 2, num_layers - 3)})
     )
@@ -195,7 +195,7 @@ class FirstLayer(LlamaLayer):
         self.attention_norm = nn.Identity()
 
     def weights(self) -> dict[str, Tensor]:
-        """Without what makes queries, keys and values: they are handed in."""
+        """Weights without the projections to queries, keys and values, which are precomputed."""
         return {name: w for name, w in super().weights().items() if name != "qkv.weight"}
 
 
@@ -239,7 +239,7 @@ class FirstEagleModule(nn.Module):
 
 
 class FirstEagleRunner(StepRunner):
-    """What goes into the layer of a `FirstEagleModule`, where the target runs it."""
+    """Makes the inputs of a `FirstEagleModule`'s layer, which the target runs."""
 
     def __init__(self, module: FirstEagleModule, target: HeadTarget) -> None:
         weights = {n: _weight(w, target) for n, w in module.layer.weights().items()}
@@ -269,9 +269,9 @@ def _weight(weight: Tensor, target: HeadTarget) -> Tensor:
 
 
 class EagleRunner(StepRunner):
-    """What goes into the layer of an `EagleModule`, where the target runs it.
+    """Makes the inputs of an `EagleModule`'s layer, which the target runs.
 
-    Queries, keys and values are made by the target's joins, and handed in.
+    The target's joins compute queries, keys and values in advance.
     """
 
     def __init__(self, module: EagleModule, target: HeadTarget) -> None:
@@ -294,7 +294,7 @@ class EagleRunner(StepRunner):
         return self._inputs(state_NE, tokens)
 
     def _inputs(self, states_TE: Tensor, tokens: Sequence[int]) -> Tensor:
-        """What the layer adds to beside queries, keys and values; [T, E + Q]."""
+        """Residual input beside queries, keys and values; [T, E + Q]."""
         added_to_TE = self._module.layer.added_to(states_TE)
         return torch.cat((added_to_TE, self._join([states_TE], tokens)), 1)
 
@@ -317,14 +317,14 @@ class _Fusion:
         joined_TE = self._join([x_TK])
         if self._is_normed:
             return joined_TE
-        # Joins bring what they join to a mean square of 1, and here there is to be no norm.
+        # Joins norm their inputs to a mean square of 1; this head has no norm, so it is undone.
         return joined_TE * (x_TK.square().mean(-1, keepdim=True) + self._eps).sqrt()
 
 
 _LAYERS = ("layers.0.", "midlayer.")
 _TOKEN_NORM, _STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"
 _TARGETS = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
-"""What is the target's own and may be there as well."""
+"""Tensors of the target that a checkpoint may contain as well."""
 _MAPS = ("d2t", "t2d")
 _SAMPLED_ROWS = 256
 _ADVICE = "Train one for this target: foredraft train eagle"
@@ -336,10 +336,10 @@ class _Published:
 
     Attributes:
         where: its directory, for messages.
-        config: what it says of itself.
+        config: of the head.
         shape: the layer's, with the target's vocabulary and number of layers.
         tensors: by name, those of the target left out.
-        layer: what the layer's names begin with.
+        layer: prefix of the layer's names.
     """
 
     where: Path
@@ -354,14 +354,14 @@ class _Published:
 
 
 def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEagleModule:
-    """A head from somebody's checkpoint: EAGLE-3, or EAGLE-1 and 2, told apart by their tensors.
+    """Read a published checkpoint: EAGLE-3, or EAGLE-1 and 2, told apart by their tensors.
 
     Args:
         target: its target.
 
     Raises:
-        ConfigError: there is no such head, it is of another target, or something of it has no
-            place here.
+        ConfigError: there is no such head, it is of another target, or a part of it is not
+            supported.
         ModelLoadError: the checkpoint is damaged.
     """
     parts = target.parts
@@ -385,7 +385,7 @@ def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEa
 
 
 class _Layer(Sizes):
-    """What a config says of the layer."""
+    """Fields of a config about the layer."""
 
     hidden_act: str = "silu"
     attention_bias: bool | None = False
@@ -399,7 +399,7 @@ class _Inner(BaseModel):
 
 
 class _Config(BaseModel):
-    """What a config says of the head; further keys are left alone."""
+    """Fields of a config about the head; further keys are ignored."""
 
     speculators_model_type: str = "eagle3"
     transformer_layer_config: dict[str, Any] | None = None
@@ -411,7 +411,7 @@ class _Config(BaseModel):
 
 
 def _read_config(directory: Path, vocab_size: int) -> tuple[_Config, ModelShape]:
-    """What is known of a head before its weights are looked at; what cannot be run is refused."""
+    """Config and shape of a head, read before its weights; unsupported heads are refused."""
     path = directory / "config.json"
     content = read_json(path)
     config = parse_fields(path, content, _Config)
@@ -440,7 +440,7 @@ def _read_config(directory: Path, vocab_size: int) -> tuple[_Config, ModelShape]
 
 
 def _check_embeddings(stored_VE: Tensor | None, parts: TargetParts, directory: Path) -> None:
-    """A head reads the target's embeddings: those that it brings must be the same."""
+    """Check that a checkpoint's embeddings equal the target's, which the head reads."""
     if stored_VE is None:
         return
     ids = torch.arange(0, len(stored_VE), max(1, len(stored_VE) // _SAMPLED_ROWS))
@@ -509,7 +509,7 @@ def names_of(module: EagleModule, layer: str) -> dict[str, tuple[str, ...]]:
     """Our names of a head's weights, and theirs.
 
     Args:
-        layer: what the layer's names begin with, such as ``layers.0.``.
+        layer: prefix of the layer's names, such as ``layers.0.``.
     """
     count = len(module.tap_norms)
     norms = [f"fc_norm.{i}.weight" for i in range(count)]
@@ -581,7 +581,7 @@ def published_tensors(module: EagleModule) -> dict[str, Tensor]:
 
 
 def published_config(module: EagleModule) -> dict[str, Any]:
-    """What a speculators ``config.json`` says of a head itself; see `foredraft.train.export`."""
+    """The head's part of a speculators ``config.json``; see `foredraft.train.export`."""
     shape, chosen = module.shape, module.config
     return {
         "architectures": ["Eagle3Speculator"],

@@ -1,4 +1,4 @@
-"""One decoder layer that reads what the target made of the text, and drafts step by step.
+"""One decoder layer that reads the target's hidden states, and drafts step by step.
 
 An entry of the layer stands for a token whose hidden states are known together with the token
 that follows it. Its input joins both: normed outputs of several of the target's layers (low,
@@ -111,7 +111,7 @@ class HiddenHeadModule(HeadModule):
 
 
 class HiddenHeadRunner(StepRunner):
-    """What goes into a `HiddenHeadModule`'s layer, where the target runs it."""
+    """Makes the inputs of a `HiddenHeadModule`'s layer, which the target runs."""
 
     def __init__(self, module: HiddenHeadModule, target: HeadTarget) -> None:
         shape, eps = module.shape, module.shape.rms_norm_eps

@@ -1,10 +1,10 @@
 """Hydra's heads: like Medusa's, but each also knows the tokens drafted before its own.
 
-Z. Ankner et al., arXiv 2402.05109. What is known of them is in a state that goes from one token to
-the next, as in the speculators of D. Wertheimer et al., arXiv 2404.19124. State and embedding of
-the token after it are joined by a linear path; a gated feed-forward layer stands beside that. The
-first state is the target's last hidden state. There is no attention, and nothing is kept of the
-text: of an EAGLE layer it is what lies beside the attention.
+Z. Ankner et al., arXiv 2402.05109. A recurrent state, which goes from one token to the next, holds
+those tokens, as in the speculators of D. Wertheimer et al., arXiv 2404.19124. State and embedding
+of the token after it are joined by a linear path; a gated feed-forward layer runs in parallel. The
+first state is the target's last hidden state. There is no attention and no cache: the layer is an
+EAGLE layer without its attention.
 
 Shape legend: E hidden size, F width of the feed-forward layer.
 """
@@ -89,7 +89,7 @@ class HydraModule(HeadModule):
             self.layer.load_state_dict({name: last[name] for name in self.layer.weights()})
 
     def inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """What goes into the layer for a token that the target has read; [..., E].
+        """Inputs of the layer for a token that the target has read; [..., E].
 
         Args:
             embeddings: of the token after it.
@@ -100,7 +100,7 @@ class HydraModule(HeadModule):
         return joined
 
     def own_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Behind the anchor: ``states`` are the layer's own output one token earlier."""
+        """Inputs after the anchor: ``states`` are the layer's own output one token earlier."""
         normed = self.own_norm(states.to(self.output.dtype))
         joined: Tensor = self.join_own(torch.cat((normed, self._token(embeddings)), -1))
         return joined
@@ -121,7 +121,7 @@ class HydraModule(HeadModule):
 
 
 class HydraRunner(StepRunner):
-    """What goes into a `HydraModule`'s layer, where the target runs it."""
+    """Makes the inputs of a `HydraModule`'s layer, which the target runs."""
 
     def __init__(self, module: HydraModule, target: HeadTarget) -> None:
         shape = replace(module.shape, intermediate_size=module.width)

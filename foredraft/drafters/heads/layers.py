@@ -72,7 +72,7 @@ class LlamaLayer(nn.Module):
         return {name: tensor.detach() for name, tensor in self.named_parameters()}
 
     def attention_input(self, x_BLE: Tensor) -> Tensor:
-        """What queries, keys and values are made of."""
+        """Input of the projections to queries, keys and values."""
         normed: Tensor = self.attention_norm(x_BLE)
         return normed
 
@@ -106,7 +106,7 @@ class LlamaLayer(nn.Module):
 def head_weights(
     layers: Iterable[nn.Module], norm: RMSNorm, output_RE: Tensor, shape: ModelShape
 ) -> HeadWeights:
-    """What a target needs to run a head's layers: those with `LlamaLayer.weights`."""
+    """Weights with which a target runs a head's layers; see `LlamaLayer.weights`."""
     weights = [cast(LlamaLayer, layer).weights() for layer in layers]
     return HeadWeights(weights, norm.weight.detach(), output_RE.detach(), shape)
 
@@ -149,7 +149,7 @@ class AnchoredAttention:
 
 
 def behind_anchor(like: Tensor, length: int) -> Tensor:
-    """What the scores of entries behind each anchor are lowered by; [L, L]."""
+    """Mask added to attention scores: -inf for entries behind each anchor; [L, L]."""
     return like.new_full((length, length), -torch.inf).triu(1)
 
 
@@ -157,16 +157,16 @@ _TABLE_BYTES = 128e6
 
 
 class JoinedTokens:
-    """What tokens add to a layer's input: their normed embeddings times a matrix.
+    """Contribution of tokens to a layer's input: their normed embeddings times a matrix.
 
     Args:
-        target: whose embeddings they are.
+        target: owner of the embeddings.
         weight_EE: the matrix.
         eps: of the norm.
 
     Attributes:
-        table_VE: it depends on nothing else, so for vocabularies that are not too large it is kept
-            for all of them, in bfloat16.
+        table_VE: the contributions of all tokens in bfloat16, kept if the vocabulary is not too
+            large, because they depend on the token alone.
     """
 
     def __init__(self, target: HeadTarget, weight_EE: Tensor, eps: float) -> None:
@@ -193,14 +193,14 @@ class JoinedTokens:
 
 
 class Joined:
-    """``matrix @ concat(norm(state) for each state)``, and what tokens add to it.
+    """``matrix @ concat(norm(state) for each state)``, plus the contributions of tokens.
 
     Args:
-        target: whose kernel multiplies.
+        target: its kernel multiplies.
         norms: weights [E] of the states' norms.
         matrix: [R, C E].
         eps: of the norms.
-        tokens: what they add; None: nothing.
+        tokens: their contributions; None: there are none.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Joined:
     ) -> None:
         self._tokens = tokens
         table_VE = None if tokens is None else tokens.table_VE
-        # A norm's weights scale the columns of the matrix behind it: one product less to make.
+        # A norm's weights are folded into the columns of the matrix after it: one product less.
         weight = (matrix * torch.cat([*norms])).detach().to(target.parts.device)
         self._join = target.join(weight, table_VE, eps)
 

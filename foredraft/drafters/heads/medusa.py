@@ -81,7 +81,7 @@ class MedusaModule(HeadModule):
             cast(_Head, head).start()
 
     def projected(self, hidden: Tensor, count: int) -> Tensor:
-        """What the first heads make of the last layer's output [..., E], before the norm.
+        """Outputs of the first heads for the last layer's output [..., E], before the norm.
 
         Returns:
             [..., H, E] for ``count`` heads, or as many as there are.
@@ -100,7 +100,7 @@ class MedusaModule(HeadModule):
 class MedusaDrafter(BaseDrafter):
     """See the module docstring.
 
-    A head does not know what the others chose, so all nodes of a depth have the same children, and
+    A head does not know the others' tokens, so all nodes of a depth have the same children, and
     a node's chance is the product of those on its path: the tree takes the best ones, as many as
     are worth their price. Drawn requests get a tree whose shape is fixed before anything is drawn.
 

@@ -55,7 +55,7 @@ RETURNS = ("normed", "plain")
 
 
 class MtpHead(nn.Module):
-    """What one depth has for itself.
+    """Weights of one depth.
 
     Args:
         shape: of the target.
@@ -73,7 +73,7 @@ class MtpHead(nn.Module):
 
     @torch.no_grad()
     def start(self, source: HeadSource) -> None:
-        """From the target's last layer and norm, the state handed on."""
+        """Start from the target's last layer and norm, passing the state through."""
         size = source.shape.hidden_size
         self.norm.weight.copy_(source.final_norm())
         self.layer.load_state_dict(dict(source.layer(-1)))
@@ -81,10 +81,10 @@ class MtpHead(nn.Module):
         self.join.weight[:, size:] += torch.eye(size)
 
     def inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """What the layer reads; [..., E].
+        """Inputs of the layer; [..., E].
 
         Args:
-            embeddings: of the tokens behind those that the states know of.
+            embeddings: of the token after the last one that each state covers.
             states: from `MtpModule.first_state`, of later heads from `next_state`.
         """
         normed = self.embedding_norm(embeddings.to(states.dtype)), self.hidden_norm(states)
@@ -92,7 +92,7 @@ class MtpHead(nn.Module):
         return joined
 
     def next_state(self, x: Tensor, normed: Tensor) -> Tensor:
-        """What the next head reads, of the layer's output and its norm."""
+        """State for the next head: the layer's output or its norm."""
         return normed if self.returns == "normed" else x
 
 
@@ -125,11 +125,11 @@ class MtpModule(HeadModule):
             head.start(source)
 
     def each_head(self) -> list[MtpHead]:
-        """In the order of their depths."""
+        """The heads in the order of their depths."""
         return [cast(MtpHead, head) for head in self.heads]
 
     def first_state(self, hidden: Tensor) -> Tensor:
-        """What the target's head reads, of its last layer's output; [..., E]."""
+        """The last layer's output after the target's final norm: input of the LM head; [..., E]."""
         normed: Tensor = self.target_norm(hidden.to(self.output.dtype))
         return normed
 
@@ -172,18 +172,18 @@ class _Head:
 
     @torch.no_grad()
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """What the next head reads [T, E], and logits [N, R]."""
+        """States for the next head [T, E], and logits [N, R]."""
         x_TE, logits_NR = self._runner.run(rows, inputs_TE)
         return self._head.next_state(x_TE, self._head.norm(x_TE)), logits_NR
 
 
 @dataclass(frozen=True)
 class _End:
-    """How far a slot's text was read.
+    """End of the text that was read for a slot.
 
     Attributes:
-        num_tokens: since the request began.
-        states_CE: what goes along with the last of them.
+        num_tokens: tokens read since the request began.
+        states_CE: states of the last of them, for its successors.
     """
 
     num_tokens: int
@@ -192,11 +192,11 @@ class _End:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a head reads of a row's nodes.
+    """Nodes of a row that one head reads.
 
     Attributes:
-        row: in the head's own count of entries.
-        nodes: the new ones, as the run counts them.
+        row: the row in the head's own numbering of entries.
+        nodes: the new nodes, in the numbering of the run.
     """
 
     row: HeadRow
@@ -204,10 +204,10 @@ class _Part:
 
 
 class MtpRunner(StepRunner):
-    """What goes into the layers of an `MtpModule`, where the target runs them.
+    """Makes the inputs of an `MtpModule`'s layers, which the target runs.
 
-    Along with a token goes what its successors are read with: the states of all heads but the last,
-    or of the only one.
+    Each token carries the states that its successors are read with: those of all heads but the
+    last, or of the only one.
     """
 
     def __init__(self, module: MtpModule, target: HeadTarget) -> None:
@@ -224,18 +224,18 @@ class MtpRunner(StepRunner):
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        """What the first head reads, and the tokens, for the others; [T, E + 1]."""
+        """Inputs of the first head, and the tokens for the other heads; [T, E + 1]."""
         inputs_TE = self._heads[0].inputs([self._module.first_state(taps[0])], following)
         return _with_tokens(inputs_TE, following)
 
     @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        """What came along with their parents, and the tokens; [N, C E + 1]."""
+        """The states that their parents carry, and the tokens; [N, C E + 1]."""
         return _with_tokens(states_NE, tokens)
 
     @torch.no_grad()
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """States are what goes along with each token; with a text's, the last alone. [T, C E]."""
+        """Run all heads; the states [T, C E] carried by each node, or by a text's last token."""
         run = self._run_nodes if rows[0].tree else self._run_text
         return run(rows, inputs_TE[:, :-1], inputs_TE[:, -1].int().tolist())
 
@@ -265,7 +265,7 @@ class MtpRunner(StepRunner):
         texts: Sequence[Sequence[int]],
         made: Sequence[Tensor],
     ) -> list[Tensor]:
-        """What head ``k`` (from 0) makes [T, E] of what the one before it made of each text."""
+        """States [T, E] of head ``k`` (from 0), for each text, from those of the head before it."""
         states, runs, tokens = list[Tensor](), list[HeadRow](), list[int]()
         for row, text, made_TE in zip(rows, texts, made, strict=True):
             states_TE = made_TE[:-1]
@@ -292,7 +292,7 @@ class MtpRunner(StepRunner):
         states_NCE = inputs_NE.reshape(len(tokens), self._num_states, self._size)
         along_NCE = torch.zeros_like(states_NCE)
         logits_NR = inputs_NE.new_empty(len(tokens), self._num_rows)
-        # From the last on: of a node that several read, what the first of them says is what counts.
+        # Run the heads from last to first: if several read a node, the earliest head's output wins.
         for k in range(self._last, min(1, self._last) - 1, -1):
             parts = self._parts(rows, k)
             if not parts:
@@ -307,7 +307,7 @@ class MtpRunner(StepRunner):
         return along_NCE.flatten(1), logits_NR
 
     def _parts(self, rows: Sequence[HeadRow], k: int) -> list[_Part]:
-        """What head ``k`` (from 0) reads of each row, if it reads any of its new nodes."""
+        """Parts of the rows of which head ``k`` (from 0) reads any new nodes."""
         found, first = list[_Part](), 0
         for row in rows:
             part = _part(row, first, k, is_last=k == self._last)
@@ -317,7 +317,7 @@ class MtpRunner(StepRunner):
 
 
 def _part(row: HeadRow, first: int, k: int, is_last: bool) -> _Part:
-    """What head ``k`` (from 0) reads of a row, whose first new node is the run's ``first``."""
+    """The part of a row that head ``k`` (from 0) reads; its new nodes begin at ``first``."""
     tree, known = row.tree, row.num_known - row.num_text
     num_text = row.start + row.num_text - k  # the head's entries for the text
     depths = range(max(1, 1 - num_text), (len(tree) if is_last else k) + 1)
@@ -351,7 +351,7 @@ class Layout:
         prefix: of all names; its group, if it has one, is the module's number.
         layer: of the decoder layer's names, after the prefix.
         embedding_norm, hidden_norm, join, norm: names after the prefix.
-        unused: names after the prefix that hold what the target has anyway.
+        unused: names after the prefix of tensors that the target has anyway.
         hidden_first: the state comes before the embedding where they are joined.
         less_one: norms are stored less 1.
         returns: see `MtpModule`.
@@ -441,7 +441,7 @@ def read_native(directory: Path, target: HeadTarget) -> MtpModule:
 
 
 def _find(names: Sequence[str], directory: Path) -> tuple[Layout, list[str]]:
-    """The layout, and what the names of each head's tensors begin with, by depth."""
+    """The layout, and the prefix of each head's tensor names, by depth."""
     for layout in LAYOUTS:
         pattern = re.compile(f"({layout.prefix}){re.escape(layout.join)}$")
         found = [match for name in names if (match := pattern.match(name))]
@@ -456,7 +456,7 @@ def _find(names: Sequence[str], directory: Path) -> tuple[Layout, list[str]]:
 
 
 def _check_count(config: Mapping[str, Any], prefixes: Sequence[str], directory: Path) -> None:
-    """A head reads what the one before it made: none may be missing."""
+    """Refuse a missing head: each reads the output of the one before it."""
     said = config.get(_COUNT)
     if said is not None and said != len(prefixes):
         raise ModelLoadError(

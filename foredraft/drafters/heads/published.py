@@ -1,6 +1,6 @@
-"""Heads in other people's checkpoints: tensors by name, put under the names that are ours.
+"""Published heads: tensors by name, renamed to foredraft's names.
 
-What does not fit is named and refused, never left out.
+Tensors that do not fit are refused by name, never left out.
 
 Shape legend: E hidden size.
 """
@@ -35,7 +35,7 @@ _NEVER_NEEDED = ("rotary_emb.inv_freq",)
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory is somebody's checkpoint, not a head that was saved here."""
+    """Whether a directory is a published checkpoint, not a head that foredraft saved."""
     return (directory / "config.json").is_file() and not (directory / "head.json").is_file()
 
 

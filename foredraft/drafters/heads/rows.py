@@ -23,8 +23,8 @@ from foredraft.drafters.base import DraftRow
 from foredraft.kernels.build import KernelUnavailable, load_library
 
 LEAST_CHANCE = 4e-3
-"""What is less likely is not looked at: noise makes it ten times as likely, so that it might be
-worth a node, once in a thousand times."""
+"""Less likely tokens are ignored: only once in a thousand times does the noise make one ten times
+as likely, so that it might be worth a node."""
 
 
 class Candidates:
@@ -38,7 +38,7 @@ class Candidates:
         self._ids_R = ids_R.long().cpu().contiguous()
 
     def likeliest(self, logits_NR: Tensor, count: int, scale: float) -> list[list[Choice]]:
-        """Of each node at most ``count`` tokens, likeliest first, with their probabilities.
+        """At most ``count`` tokens of each node, likeliest first, with their probabilities.
 
         Args:
             logits_NR: float32.
@@ -87,7 +87,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 _CANDIDATES = 64
-"""Of each node, when noise is to choose among them: what lies beyond is rarely drawn."""
+"""Candidates of each node among which the noise chooses; tokens beyond are rarely drawn."""
 
 _COPIED_WEIGHT = 0.35
 
@@ -97,7 +97,7 @@ loss of its choices at temperatures 0.7 and 1."""
 
 
 class OutputRows:
-    """Which token each output row of a head stands for.
+    """The token of each output row of a head.
 
     Args:
         ids_R: the tokens, ascending; None: all.
@@ -136,7 +136,7 @@ class OutputRows:
         Args:
             logits_NR: the head's own.
             drafted: for each node the guesses from the committed text to it, itself included.
-            copied: for each node what something else says follows it; see `blended`.
+            copied: for each node candidates of another source; see `blended`.
         """
         params = row.params
         if not row.rules.filters_only:
@@ -164,7 +164,7 @@ class OutputRows:
     def _laws(
         self, logits_NR: Tensor, scale: float, copied: Sequence[Sequence[Choice]]
     ) -> NamedLaws:
-        """Of all tokens, since noise may choose any of them; copied ones as in `blended`."""
+        """Laws over all tokens, since noise may choose any; copied ones as in `blended`."""
         values_NR = np.ascontiguousarray(logits_NR.detach().float().cpu().numpy())
         others: list[list[tuple[int, float]]] = [[] for _ in values_NR]
         if any(copied):
@@ -177,7 +177,7 @@ class OutputRows:
     def _mix_in(
         self, values_R: Array, scale: float, copied: Sequence[Choice]
     ) -> list[tuple[int, float]]:
-        """Change logits as if the head had said what is copied too.
+        """Mix the copied tokens into the head's logits.
 
         Returns:
             Copied tokens that have no row, with their logits.
@@ -220,7 +220,7 @@ def _has_filter(params: SamplingParams) -> bool:
 
 
 def _filtered(candidates: list[Choice], params: SamplingParams) -> list[Choice]:
-    """What top-k, top-p and min-p leave of candidates in falling order, renormalised."""
+    """Candidates (in falling order) that pass top-k, top-p and min-p, renormalised."""
     if not _has_filter(params):
         return candidates
     if params.top_k > 0:

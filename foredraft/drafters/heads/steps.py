@@ -33,23 +33,23 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, 
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights
 
 _HOTTEST = 2.0
-"""Higher temperatures are alike."""
+"""Higher temperatures count as this one."""
 
 _MOST_WAITING = 32
-"""Tokens of a text that the head has not read yet: it reads them when it is to draft, all in one
-run, and otherwise so many at a time. A request that it follows without drafting costs next to
-nothing then, and it can begin at any moment."""
+"""The head processes committed tokens lazily: in one run right before it drafts, or as soon as this
+many have accumulated. A request that it follows without drafting therefore costs almost nothing,
+and it can start to draft at any moment."""
 
 
 class StepRunner(ABC):
-    """A head's layers where the target runs them; a subclass makes what goes into them.
+    """A head's layers, which the target runs; a subclass makes their inputs.
 
     Args:
         target: runs them.
         weights: of the layers.
 
     Attributes:
-        layers: where the entries of the text are; none where nothing attends.
+        layers: cache layers with the entries of the text; empty for heads without attention.
     """
 
     layers: Sequence[CacheLayers]
@@ -59,7 +59,7 @@ class StepRunner(ABC):
         self.layers = (self._runner.layers,)
 
     def begin(self, slot: int) -> None:  # noqa: B027 - most keep nothing for a slot
-        """Another request begins in a slot; nothing is done if not overridden."""
+        """Start another request in a slot; does nothing by default."""
 
     @abstractmethod
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
@@ -72,7 +72,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        """Layer inputs [N, E] for drafted tokens, ``states_NE`` of what each was drafted from."""
+        """Layer inputs [N, E] for drafted tokens and the states of their parents."""
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `foredraft.models.base.HeadRunner.run`."""
@@ -93,16 +93,16 @@ class StepHead(Protocol):
 
 @dataclass
 class _Request:
-    """Where a request stands: what the head says after its last token.
+    """State of a request: the head's output after its last token.
 
     Attributes:
         slot: in the target's cache.
-        end: the text's entries in the head's layers.
+        end: number of the text's entries in the head's layers.
         state_E: the head's own state at the last of them.
-        logits_R: what it says comes next.
-        promised: the first tokens of the last draft, with chances as the head had them.
+        logits_R: its logits for the next token.
+        promised: the first tokens of the last draft, with the head's own probabilities.
         reliability: of such chances, at the request's temperature.
-        waiting: what the target has read and the head has not, in order.
+        waiting: tokens that the target has read and the head has not, in order.
     """
 
     slot: int
@@ -131,7 +131,7 @@ class _Read:
     Attributes:
         start: the position of the first.
         following: the token after each.
-        taps: what the target made of them, [T, E] for each tapped layer.
+        taps: the target's hidden states of them, [T, E] for each tapped layer.
     """
 
     start: int
@@ -143,7 +143,7 @@ class StepDrafter(BaseDrafter):
     """See the module docstring.
 
     Args:
-        head: what drafts.
+        head: the trained head.
         target: its target.
         limits: how far a tree may grow.
     """
@@ -195,7 +195,7 @@ class StepDrafter(BaseDrafter):
         request.waiting.append(read)
 
     def _catch_up(self, requests: Iterable[_Request]) -> None:
-        """Read what waits, all requests in one run."""
+        """Process the waiting tokens of all requests in one run."""
         behind = [request for request in requests if request.waiting]
         if not behind:
             return
@@ -215,7 +215,7 @@ class StepDrafter(BaseDrafter):
             request.waiting.clear()
 
     def _read(self, seen: Observation) -> _Read:
-        """What is to be run of a step: without entries to keep, the last token alone."""
+        """Tokens of a step that the head has to run: the last alone if it keeps no entries."""
         if any(tap not in seen.taps for tap in self.taps):  # a step that was not to draft
             return _Read(seen.start, (), ())
         following = seen.tokens[seen.start + 1 : seen.end + 1]
@@ -236,7 +236,7 @@ class StepDrafter(BaseDrafter):
         return [done.get(row.request_id, NOT_READY) for row in rows]
 
     def guide(self, request_id: int) -> Guide | None:
-        """What grows a request's tree together with the head; nothing if not overridden."""
+        """The guide that grows a request's tree together with the head; None by default."""
         return None
 
     def _is_ready(self, row: DraftRow) -> bool:
@@ -315,7 +315,7 @@ class _Tree:
         return self._states_SE[[1 + growth.place(growth.parent(node)) for node in nodes]]
 
     def keep(self, states_NE: Tensor) -> None:
-        """Of the nodes scored last."""
+        """Keep the states of the nodes scored last."""
         end = 1 + len(self.growth.scored)
         self._states_SE[end - len(states_NE) : end] = states_NE
 
@@ -338,18 +338,18 @@ class _Tree:
 
 
 _PRIOR = 6.0
-"""Promised tokens that came, before anything was seen."""
+"""Prior count of promised tokens that were accepted."""
 _MEMORY = 0.995
-"""Of each step by the next: some hundred steps count, so it follows from topic to topic."""
+"""Decay of the counts a step: a few hundred steps count, so they follow the topic."""
 _LEAST, _MOST = 0.3, 1.2
 
 
 class Reliability:
     """Corrects the chances of one kind of requests by one factor.
 
-    A head is too sure of itself on text that is unlike what it learnt from, and above all where
+    A head is overconfident on text that is unlike its training text, and above all where
     noise chooses among tokens that it knows little about. Then it drafts too deep. The factor
-    weighs nodes against time, and touches no token.
+    weighs nodes against time, and changes no token.
     """
 
     def __init__(self) -> None:
@@ -365,7 +365,7 @@ class Reliability:
         return [Choice(token, min(0.99, factor * chance)) for token, chance in choices]
 
     def record(self, choices: Sequence[Choice], token: int) -> None:
-        """``token`` came where these, uncorrected, were what might come."""
+        """Record that ``token`` came where these candidates, uncorrected, were drafted."""
         self._promised = _MEMORY * self._promised + sum(c.chance for c in choices)
         self._came = _MEMORY * self._came + any(c.token == token for c in choices)
 
@@ -393,7 +393,7 @@ def stepwise_drafter(
     Args:
         head: the kind of head, a `StepHead`.
         summary, num_draft_tokens: see `DrafterSpec`.
-        read: reads a head from somebody's checkpoint; None: only heads that were saved here.
+        read: reads a head from a published checkpoint; None: only heads that foredraft saved.
     """
 
     def build(context: DrafterContext) -> Drafter:
@@ -415,7 +415,7 @@ def stepwise_drafter(
 
 
 def growth_limits(context: DrafterContext) -> GrowthLimits:
-    """What the user makes of `GROWTH_OPTIONS`.
+    """Limits from the user's `GROWTH_OPTIONS`.
 
     Raises:
         ConfigError: an option does not fit.

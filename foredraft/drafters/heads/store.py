@@ -1,8 +1,8 @@
-"""The folder of something that was learnt for a target: what it says of itself, written whole.
+"""The folder of a trained drafter: its metadata and weights, written atomically.
 
 ``head.json`` (kind, config, target, provenance, measured acceptance), ``weights.safetensors``,
 ``README.md``, and of heads ``self_test.safetensors``. A process may be killed at any moment while
-they are written: the folder then holds what was there before, or both halves of the swap, which the
+they are written: the folder then holds the earlier files, or both halves of the swap, which the
 next `finish_saving` completes.
 
 Shape legend: N token ids, E hidden size.
@@ -70,7 +70,7 @@ class TargetIdentity:
 
 @dataclass(frozen=True)
 class HeadInfo:
-    """What ``head.json`` says.
+    """Content of ``head.json``.
 
     Attributes:
         kind: the registered name of the drafter.
@@ -102,7 +102,7 @@ class HeadInfo:
 def identify(
     target: Target, name: str | None = None, tokenizer: str | None = None
 ) -> TargetIdentity:
-    """Who a target is.
+    """Identity of a target.
 
     The embeddings of some tokens tell models apart, fine-tuned ones of one base included as long
     as the embeddings were trained. Rounded to bfloat16 they are the same in every dtype and with
@@ -129,7 +129,7 @@ def sizes_of(target: Target) -> tuple[int, int, int]:
 
 
 def fingerprint(sizes: tuple[int, int, int], embed: Callable[[Tensor], Tensor]) -> str:
-    """Of a target.
+    """Fingerprint of a target.
 
     Args:
         sizes: of vocabulary and hidden states, and how many layers.
@@ -147,13 +147,13 @@ def write_folder(
     card: str,
     self_test: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a folder; what was there before is replaced when all is written.
+    """Write a folder; an earlier one is replaced when all is written.
 
     Args:
-        info: what ``head.json`` is to say; the digest of the weights' file is added.
+        info: content of ``head.json``; the digest of the weights' file is added.
         weights: by name.
         card: the text of README.md.
-        self_test: what is computed with them, by name; None: they are only looked up.
+        self_test: results computed with them, by name; None: they are only looked up.
 
     Raises:
         TrainingError: it cannot be written, such as on a full disk.
@@ -186,7 +186,7 @@ def finish_saving(directory: Path) -> None:
 
 
 def read_info(directory: Path) -> HeadInfo:
-    """What a head's directory says of itself.
+    """Metadata of a head's directory.
 
     Raises:
         ConfigError: there is no head.
@@ -226,7 +226,7 @@ class _Target(BaseModel):
 
 
 class _Meta(BaseModel):
-    """What ``head.json`` holds."""
+    """Fields of ``head.json``."""
 
     kind: str
     config: dict[str, Any]
@@ -300,7 +300,7 @@ def check_target(info: HeadInfo, target: TargetIdentity, where: Path) -> None:
 
 
 def check_kind(info: HeadInfo, kind: str, directory: Path) -> None:
-    """Refuse what another drafter uses.
+    """Refuse a folder of another drafter.
 
     Raises:
         ConfigError: it is of another kind.
@@ -329,7 +329,7 @@ def check_weights(directory: Path, info: HeadInfo) -> None:
 
 _COMPARED_ROWS = 64
 _TOLERANCE = 0.02
-"""Of the self test, in logits: float32 sums in another order, and nothing else."""
+"""Tolerance of the self test, in logits: it covers another order of float32 sums only."""
 M = TypeVar("M", bound=HeadModule)
 
 
@@ -338,7 +338,7 @@ M = TypeVar("M", bound=HeadModule)
 
 def save_head(directory: Path, module: HeadModule, info: Mapping[str, Any], test: TextBatch,
               depth: int, card: str) -> None:  # fmt: skip
-    """Write a head's directory; what was there before is replaced when all is written.
+    """Write a head's directory; an earlier one is replaced when all is written.
 
     Weights are stored in bfloat16, and the self test is made with those.
 
@@ -420,7 +420,7 @@ def load_head(
 
     Args:
         module: the class of the kind.
-        target: what it is to draft for; see `identify`.
+        target: that it drafts for; see `identify`.
         sizes: of the target, see `sizes_of`; None: they are not compared.
         dtype: of the weights.
         device: where they go.
@@ -511,13 +511,13 @@ def shipped_head(kind: str, target: Target, shipped: Path = SHIPPED) -> Path | N
 def shipped_head_of_files(
     kind: str, checkpoint: Checkpoint, shipped: Path = SHIPPED
 ) -> Path | None:
-    """The same, told from the target's files: reads a few rows of its embeddings."""
+    """The same from the target's files, of which it reads a few rows of the embeddings."""
     found = fingerprint_of_files(checkpoint)
     return None if found is None else _of_fingerprint(kind, found, shipped)
 
 
 def fingerprint_of_files(checkpoint: Checkpoint) -> str | None:
-    """As `identify` would have it of the loaded target; None: there are no embeddings."""
+    """The fingerprint that `identify` gives for the loaded target; None: no embeddings."""
     stored = checkpoint.tensors.get(_EMBEDDINGS)
     if stored is None or len(stored.shape) != 2:
         return None
@@ -573,7 +573,7 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
 
     Args:
         module: the class of its kind.
-        option: what names its directory.
+        option: the option that names its directory.
 
     Raises:
         ConfigError: none was named, it is not there, or it is of another kind or target.

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: where they come from, and what is checked before any is read."""
+"""Checkpoints on disk: their sources, and their checks before any is read."""

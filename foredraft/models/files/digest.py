@@ -23,9 +23,9 @@ def weights_digest(checkpoint: Checkpoint, cache: Path, progress: Progress | Non
     second, so the result is kept and found again while the files have the same sizes and times.
 
     Args:
-        checkpoint: whose weights.
+        checkpoint: with the weights.
         cache: foredraft's cache, where results are kept.
-        progress: told when the files are read.
+        progress: receives a report when files are read.
 
     Raises:
         ModelLoadError: a file of weights is damaged.

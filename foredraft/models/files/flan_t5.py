@@ -1,7 +1,7 @@
-"""An encoder-decoder that everyone can have: flan-t5-small, trained on to write titles.
+"""An encoder-decoder from a package: flan-t5-small, fine-tuned to write titles.
 
 The package ``traceforge-title-model`` (MIT; FLAN-T5 itself Apache-2.0) carries encoder and decoder
-as ONNX files with weights of 8 bits. What they mean is written as float32: no bit of it is lost.
+as ONNX files with 8-bit weights. They are dequantised to float32 without any loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACKAGE = Package(
     ),
 )
 RECIPE = f"converter 1 of {PACKAGE.requirement} {_ENCODER} {_DECODER}"
-"""Names what `convert` makes. Raise it when that changes: older copies are made again."""
+"""Version of `convert`. Raise it when its output changes: older copies are made again."""
 
 _SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 6}
 _NUM_LAYERS, _VOCAB_SIZE = 8, 32128

@@ -1,8 +1,8 @@
-"""GGUF files, read strictly: what a file says of itself, and where its tensors lie.
+"""Strict reader of GGUF files: their metadata, and the locations of their tensors.
 
-A file comes from anywhere, so nothing in it is believed. Each count, length and offset is compared
-with the bytes that are there before anything is taken, and nothing is allocated by a number that
-the file merely claims. A file holds numbers and texts only; none of them is ever run.
+Files may come from anywhere, so nothing in them is trusted. Each count, length and offset is
+compared with the bytes that are there before anything is read, and nothing is allocated by a number
+that the file merely claims. A file holds numbers and texts only; none of them is ever run.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -45,12 +45,12 @@ _OTHER_KINDS = (
     | {22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 39: "MXFP4", 40: "NVFP4"}
     | {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 )
-"""Names of formats that are not read, for whoever has such a file."""
+"""Names of formats that are not read, for error messages."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies in its file.
+    """Location of a tensor in its file.
 
     Attributes:
         shape: outermost dimension first, as torch and numpy have it: [rows, inputs] of a matrix.
@@ -68,7 +68,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A file whose header was found to describe what is there. Reads no weights by itself.
+    """A file whose header was checked against its contents. It reads no weights by itself.
 
     Args:
         path: of the file. It is mapped, and should not be written to meanwhile.
@@ -111,7 +111,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 class _Header:
-    """Takes one value after the other. What would end behind the file is refused untaken."""
+    """Reads one value after the other; a value that would end beyond the file is refused first."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data = path, data
@@ -129,7 +129,7 @@ class _Header:
         raise ModelLoadError(f"{self._path}: {what}")
 
     def start(self) -> tuple[int, int]:
-        """The numbers of tensors and of metadata entries, behind magic and version."""
+        """The numbers of tensors and of metadata entries, after magic and version."""
         if (magic := self._take(len(_MAGIC))) != _MAGIC:
             self.refuse(f"it begins with {magic!r} and not with {_MAGIC!r}")
         version = self.number("<I")

@@ -1,4 +1,4 @@
-"""The number formats of GGUF: blocks of integers with scales, and what numbers they stand for.
+"""The number formats of GGUF: blocks of integers with scales, and their dequantisation.
 
 Every quantised format comes to the same: a weight is an integer times the scale of the few
 weights around it, plus their minimum where the format has one. The formats differ in how the
@@ -20,7 +20,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Halves = np.ndarray[Any, np.dtype[np.float16]]
 Integers = np.ndarray[Any, Any]
-"""Of 8 bits, with or without a sign."""
+"""8-bit integers, with or without a sign."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Quantised:
     Attributes:
         integers_SK: [..., S, K].
         scales_S: float16 [..., S]; integers where they are nested, of 8 bits.
-        minima_S: likewise, added to each weight; None: nothing is.
-        step: float16 [..., 1], what nested scales are multiplied with.
-        minimum_step: likewise of the minima.
+        minima_S: the same of the minimum, which is added to each weight; None: there is none.
+        step: float16 [..., 1], factor of nested scales.
+        minimum_step: float16 [..., 1], factor of nested minima.
     """
 
     integers_SK: Integers
@@ -56,9 +56,9 @@ class Kind:
 
     Attributes:
         block_weights: how many weights a block has. A row has whole blocks.
-        block_bytes: what they take.
+        block_bytes: size of a block.
         unpack: uint8 [..., N] to `Quantised`; None of formats that hold the numbers themselves.
-        numbers: likewise to float32 [..., 1], of these.
+        numbers: uint8 [..., N] to float32 [..., 1]; None of quantised formats.
     """
 
     name: str
@@ -68,13 +68,13 @@ class Kind:
     numbers: Callable[[Bytes], Floats] | None = None
 
     def num_bytes(self, num_weights: int) -> int:
-        """What so many weights take, in whole blocks."""
+        """Size of ``num_weights`` weights, in whole blocks."""
         return num_weights // self.block_weights * self.block_bytes
 
     def dequantise(self, blocks_N: Bytes) -> Floats:
         """Float32 [..., block_weights] of the bytes of blocks [..., N].
 
-        Scales that are infinite or no numbers give such weights; whoever loads them looks for them.
+        Scales that are infinite or NaN give such weights; the loader checks for them.
         """
         if self.unpack is None:
             assert self.numbers is not None

@@ -1,9 +1,9 @@
-"""A GGUF file as a checkpoint in the hub's own form: config, tokenizer, and where its tensors lie.
+"""A GGUF file as a checkpoint in the hub's own form: config, tokenizer and an index of tensors.
 
-The weights stay in the file, or are written as safetensors for whoever reads nothing else. What
-GGUF calls the fields and tensors of a family is said by `foredraft.models.families`. What a file
-says that is not known there is refused by name: a model that runs with half of its features gives
-wrong text.
+The weights stay in the file, or are written as safetensors for code that reads nothing else.
+`foredraft.models.families` holds GGUF's names of the fields and tensors of a family. A field that
+is not known there is refused by name: a model that runs with half of its features gives wrong
+text.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from foredraft.models.native.packed import Blocks
 
 RECIPE = "GGUF converter 3"
-"""Raise it when a conversion makes something else: older copies are converted again."""
+"""Raise it when conversions change: older copies are converted again."""
 _MOST_BYTES = 2 << 30
-"""Of one file of weights, and so of what a conversion holds in memory."""
+"""Largest file of weights; a conversion holds one file in memory."""
 _ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
 _SAY_NOTHING = {"vocab_size", "rope.scaling.finetuned", "expert_used_count"}
-"""Keys that say nothing about how a model computes, where its family does not read them."""
+"""Keys without effect on a model's computation, if its family does not read them."""
 
 _TOKENIZER = "tokenizer.ggml."
 _SAY_NOTHING_OF_TOKENS = {
@@ -59,7 +59,7 @@ _MOST_PARTS = 1000
 
 _ROTARY_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
-"""By what each frequency of rotary embedding is divided: in any text, or of longrope."""
+"""Divisors of the frequencies of rotary embedding: for any text, or of longrope."""
 _LLAMA_3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -74,7 +74,7 @@ class _Weight:
     Attributes:
         name: with ``{expert}`` for the number of an expert, where the tensor holds all of them.
         heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
-        added: what the file's numbers are larger by.
+        added: constant that was added to the file's numbers.
     """
 
     name: str
@@ -84,7 +84,7 @@ class _Weight:
 
 
 _Found = tuple[GgufFile, GgufTensor, _Weight]
-"""A tensor of the model: the file it is in, where it lies there, and what it is."""
+"""A tensor of the model: its file, its location there, and its kind."""
 
 
 def write_index(ggufs: Sequence[Path], into: Path, progress: Progress) -> None:
@@ -207,7 +207,7 @@ def _all_tensors(files: Sequence[GgufFile]) -> dict[str, tuple[GgufFile, GgufTen
 
 
 def bytes_needed(gguf: Path) -> int:
-    """About what `write_checkpoint` writes, rather more than less.
+    """Upper estimate of the bytes that `write_checkpoint` writes.
 
     Raises:
         ModelLoadError: the file is damaged.
@@ -224,7 +224,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _family(file: GgufFile) -> tuple[Family, GgufFields]:
-    """The family of a file's model, and what it says of it, when all of this is known."""
+    """The family and the fields of a file's model; unknown fields are refused."""
     architecture = file.metadata.get(_ARCHITECTURE)
     prefix = f"{architecture}."
     num_experts = file.metadata.get(prefix + _EXPERTS, 0)
@@ -244,7 +244,7 @@ def _family(file: GgufFile) -> tuple[Family, GgufFields]:
 
 
 def _refuse_unknown_of_tokenizer(file: GgufFile) -> None:
-    """Refuse what a file says of its tokenizer and is not known here: it could change ids."""
+    """Refuse unknown fields of a file about its tokenizer: they could change ids."""
     known = {
         str(field.validation_alias).removeprefix(_TOKENIZER)
         for field in GgufTokenizerFields.model_fields.values()
@@ -292,7 +292,7 @@ def _config(
         **_scaling(file, fields, rotated, tensors),
     }
     if is_part:
-        share = rotated / head_dim  # of which whoever reads it takes the whole part
+        share = rotated / head_dim  # readers multiply by it and round down
         is_below = int(head_dim * share) < rotated
         config["partial_rotary_factor"] = math.nextafter(share, 1) if is_below else share
     if fields.original_context and "original_max_position_embeddings" in family.reads:
@@ -369,14 +369,14 @@ def _scaling(
 
 
 def _factors(file: GgufFile, tensor: GgufTensor, rotated: int) -> list[float]:
-    """By what the frequency of each rotated pair is divided."""
+    """Divisor of the frequency of each rotated pair."""
     if tensor.shape != (rotated // 2,):
         _refuse(file, f"{tensor.name} has shape {tensor.shape}, and {rotated} numbers are rotated")
     return [_shortest(factor) for factor in file.weights(tensor).tolist()]
 
 
 def _llama3(file: GgufFile, theta: float, factors: list[float], rotated: int) -> dict[str, Any]:
-    """The scaling of Llama 3: files hold its factors, and not what they are computed from."""
+    """The scaling of Llama 3: files hold its factors, not their parameters."""
     factor = float(f"{max(factors):.6g}")  # computed in float32
     if not np.allclose(factors, _llama3_factors(factor, theta, rotated), rtol=1e-4):
         _refuse(file, f"the factors of its rotary embedding ({_ROTARY_FACTORS}) are not Llama 3's")
@@ -413,7 +413,7 @@ def _weights(
 
 
 def _apart(file: GgufFile, tensor: GgufTensor, weight: _Weight) -> Iterator[_Found]:
-    """The matrices of single experts, which lie one behind the other; others as they are."""
+    """The matrices of single experts, which are stored consecutively; others as they are."""
     if "{expert}" not in weight.name:
         yield file, tensor, weight
         return
@@ -444,7 +444,7 @@ def _layout(config: DecoderConfig) -> dict[str, _Weight]:
 
 
 def _norms(config: DecoderConfig) -> dict[str, _Weight]:
-    """Of a layer."""
+    """Norms of a layer."""
     names, offset = vars(config.family.names), config.family.norm_offset
     sizes = dict.fromkeys(GGUF_NORMS, config.hidden_size)
     sizes |= zip(("query_norm", "key_norm"), config.head_norm_sizes, strict=False)
@@ -456,7 +456,7 @@ def _norms(config: DecoderConfig) -> dict[str, _Weight]:
 
 
 def _matrices(config: DecoderConfig) -> dict[str, _Weight]:
-    """Of a layer, with the biases that some have; those of all experts are one tensor."""
+    """Matrices of a layer, with the biases that some have; all experts' are one tensor."""
     names, hidden, inner = config.family.names, config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     rows = [heads * config.head_dim, *(kv_heads * config.head_dim,) * 2]

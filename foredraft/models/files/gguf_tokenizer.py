@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens, as llama.cpp numbers them."""
 _SPACE = "\u2581"
-"""What sentencepiece writes for a space."""
+"""Sentencepiece's character for a space."""
 # Words, runs of digits, signs and white space, as the models' authors split them.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The same with a capital letter beginning a word, and with what follows an apostrophe joined to it.
+# The same with a capital letter beginning a word, and letters after an apostrophe joined to it.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -134,7 +134,7 @@ _NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _special_tokens_strip(fields: GgufTokenizerFields) -> bool:
-    """Whether special tokens take the white space behind them, as those of Phi-3 do.
+    """Whether special tokens strip the white space after them, as those of Phi-3 do.
 
     A GGUF file does not say so. Phi-4-mini has this architecture and another tokenizer.
     """
@@ -142,7 +142,7 @@ def _special_tokens_strip(fields: GgufTokenizerFields) -> bool:
 
 
 def _of_merges(fields: GgufTokenizerFields) -> Tokenizer:
-    """Of the kind "gpt2": bytes as letters, merged by rank."""
+    """A tokenizer of the kind "gpt2": bytes as letters, merged by rank."""
     from tokenizers import Tokenizer, decoders, models, processors
 
     vocabulary = {token: index for index, token in enumerate(fields.tokens)}
@@ -160,7 +160,7 @@ def _of_merges(fields: GgufTokenizerFields) -> Tokenizer:
 
 
 def _of_scores(fields: GgufTokenizerFields) -> Tokenizer:
-    """Of the kind "llama": characters, merged by the scores of what they become.
+    """A tokenizer of the kind "llama": characters, merged by the scores of the merged tokens.
 
     Characters that are no tokens become bytes. A space is put before each stretch of text between
     special tokens, as llama.cpp does; the first of a decoded text is taken off again.
@@ -216,7 +216,7 @@ def _adds_bos(fields: GgufTokenizerFields) -> bool:
 
 
 def _digits_first() -> Any:
-    """Of SmolLM: split digits, then as GPT-2. The other order joins white space to a digit."""
+    """SmolLM's splitting: digits, then as GPT-2. The other order joins white space to a digit."""
     from tokenizers import pre_tokenizers
 
     digits = pre_tokenizers.Digits(individual_digits=True)

@@ -34,7 +34,7 @@ FILES_LEFT_OUT = ("*/*", "consolidated*.safetensors")
 def fetch(name: str, revision: str | None, progress: Progress) -> Path:
     """The hub's own snapshot directory of ``name`` ("org/name"), downloaded if need be.
 
-    What is in the hub's cache already is not downloaded again, and serves without a network.
+    Files in the hub's cache are not downloaded again, and serve without a network.
 
     Raises:
         ConfigError: no such repository or revision, or the hub's client is not installed.

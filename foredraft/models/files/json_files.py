@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, and what each of their fields may be."""
+"""Reads the JSON files of a checkpoint and validates their fields."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_fields(path: Path, schema: type[Fields]) -> Fields:
 def parse_fields(
     path: Path, content: Mapping[str, Any], schema: type[Fields], prefix: str = ""
 ) -> Fields:
-    """The fields of what was read from ``path``; see `read_fields`.
+    """The fields of the content of ``path``; see `read_fields`.
 
     Args:
         prefix: of the keys of all fields.

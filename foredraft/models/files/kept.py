@@ -1,8 +1,8 @@
-"""What was made from a model and can be made again, kept so that the next start is quick.
+"""On-disk cache of derived data, keyed by code and inputs, for a quick start.
 
-Weights in the kernel's layout, the measured costs of a forward, tables of a head. Each piece names
-its recipe: the code and the inputs that it was made with. A piece of another recipe, a damaged one
-or a missing one is made anew. Nothing fails because nothing could be kept.
+It holds weights in the kernel's layout, the measured costs of a forward and tables of a head. Each
+piece names its recipe: the code and the inputs that it was made with. A piece of another recipe, a
+damaged one or a missing one is made anew. A cache that cannot be written is no error.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.system.paths import cache_root
 
 LEAST_BYTES = 32 << 20
-"""Of a model's weight files: smaller models are made ready faster than they are kept."""
+"""Smallest weight files of a cached model: smaller models are prepared faster than cached."""
 _MOST_BYTES = 2 << 30
-"""Of a piece that is read from the model's own files almost as fast."""
+"""Larger pieces are stored only if they take long to make: the model's own files are almost as
+fast to read."""
 _FREE_SHARE = 4
-"""A piece is kept only where so many times its size is free."""
+"""A piece is stored only if this many times its size is free on the disk."""
 _NOTE = "model"
-"""The file beside the versions of a model that says which it is."""
+"""The file beside the versions of a model that names the model."""
 _LINE = 64
 _HUGE_PAGE = 2 << 20
 _READ_BYTES = 16 << 20
@@ -86,7 +87,7 @@ class KeptFiles:
         return cls(folder, directory)
 
     def json(self, name: str, recipe: str, make: Callable[[], Any]) -> Any:
-        """A small piece: what ``make`` returned when it was last made."""
+        """A small piece: the result of ``make``, cached."""
         value = self.read_json(name, recipe)
         if value is None:
             value = make()
@@ -94,7 +95,7 @@ class KeptFiles:
         return value
 
     def read_json(self, name: str, recipe: str) -> Any:
-        """A small piece; None where there is none of this recipe."""
+        """A small piece, or None if there is none of this recipe."""
         if self.folder is None:
             return None
         with suppress(OSError, ValueError, TypeError, KeyError):
@@ -166,12 +167,12 @@ NOTHING_KEPT = KeptFiles(None)
 
 @dataclass(frozen=True)
 class KeptModel:
-    """What is kept of one model.
+    """Cached data of one model.
 
     Attributes:
-        folder: where.
-        model: its directory; None where that was not noted.
-        num_bytes: of all pieces.
+        folder: of the cached data.
+        model: the model's directory; None if it was not noted.
+        num_bytes: size of all pieces.
     """
 
     folder: Path
@@ -189,7 +190,7 @@ class KeptModel:
 
 
 def kept_models() -> list[KeptModel]:
-    """Of all models that something is kept of, the largest first."""
+    """All models with cached data, the largest first."""
     found = []
     for folder in (cache_root() / "kept").glob("*"):
         note, model = folder / _NOTE, None
@@ -201,7 +202,7 @@ def kept_models() -> list[KeptModel]:
 
 
 def recipe_of(*parts: object) -> str:
-    """A recipe of what a piece depends on: modules by their source, tensors by their bytes."""
+    """A recipe of a piece's inputs: modules by their source, tensors by their bytes."""
     return hashlib.sha256("\n".join(map(_described, parts)).encode()).hexdigest()[:24]
 
 
@@ -292,21 +293,21 @@ def _read_whole(path: Path, size: int) -> tuple[mmap.mmap, str]:
 
 
 def _sums_of_file(path: Path) -> Iterator[Sums]:
-    """Of its blocks, some at a time: the weights are in memory already, once."""
+    """Sums of a file's blocks, some at a time: the weights are in memory already, once."""
     with path.open("rb") as file:
         while piece := file.read(_READ_BYTES):
             yield _sums(np.frombuffer(piece + bytes(-len(piece) % _BLOCK_BYTES), np.uint8))
 
 
 def _sums(content: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
-    """Of whole blocks."""
+    """Sums of whole blocks."""
     blocks = content.view(np.uint64).reshape(-1, _BLOCK_BYTES // 8)
     sums: Sums = blocks.sum(axis=1, dtype=np.uint64)
     return sums
 
 
 def _hash_of(sums: Iterable[Sums]) -> str:
-    """It finds what happens to files (zeroed pages, flipped bits), not what is contrived."""
+    """It detects accidental damage (zeroed pages, flipped bits), not deliberate forgery."""
     found = hashlib.sha256()
     for some in sums:
         found.update(some.tobytes())

@@ -1,4 +1,4 @@
-"""What a directory in the cache must hold: written when it is made, checked when it is used."""
+"""Contents of a directory in the cache: written when it is made, checked when it is used."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def sha256_of(path: Path) -> str:
 
 
 def block_sums_of(path: Path) -> str:
-    """A hash that costs little more than reading the file: of the sums of its blocks.
+    """A hash of the sums of a file's blocks, which costs little more than reading the file.
 
-    Each block of 64 KiB is added up as 64-bit integers. That finds what happens to files (zeroed
-    pages, flipped bits, blocks in the wrong place) at the speed of memory; it does not find a
-    change that somebody has contrived, as a sha256 would at eight times the cost.
+    Each block of 64 KiB is added up as 64-bit integers. That detects accidental damage (zeroed
+    pages, flipped bits, blocks in the wrong place) at the speed of memory. It does not detect a
+    deliberate forgery, as a sha256 would at eight times the cost.
     """
     size = path.stat().st_size
     share = max(1, -(-size // (_READERS * _READ_BYTES))) * _READ_BYTES
@@ -62,10 +62,10 @@ def _sums_between(path: Path, share: int, start: int) -> bytes:
 def write_manifest(directory: Path, recipe: str) -> None:
     """Describe every file of ``directory``, and see that it has reached the disk.
 
-    Links are left alone: what they lead to is not ours.
+    Links are left alone: their targets are not foredraft's.
 
     Args:
-        recipe: says what the files were made from and by which version of the code.
+        recipe: names the sources of the files and the version of the code.
     """
     files = {}
     for path in sorted(path for path in directory.iterdir() if not path.is_symlink()):
@@ -82,7 +82,7 @@ def write_manifest(directory: Path, recipe: str) -> None:
 
 
 def find_damage(directory: Path, recipe: str) -> str | None:
-    """What is wrong with ``directory`` in a few words, or None when it is whole and current."""
+    """The fault of ``directory`` in a few words, or None when it is whole and current."""
     try:
         content = json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
         written_by, files = content["recipe"], dict(content["files"])

@@ -1,7 +1,7 @@
-"""What is needed of ONNX files: their tensors, and which operation uses which.
+"""Reader of ONNX files: their tensors, and which operation uses which.
 
-A file is a protobuf message: fields, each a number and a value. Of all there is in one, the graph's
-initialisers and nodes are read, in files whose hashes are known (see `packages`).
+A file is a protobuf message: fields, each a number and a value. Only the graph's
+initialisers and nodes are read, and only of files whose hashes are known (see `packages`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from foredraft.core.errors import ModelLoadError
 Array: TypeAlias = npt.NDArray[Any]
 
 _TYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype(np.uint8), 3: np.dtype(np.int8)}
-"""Of tensors, by ONNX's numbers; others are not read."""
+"""Types of tensors, by ONNX's numbers; others are not read."""
 _GRAPH, _NODE, _TENSOR = 7, 1, 5  # fields of a model, and of its graph
-_FIXED_BYTES = {1: 8, 5: 4}  # of values, by their wire type
+_FIXED_BYTES = {1: 8, 5: 4}  # sizes of values, by their wire type
 _MAX_VARINT = 10
 
 
@@ -31,7 +31,7 @@ class OnnxFile:
 
     Attributes:
         tensors: float32, uint8 and int8 initialisers by name.
-        inputs: of each node the names of what it takes, by the node's name.
+        inputs: names of each node's inputs, by the node's name.
     """
 
     tensors: Mapping[str, Array]

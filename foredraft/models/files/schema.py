@@ -1,6 +1,6 @@
-"""What the JSON files of a checkpoint may say: one typed schema for each.
+"""Typed schemas of the JSON files of a checkpoint, one for each.
 
-Only the fields that foredraft reads are here; whatever else a file holds is left alone. A value
+Only the fields that foredraft reads are here; further fields of a file are ignored. A value
 outside of its range is refused with the field's name rather than found later as a crash or as
 wrong numbers.
 """
@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""Of anything: what is larger overflows the arithmetic of some kernel."""
+"""A count of anything: larger ones overflow the arithmetic of some kernel."""
 Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Theta = Annotated[float, Field(ge=1, le=1e15, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
@@ -57,7 +57,7 @@ class _Schema(BaseModel):
 
 
 class GenerationFields(_Schema):
-    """``generation_config.json``, and what ``config.json`` has of it."""
+    """``generation_config.json``, and its fields in ``config.json``."""
 
     eos_token_id: TokenIds = ()
 
@@ -108,7 +108,7 @@ _NEEDED_OF_ROPE = {
 
 
 class LayeredRopeFields(_Schema):
-    """Rotary parameters of layers that see the whole text, and of those that see a window."""
+    """Rotary parameters of layers with full attention, and of windowed ones."""
 
     full_attention: RopeFields | None = None
     sliding_attention: RopeFields | None = None
@@ -117,8 +117,8 @@ class LayeredRopeFields(_Schema):
 class DecoderFields(_Schema):
     """``config.json`` of the families that the native decoder knows.
 
-    What a family leaves out, and which of the optional fields it heeds, is said by
-    `foredraft.models.families.Family`; fields that it does not heed are as if they were not there.
+    `foredraft.models.families.Family` holds a family's defaults, and the optional fields that it
+    reads; fields that it does not read are ignored.
     """
 
     model_type: str
@@ -170,7 +170,7 @@ class DecoderFields(_Schema):
 
     @property
     def head_size(self) -> int:
-        """``head_dim``, or what is taken for it."""
+        """``head_dim``, or its default."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
@@ -197,7 +197,7 @@ def _either(*names: str, default: Any = ...) -> Any:
 ATTENTION_HEADS = (
     *("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "num_heads"),
 )
-"""What configurations call the number of attention heads."""
+"""Names of the number of attention heads in configurations."""
 
 
 class SizeFields(_Schema):
@@ -238,7 +238,7 @@ class IndexFields(_Schema):
 
 
 class GgufTensorFields(_Schema):
-    """Where a tensor lies in a GGUF file."""
+    """Location of a tensor in a GGUF file."""
 
     file: str
     kind: str
@@ -249,7 +249,7 @@ class GgufTensorFields(_Schema):
 
 
 class GgufIndexFields(_Schema):
-    """What foredraft writes of GGUF files: their names, and the tensors by ours."""
+    """Foredraft's index of GGUF files: their names, and the tensors by foredraft's names."""
 
     files: Annotated[list[str], Field(min_length=1)]
     tensors: Annotated[dict[str, GgufTensorFields], Field(min_length=1)]
@@ -260,13 +260,13 @@ def _said(key: str, default: Any = ...) -> Any:
 
 
 class GgufFields(_Schema):
-    """What a GGUF file says of its model, without the architecture that keys begin with.
+    """Metadata of a GGUF file about its model; keys lack the architecture that they begin with.
 
-    What single families say beyond this: `foredraft.models.families.Gguf`.
+    Fields of single families: `foredraft.models.families.Gguf`.
 
     Attributes:
         scaling_type: of rotary embedding; without a factor linear scaling changes nothing.
-        attention_factor: of longrope, what cosines and sines are multiplied with.
+        attention_factor: longrope's factor of cosines and sines.
     """
 
     block_count: Count
@@ -293,7 +293,7 @@ class GgufFields(_Schema):
 
     @classmethod
     def keys(cls) -> set[str]:
-        """What is read of the metadata."""
+        """Keys of the metadata that are read."""
         return {str(field.validation_alias or name) for name, field in cls.model_fields.items()}
 
 
@@ -338,7 +338,7 @@ class GgufTokenizerFields(_Schema):
     chat_template: str | None = _said("tokenizer.chat_template", None)
 
     def end_ids(self) -> list[int]:
-        """Ids that end a reply: those that the file names, and those known by their text."""
+        """Ids that end a reply: named by the file, or known by their text."""
         named = {self.eos_token_id, self.eot_token_id, self.eom_token_id} - {None}
         known = {token: index for index, token in enumerate(self.tokens) if token in ENDS_BY_TEXT}
         if known.keys() >= _HARMONY:

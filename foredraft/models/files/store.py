@@ -32,9 +32,9 @@ from foredraft.system.paths import cache_root
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
 _MAX_NAME_BYTES = 1000
-"""Of a name or path. File systems take 255 bytes between two slashes and some 4000 in all."""
+"""Longest name or path. File systems take 255 bytes between slashes and some 4000 in all."""
 _DESCRIPTION_BYTES = 50_000_000
-"""Of what is written of a GGUF file, rather more than less: its tokenizer."""
+"""Upper estimate of the files that are written for a GGUF file: its tokenizer."""
 _LOG = logging.getLogger("foredraft")
 
 
@@ -53,13 +53,13 @@ def resolve_model(
             (any part of a split one, or a directory that holds one and nothing else of a model),
             or a hub id.
         revision: branch, tag or commit of a hub id.
-        as_safetensors: convert the weights of a GGUF file for those who read nothing else.
+        as_safetensors: convert the weights of a GGUF file, for code that reads nothing else.
         as_stored: leave the weights of any GGUF file as they are, the default model's too.
-        progress: told about downloads and conversions.
+        progress: receives reports of downloads and conversions.
 
     Raises:
         ConfigError: no such name or directory, or a revision of something that has none.
-        ModelLoadError: the model cannot be obtained; the message says what to do.
+        ModelLoadError: the model cannot be obtained; the message names the remedy.
     """
     name, progress = os.fspath(name), progress or SilentProgress()
     _check_spelling(name)
@@ -85,7 +85,7 @@ def resolve_model(
 
 
 def _check_spelling(name: str) -> None:
-    """Refuse what no file system takes, before one is asked."""
+    """Refuse names that no file system takes, before one is accessed."""
     try:
         num_bytes = len(name.encode())
     except UnicodeEncodeError:
@@ -151,8 +151,8 @@ class _Conversion:
 
     Attributes:
         name: of the directory.
-        recipe: says what it is made from and by which version of the code.
-        num_bytes: what making it takes on the disk.
+        recipe: names its sources and the version of the code.
+        num_bytes: disk space that making it takes.
         write: makes the model in its first argument. The second is a folder for downloads: it
             stays when this fails, so that the next call can go on with it.
     """
@@ -164,7 +164,7 @@ class _Conversion:
 
 
 def _packaged(model: PackagedModel, gguf: Path | None = None) -> _Conversion:
-    """Of its packages; or of the model's GGUF file, where that is there."""
+    """The conversion of a model's packages, or of its GGUF file if that is there."""
 
     def write(into: Path, download: Path, progress: Progress) -> None:
         if gguf is not None and model.finish is not None:
@@ -201,7 +201,7 @@ def _whole_gguf(path: Path) -> _Conversion:
 
 
 def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:
-    """A name for the directory that tells the file from others, and what it is made from."""
+    """A name for the directory that identifies the file, and its recipe."""
     states = [(state.st_size, state.st_mtime_ns) for state in (part.stat() for part in parts)]
     place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9.-]+", "-", path.stem)[:60]
@@ -284,5 +284,5 @@ def _make(directory: Path, conversion: _Conversion, num_bytes: int, progress: Pr
         shutil.rmtree(download, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # what has arrived stays
+        with suppress(OSError):  # partial downloads stay
             download.rmdir()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROWS_AT_ONCE = 4096
-"""Rows dequantised in one go: what this needs besides the result stays small."""
+"""Rows dequantised at once, which bounds the memory needed besides the result."""
 
 
 def read_tensor(stored: StoredTensor, name: str) -> Tensor:
@@ -40,7 +40,7 @@ def read_tensor(stored: StoredTensor, name: str) -> Tensor:
 
 
 def read_rows(stored: StoredTensor, name: str, indices_R: Tensor) -> Tensor:
-    """Some rows [R, K] of a matrix, likewise.
+    """Some rows [R, K] of a matrix; see `read_tensor`.
 
     Raises:
         ModelLoadError: the file is damaged.

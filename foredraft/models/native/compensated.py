@@ -1,9 +1,9 @@
-"""Rounding that makes up for its errors: what one weight loses, the weights after it give back.
+"""GPTQ: 4-bit quantisation that corrects later columns for the error of earlier ones.
 
-GPTQ (E. Frantar et al., arXiv 2210.17323). Rounding to nearest takes all inputs of a product for
-equally large and independent. They are not: how they go together on the model's own text says which
-errors matter, and how the weights that are still to be rounded can undo them. A copy that drafts
-agrees more often for it, and is as fast.
+The method is of E. Frantar et al. (arXiv 2210.17323). Rounding to nearest assumes that all inputs
+of a product are equally large and independent. They are not: their covariance on the model's own
+text shows which errors matter, and how weights that are not yet rounded can compensate them. A copy
+that drafts agrees with the target more often, and is as fast.
 
 Shape legend: R rows (outputs) of a matrix, K inputs, T tokens, B blocks of 32 inputs, C inputs of a
 block.
@@ -38,9 +38,9 @@ from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 _DAMPING = 0.01
-"""Of the mean square of inputs, added to each: what the text has not shown is not trusted."""
+"""Fraction of the inputs' mean square added to each: it covers inputs that the text lacks."""
 _SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""Of a block's range, tried from both ends for its scale: few large weights may not be worth it."""
+"""Fractions of a block's range that are tried for its scale: clipping few large weights can pay."""
 _TINY = torch.finfo(torch.float32).tiny
 _LEVELS = 15
 
@@ -73,7 +73,7 @@ class _LayerByLayer(EagerDecoder):
         return products
 
     def replace_layer(self, index: int, layer: LayerWeights) -> None:
-        """From now on this layer is another one."""
+        """Replace a layer for the following forwards."""
         layers = [*self._weights.layers]
         layers[index] = layer
         self._weights = replace(self._weights, layers=tuple(layers))
@@ -92,13 +92,13 @@ def compensated(
     texts: Sequence[Sequence[int]],
     advance: Callable[[str], None],
 ) -> DecoderWeights:
-    """A copy in 4 bits, the head in 8, that suits these texts; all but matrices are shared.
+    """A 4-bit copy with an 8-bit LM head, calibrated on these texts; only matrices are copied.
 
-    Each layer is rounded for what the rounded layers before it give.
+    Each layer is quantised for the outputs of the quantised layers before it.
 
     Args:
         texts: token ids that the model wrote itself; some thousands in all.
-        advance: called after each layer with what was done.
+        advance: called after each layer with a line about it.
     """
     decoder, shelf = _LayerByLayer(config, weights, texts), Shelf()
     ids_T = torch.tensor([token for text in texts for token in text])
@@ -127,7 +127,7 @@ def compensated(
 
 
 def _rounded(weight_RK: Tensor, product_KK: Tensor) -> Blocks:
-    """A matrix in 4 bits, block by block; each input's error moves into those behind it."""
+    """A matrix in 4 bits, block by block; later columns absorb each column's error."""
     short = -weight_RK.shape[1] % SCALE_INPUTS
     weight_RK = F.pad(weight_RK, (0, short)).clone()
     product_KK = F.pad(product_KK, (0, short, 0, short))
@@ -157,7 +157,7 @@ def _rounded(weight_RK: Tensor, product_KK: Tensor) -> Blocks:
 
 
 def _undoing(product_KK: Tensor) -> Tensor:
-    """How an input's error is shared out among those behind it: an upper triangle [K, K]."""
+    """The share of an input's error that later inputs absorb: an upper triangle [K, K]."""
     diagonal_K = product_KK.diagonal().clone()
     mean = diagonal_K.mean().clamp_min(1e-12)
     damped_KK = product_KK + torch.diag((_DAMPING * mean).expand_as(diagonal_K))

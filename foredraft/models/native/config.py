@@ -16,10 +16,10 @@ from foredraft.models.files.schema import DecoderFields, RopeFields
 from foredraft.models.native.rope import KINDS, RotaryEmbedding
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By what ``config.json`` calls them."""
+"""Activations by their names in ``config.json``."""
 
 _MOST_LAYERS = 100_000
-"""Kinds of layers are made before anybody looks at how many the files hold."""
+"""Limit on layers: their kinds are made before the files are checked for that many."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _MOST_ROTATED = 4096
 """Numbers of a head that are computed to see whether they are finite."""
@@ -43,7 +43,7 @@ USUAL_KIND = LayerKind()
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a mixture, in each layer.
+    """The experts of a mixture, in each layer.
 
     Attributes:
         count: X.
@@ -61,16 +61,16 @@ class DecoderConfig:
     """Sizes and constants of a decoder. Fields are named as in ``config.json`` where it has them.
 
     Attributes:
-        model_type: the family; `family` says what its tensors are called.
+        model_type: the family; `family` holds the names of its tensors.
         intermediate_size: of an expert, where there are such.
         ropes: the rotary embeddings of its layers.
-        kinds: of the layers; none: each is of `USUAL_KIND`.
-        query_scale: what scores of attention are multiplied with; None: 1 / root of the head size.
+        kinds: of the layers; empty: each is of `USUAL_KIND`.
+        query_scale: factor of attention scores; None: 1 / root of the head size.
         attention_cap: c, where scores s of attention become c tanh(s / c).
-        logits_cap: likewise of logits.
-        logits_scale: what logits are multiplied with, before the cap.
-        embedding_scale: what embeddings are multiplied with.
-        residual_scale: what each part of a layer is multiplied with before it is added.
+        logits_cap: the same for logits.
+        logits_scale: factor of logits, before the cap.
+        embedding_scale: factor of embeddings.
+        residual_scale: factor of each part of a layer before it is added.
         experts: of the feed-forward parts; None: they are whole.
     """
 
@@ -105,7 +105,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of the layers, each once."""
+        """Windows of the layers, each once."""
         return tuple(dict.fromkeys(kind.window for kind in self.kinds if kind.window is not None))
 
     @property
@@ -115,11 +115,11 @@ class DecoderConfig:
 
     @property
     def rope_theta(self) -> float:
-        """Of layers that see all."""
+        """Theta of layers with full attention."""
         return self.ropes[0].theta
 
     def kind(self, index: int) -> LayerKind:
-        """Of a layer."""
+        """Kind of a layer."""
         return self.kinds[index] if self.kinds else USUAL_KIND
 
     @property
@@ -132,12 +132,12 @@ class DecoderConfig:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Weights of the linear layers and the head; of all experts."""
+        """Weights of the linear layers and the LM head, with all experts."""
         return self._matrix_parameters(self.experts.count if self.experts else 1)
 
     @property
     def num_read_parameters(self) -> int:
-        """What one token is multiplied with: of those only the experts that it chooses."""
+        """Weights that one token is multiplied with: only the experts that it chooses."""
         return self._matrix_parameters(self.experts.per_token if self.experts else 1)
 
     def _matrix_parameters(self, num_experts: int) -> int:
@@ -165,7 +165,7 @@ class DecoderConfig:
 
     @property
     def head_norm_sizes(self) -> tuple[int, ...]:
-        """Of the norms of queries and of keys; empty: there are none."""
+        """Sizes of the norms of queries and of keys; empty: there are none."""
         if self.family.head_norms is None:
             return ()
         if self.family.head_norms == "each":
@@ -174,9 +174,9 @@ class DecoderConfig:
 
 
 def why_not_native(raw: Mapping[str, Any], path: Path) -> str | None:
-    """What a checkpoint of these families needs that this decoder lacks; None: nothing.
+    """The feature of a checkpoint that this decoder lacks; None: it lacks nothing.
 
-    Of other families the family.
+    For other families the message names the family.
 
     Raises:
         ModelLoadError: it is of such a family, and malformed. ``path`` is named then.
@@ -192,7 +192,7 @@ def read_config(directory: Path, max_context: int | None = None) -> DecoderConfi
     """Parse ``config.json``.
 
     Args:
-        max_context: most tokens that will be read; None: as many as the model takes.
+        max_context: longest text that will be read; None: the model's own limit.
 
     Raises:
         ModelLoadError: the file is malformed, or the family or one of its features is not
@@ -230,7 +230,7 @@ _OPTIONAL = frozenset(
 
 
 def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
-    """The fields that the family heeds, with what it takes for those that are left out."""
+    """The fields that the family reads, with its defaults for missing ones."""
     heeded = {key: value for key, value in raw.items() if _heeds(family, key)}
     if heeded.get("rope_scaling") == {}:  # stands above rope_parameters where it says anything
         del heeded["rope_scaling"]
@@ -290,7 +290,7 @@ def _query_scale(fields: DecoderFields) -> float | None:
 
 
 def _kinds(family: Family, fields: DecoderFields) -> tuple[LayerKind, ...]:
-    """Of each layer; none where all are usual."""
+    """Kind of each layer; empty if all are usual."""
     kinds = []
     for index in range(min(fields.num_hidden_layers, _MOST_LAYERS)):
         is_local = _is_local(family, fields, index)
@@ -336,10 +336,10 @@ def _has_windows(family: Family, fields: DecoderFields) -> bool:
 def _ropes(
     family: Family, fields: DecoderFields, max_context: int | None
 ) -> tuple[int, tuple[RotaryEmbedding, ...]]:
-    """How long a text may be, and the rotary embeddings of layers that see all, or a window.
+    """The longest text, and the rotary embeddings of layers with full and windowed attention.
 
-    Longrope has other factors for texts beyond the original context. Which of them are meant is
-    decided once, by how long a text may become: the original context unless more is asked for.
+    Longrope has other factors for texts beyond the original context. The longest text that is
+    allowed decides once which of them apply: the original context unless more is asked for.
     Yarn and linear scaling extend the original context by their factor, also where a file's
     ``max_position_embeddings`` still is the original one, as model cards of Qwen2.5 advise.
     """
@@ -362,7 +362,7 @@ def _ropes(
 
 
 def _rope_fields(family: Family, fields: DecoderFields) -> list[RopeFields]:
-    """Of layers that see all, and of those that see a window where these differ."""
+    """Rotary fields of layers with full attention, and of windowed ones if they differ."""
     if family.local_rope:
         layered = fields.layered_rope
         whole = (layered and layered.full_attention) or RopeFields()
@@ -382,7 +382,7 @@ def _rope_fields(family: Family, fields: DecoderFields) -> list[RopeFields]:
 
 
 def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) -> str | None:
-    """What this checkpoint needs that the decoder lacks, or None."""
+    """The feature of this checkpoint that the decoder lacks, or None."""
     for name, neutral in family.neutral.items():
         if raw.get(name) not in (None, neutral, []):
             return f"{name} is not implemented ({raw[name]!r:.80})"

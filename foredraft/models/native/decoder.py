@@ -1,4 +1,4 @@
-"""The seam between a native target and what runs its forwards.
+"""The seam between a native target and the backends that run its forwards.
 
 Shape legend: T tokens of the forward, N wanted logits, E hidden size, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""A layer whose queries, keys and values are handed in: heads may make them of more than a state.
+"""Decoder layer with precomputed Q, K and V: draft heads build them from several inputs.
 
 Shape legend: T tokens of the forward, N wanted logits, E hidden size, Q columns of queries, keys
 and values.
@@ -16,7 +16,7 @@ from foredraft.models.native.weights import DecoderWeights
 
 
 class HandedDecoder(EagerDecoder):
-    """Runs one layer on inputs [T, E + Q]: what it adds to, beside what it attends with.
+    """Runs one layer on inputs [T, E + Q]: the residual input beside queries, keys and values.
 
     Args:
         config: of the layer.

@@ -1,4 +1,4 @@
-"""The product with the head: its sums stay in float32, whatever the weights are stored in.
+"""The product with the LM head: sums are float32, whatever the dtype of the weights.
 
 Rounded to bfloat16, logits of about 20 are 0.125 apart: likely tokens tie, and the one that comes
 first in the vocabulary wins.
@@ -14,7 +14,7 @@ from torch import Tensor
 from foredraft.models.native.packed import Matrix, as_tensor
 
 _ROWS_AT_ONCE = 512
-"""Rows that are converted in one go on CPUs: they stay in the core's cache until multiplied."""
+"""Rows that are converted at once on CPUs: they stay in the core's cache until multiplied."""
 
 
 def head_logits(normed_NE: Tensor, head_VE: Matrix) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products that join states and a token to the input of a head's layer.
+"""Input projections of draft heads: they join states and a token to a layer's input.
 
 Shape legend: T tokens, P joined states, E hidden size, K inputs of a product (P times E), V
 vocabulary.

@@ -23,7 +23,7 @@ class NativeParts:
         config: of the target.
         weights: of the target.
         logits: the decoder's own product with the head.
-        kept: what is kept of the model between processes.
+        kept: the model's on-disk cache.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """Computed in float32, rounded to the dtype of ``x`` before the weight and after it.
 
     Args:
-        offset: added to the weight; such norms are rounded behind it alone.
+        offset: added to the weight; such norms are rounded only after the product.
     """
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     if offset:

@@ -1,8 +1,8 @@
 """Rotary position embedding (arXiv 2104.09864), rotating the two halves of a head.
 
 Scalings that stretch a context: linear (arXiv 2306.15595), llama3, yarn (arXiv 2309.00071) and
-longrope (arXiv 2402.13753). What turns how fast never depends on how long a text is by now: keys in
-the cache would else be of another embedding than the queries that look at them.
+longrope (arXiv 2402.13753). Frequencies never depend on the current length of a text: keys in the
+cache would otherwise have another embedding than the queries that attend to them.
 
 Shape legend: T tokens, H heads, D head size, P rotated numbers of a head, in pairs.
 """
@@ -49,7 +49,7 @@ class RotaryEmbedding:
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """Factor of cosines and sines."""
         fields = self.fields
         if self.kind == "yarn":
             return _yarn_amplitude(fields, self._factor)

@@ -1,4 +1,4 @@
-"""A drafter's own layers, run by the target's decoder on cache layers beside the target's.
+"""Runs a draft head's layers with the target's decoder, on cache layers beside the target's.
 
 Shape legend: T tokens of a run, N wanted logits, E hidden size, R output rows.
 """

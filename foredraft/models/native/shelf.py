@@ -1,8 +1,8 @@
-"""Memory for many tensors in a few pieces.
+"""Arena: tensors in few large chunks aligned to 2 MB, so that huge pages apply.
 
-A forward walks through all weights, and huge pages behind them save a tenth of its time
-(``kernels/pages.h``). Tensors allocated one by one, between others that come and go, lie scattered,
-and the system gives huge pages to whole ones only.
+A forward reads all weights, and huge pages save a tenth of its time (``kernels/pages.h``). Tensors
+that are allocated one by one lie scattered between others, and the system backs only whole ranges
+of 2 MB with huge pages.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 _PIECE_BYTES = 64 << 20
-"""What is not used of a piece costs addresses, no memory."""
+"""The unused part of a chunk costs address space, not memory."""
 _HUGE_PAGE = 2 << 20
 _LINE = 64
 
 
 class Shelf:
-    """Hands out uninitialised memory, one tensor beside the other."""
+    """Bump allocator of uninitialised tensors."""
 
     def __init__(self) -> None:
         self._free: Tensor | None = None
 
     def empty(self, shape: Sequence[int]) -> Tensor:
-        """A uint8 tensor; it begins with a cache line."""
+        """A uint8 tensor, aligned to a cache line."""
         size = math.prod(shape)
         room = -(-size // _LINE) * _LINE
         if self._free is None or room > len(self._free):

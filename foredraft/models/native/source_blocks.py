@@ -1,8 +1,8 @@
-"""The integers that a checkpoint was made from, kept beside it.
+"""The quantised blocks that a checkpoint was converted from, stored beside it.
 
-Where a model comes quantised, its weights as bfloat16 are rounded a second time, and quantising
-these again rounds a third time. So its converter keeps the source's blocks in a file of their own,
-and weights in as many bits are taken from there: they are the very weights the model comes with.
+Converting quantised weights to bfloat16 rounds a second time, and quantising these again rounds a
+third time. So the converter stores the source's blocks in a file of their own, and weights of the
+same number of bits are taken from there: they are the model's own weights.
 
 Shape legend: R rows, K inputs, B blocks of 32 inputs; see `foredraft.models.native.packed`.
 """
@@ -42,11 +42,11 @@ def has_blocks(directory: Path) -> bool:
 
 
 def stacked_blocks(directory: Path, names: Sequence[str], weight_RK: Tensor) -> Blocks | None:
-    """The blocks that some weights, one below the other, were made from; None if there are none.
+    """The blocks that some weights, concatenated by rows, were made from; None: there are none.
 
     Args:
-        weight_RK: the weights themselves. Blocks that do not give them, of a checkpoint that was
-            changed since, are not there either.
+        weight_RK: the weights themselves. Blocks that do not dequantise to them, because
+            the checkpoint was changed since, do not count.
     """
     try:
         with safe_open(str(directory / FILE), framework="pt") as file:
