@@ -502,12 +502,17 @@ def _in_fewer_bits(words: Tensor, upper: int) -> Tensor:
         return pairs
     together = 8 // upper
     mask = 0x01010101 * ((1 << upper) - 1)
-    above = ((words >> _HALF_BYTE) & mask).unflatten(2, (-1, together))
+    above = _split((words >> _HALF_BYTE) & mask, together)
     tails = above[:, :, :, 0].clone()
     for quad in range(1, together):
         tails |= above[:, :, :, quad] << upper * quad
-    pairs = pairs.unflatten(2, (-1, together // 2))
+    pairs = _split(pairs, together // 2)
     return torch.cat((pairs, tails[:, :, :, None]), dim=3).flatten(2, 3)
+
+
+def _split(words: Tensor, size: int) -> Tensor:
+    """The third dimension in runs of ``size``: [A, B, runs * size, D] as [A, B, runs, size, D]."""
+    return words.reshape(*words.shape[:2], -1, size, words.shape[3])
 
 
 def _in_bytes(words: Tensor, upper: int) -> Tensor:
@@ -515,7 +520,7 @@ def _in_bytes(words: Tensor, upper: int) -> Tensor:
     tails = None
     if upper:
         together = 8 // upper
-        words = words.unflatten(2, (-1, together // 2 + 1))
+        words = _split(words, together // 2 + 1)
         words, tails = words[:, :, :, :-1].flatten(2, 3), words[:, :, :, -1]
     quads = torch.stack((words & 15, words >> _HALF_BYTE), dim=3).flatten(2, 3)
     if tails is None:
