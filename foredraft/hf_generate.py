@@ -412,7 +412,7 @@ def _run(
 def _returned(
     input_ids: Tensor, results: Sequence[GenerationResult], config: Any
 ) -> Tensor | SpeculativeOutput:
-    """In the form that the caller of ``generate`` asked for."""
+    """The replies in the form that the caller of ``generate`` asked for."""
     sequences = _padded(input_ids, results, config)
     if not config.return_dict_in_generate:
         return sequences

@@ -43,7 +43,7 @@ the noise decides less than the average suggests. 1 would treat every position a
 the log loss of copies at temperatures 0.7 and 1."""
 
 _MEAN_NOISE = 0.5772156649015329
-"""Of Gumbel noise: Euler's constant."""
+"""Mean of Gumbel noise: Euler's constant."""
 
 
 class Choice(NamedTuple):

@@ -87,7 +87,7 @@ def _build(context: DrafterContext) -> NgramDrafter:
 
 DRAFTER = DrafterSpec(
     build=_build,
-    summary="copies what followed the same words earlier in the text (prompt lookup)",
+    summary="copies the tokens after an earlier occurrence of the last ones (prompt lookup)",
     copies=True,
     options={
         "max_ngram_size": "longest suffix to look for (4)",

@@ -75,7 +75,7 @@ def _listed(folders: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[Entry
     """The same, listed once: that takes milliseconds, and loading a model asks many times.
 
     Args:
-        folders: where packages lie, and when each folder changed; installing a package changes it.
+        folders: of packages, with their times of change, which installing a package updates.
     """
     listed: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=_GROUP):
@@ -84,7 +84,7 @@ def _listed(folders: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[Entry
 
 
 def _last_change(folder: str) -> int:
-    """In nanoseconds; 0 where there is no such folder."""
+    """Time of a folder's last change in nanoseconds; 0: there is no such folder."""
     try:
         return os.stat(folder or os.curdir).st_mtime_ns
     except OSError:

@@ -263,7 +263,7 @@ class RetrievedText(Guide):
     """One request's text, and its matches in the datastore.
 
     Args:
-        datastore: where to look things up.
+        datastore: the index to search.
         prior: how far matches there prove right; see `MatchConfidence`.
         min_match: shortest suffix that counts as a match.
         prompt: the text so far.
@@ -326,7 +326,7 @@ def _build(context: DrafterContext) -> Drafter:
 
 DRAFTER = DrafterSpec(
     build=_build,
-    summary="copies what followed the last tokens in an index of your files",
+    summary="copies the tokens after the last ones in an index of your files",
     copies=True,
     options={
         "index": "folder made by `foredraft index build`; without one the prompt is searched",

@@ -298,7 +298,7 @@ class SuffixText(Guide):
         past: earlier outputs to look things up in as well, and to add this one to.
 
     Attributes:
-        place: where the committed text stands in each source.
+        place: cursor of the committed text in each source.
     """
 
     def __init__(self, prompt: Sequence[int], past: PastOutputs | None = None) -> None:
@@ -392,7 +392,7 @@ def _past_outputs(
 
 DRAFTER = DrafterSpec(
     build=_build,
-    summary="copies what followed the longest earlier match, as far as such matches have held",
+    summary="copies the tokens after the longest earlier match, while such matches are reliable",
     copies=True,
     options={
         **NODE_COST,

@@ -175,7 +175,7 @@ class Opinion:
 
     Attributes:
         chances: of tokens, likeliest first, before they are corrected.
-        places: where the text's own matches go on, for the tokens that they name.
+        places: cursors of the text's own matches, by the tokens that they name.
         situation: see `ALONE`.
     """
 
@@ -201,7 +201,7 @@ class TableText(Guide):
         is_sampled: whether tokens are drawn at a temperature above 0.
 
     Attributes:
-        place: where the committed text ends.
+        place: cursor at the end of the committed text.
     """
 
     def __init__(self, prompt: Sequence[int], table: NgramTable, is_sampled: bool) -> None:
@@ -298,7 +298,7 @@ def _build(context: DrafterContext) -> Drafter:
 
 DRAFTER = DrafterSpec(
     build=_build,
-    summary="looks up what followed the last tokens in text that the target wrote before",
+    summary="looks up successors of the last tokens in a table of the target's own text",
     copies=True,
     options={
         "head": "directory of the table (needed unless one comes with the model)",

@@ -192,7 +192,7 @@ def _build(context: DrafterContext) -> TokenRecyclingDrafter:
 
 DRAFTER = DrafterSpec(
     build=_build,
-    summary="drafts what the target held likely the last time after each token",
+    summary="drafts the target's likeliest successors at each token's last occurrence",
     options={
         "num_candidates": "candidates kept for each token, at most 8 (8)",
         **NODE_COST,

@@ -320,7 +320,7 @@ class HeadRunner(Protocol):
     """Runs a drafter's layers on cache layers of their own, which come with the target's.
 
     Attributes:
-        layers: where it writes. Entries of the text are held there as soon as they were run.
+        layers: cache layers that it writes. Entries of the text are held there once they were run.
     """
 
     @property
@@ -346,7 +346,7 @@ class TargetParts(Protocol):
     Attributes:
         hidden_size: E.
         dtype: of embeddings and hidden states.
-        device: where they are.
+        device: of the tensors.
     """
 
     @property

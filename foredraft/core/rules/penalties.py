@@ -34,7 +34,7 @@ class Penalties:
     """Counts of what the text holds, kept as the text grows.
 
     Args:
-        params: whose penalties.
+        params: with the penalties.
         num_prompt: tokens of the prompt.
     """
 

@@ -273,7 +273,7 @@ class Injection:
 
     Args:
         module: a trained head.
-        target: whose kernel multiplies.
+        target: its kernel multiplies.
     """
 
     def __init__(self, module: DsparkModule, target: HeadTarget) -> None:

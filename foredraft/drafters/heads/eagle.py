@@ -110,12 +110,12 @@ class EagleModule(HeadModule):
             ("each", "all", "none"),
         ),
         "residual": HeadOption(
-            "what the layer adds to: the state as it is, or behind its norm (plain)",
+            "residual input of the layer: the state as it is, or after its norm (plain)",
             "plain",
             ("plain", "normed"),
         ),
         "returns": HeadOption(
-            "which output goes on to the next token: behind the last norm, or plain (normed)",
+            "output passed to the next token: after the last norm, or plain (normed)",
             "normed",
             ("normed", "plain"),
         ),

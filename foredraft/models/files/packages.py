@@ -93,7 +93,7 @@ def obtain(package: Package, scratch: Path, progress: Progress) -> list[Path]:
     installed = _installed(package)
     if installed is not None:
         if _are_known(package, installed):
-            progress.stage(f"using what the installed package {package.name} holds")
+            progress.stage(f"using the files of the installed package {package.name}")
             return installed
         progress.stage(f"the installed {package.name} carries something else, which is not used")
     scratch.mkdir(exist_ok=True)
@@ -190,7 +190,7 @@ def _reason(code: int | None, log: str) -> str:
         return f"not finished after {_DOWNLOAD_TIMEOUT_S:.0f} s"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-    return errors[-1] if errors else f"pip ended with code {code} and no word"
+    return errors[-1] if errors else f"pip ended with code {code} and no message"
 
 
 def _download_error(package: Package, reason: str) -> ModelLoadError:

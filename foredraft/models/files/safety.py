@@ -83,7 +83,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """In its file."""
+        """Size of the tensor in its file."""
         count = prod(self.shape)
         return self.gguf.kind.num_bytes(count) if self.gguf else count * _BITS[self.dtype] // 8
 

@@ -53,7 +53,7 @@ class NativeHeadRunner:
 
     Args:
         head: the layers.
-        layers: where their entries go.
+        layers: cache layers of their entries.
         dtype: of the weights that are not packed.
         fused: run them by the fused kernel.
     """
