@@ -214,7 +214,7 @@ class LLM:
 
     @property
     def drafter_context(self) -> DrafterContext:
-        """What drafters are built from."""
+        """The context that drafters are built from."""
         draft = self._draft
         return DrafterContext(
             self.target,
@@ -233,7 +233,7 @@ class LLM:
         session: Session | None = None,
         params: SamplingParams | None = None,
     ) -> RequestOptions:
-        """What a request to this LLM's engine comes with; see `RequestOptions`.
+        """Options of a request to this LLM's engine; see `RequestOptions`.
 
         Args:
             params: of the request; None: it brings no prediction.
@@ -242,7 +242,7 @@ class LLM:
         return RequestOptions(tenant, priority, session, policy, self.options.prefix_caching)
 
     def policy_for(self, params: SamplingParams) -> Policy:
-        """Who drafts for a request. With a prediction it is a drafter that reads it."""
+        """The policy of a request. With a prediction, its drafter reads the prediction."""
         uses_it = drafter_spec(self.drafter_name).uses_prediction(self.options.drafter_options)
         is_named = params.speculation not in ("auto", FOR_PREDICTIONS)
         stays = uses_it or is_named or self.policy.is_apart or not self.policy.drafters
@@ -374,7 +374,7 @@ class LLM:
 
 
 def _rule_book(target: Target, tokenizer: Tokenizer | None, grammars: Grammars | None) -> RuleBook:
-    """What requests to this model may ask for."""
+    """The rules that requests to this model may ask for."""
     book = RuleBook(target.vocab_size)
     if target.capabilities.encoder:
         book = replace(book, model_bans=cast(EncoderTarget, target).bans)

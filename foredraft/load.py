@@ -135,7 +135,7 @@ class ModelPlan:
 
     @cached_property
     def kept(self) -> KeptFiles:
-        """What is kept of the model between processes; nothing where it does not run on CPU."""
+        """The model's derived cache on disk; nothing if it does not run on CPU."""
         if self.checkpoint is None or self.device != "cpu":
             return NOTHING_KEPT
         return KeptFiles.of(self.checkpoint)
@@ -334,7 +334,7 @@ def _hf_class(encoder: bool) -> type[HFTarget]:
 
 
 def forward_cost(plan: ModelPlan, target: Target, options: LoadOptions) -> CostModel:
-    """What a forward of a loaded target costs here: measured, or kept from an earlier process."""
+    """The cost of a loaded target's forward here: measured, or kept from an earlier process."""
     if plan.checkpoint is None or plan.device != "cpu":
         return measure_cost(target, options.max_batch_size)
     kernel = load_library()._name if plan.decoder == "fused" else torch.__version__
@@ -346,7 +346,7 @@ def forward_cost(plan: ModelPlan, target: Target, options: LoadOptions) -> CostM
 
 
 def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
-    """What makes the `ModelPlan.decoder` of a native plan; ``threads``: see `load_target`."""
+    """The factory of a native plan's `ModelPlan.decoder`; ``threads``: see `load_target`."""
     from foredraft.models.native.eager import EagerDecoder
     from foredraft.models.native.fixed_shape import FixedShapeDecoder
     from foredraft.models.native.fused import FusedDecoder
@@ -362,7 +362,7 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
 
 
 _AUTO = ("blend", "table", "suffix")
-"""What "auto" means without a draft model: the first that can draft for the target.
+"""The drafters of "auto" without a draft model: the first that can draft for the target.
 
 On a CPU it is never a head unless one is asked for: where copies in few bits do not pay, a forward
 is cheap, and a run of a head takes a quarter of it. Encoder-decoders have another one: many of

@@ -1,4 +1,4 @@
-"""What users ask for when they load a model. `foredraft.load` resolves it on this machine."""
+"""Options of a user who loads a model. `foredraft.load` resolves it on this machine."""
 
 from __future__ import annotations
 

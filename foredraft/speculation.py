@@ -80,14 +80,14 @@ def policy_for(
 
 
 def _loaded_for_auto(name: str, context: DrafterContext, prices: Prices) -> list[LoadedDrafter]:
-    """What "auto" means: the drafter of this name, and what joins any text at any place."""
+    """The drafters of "auto": the one of this name, and those that join any text anywhere."""
     beside = _beside(name, replace(context, options={}))
     paying = [each for each in beside if _speedup(each.traits, prices) >= _LEAST_SPEEDUP]
     return [_loaded(name, context), *paying]
 
 
 def _beside(name: str, context: DrafterContext) -> Iterator[LoadedDrafter]:
-    """What can draft beside the drafter of this name, unless there is no memory for it."""
+    """Drafters that can be loaded beside the one of this name, if there is memory for them."""
     copies = drafter_spec(name).copies
     for other in _BESIDE:
         spec = drafter_spec(other)
@@ -100,7 +100,7 @@ def _beside(name: str, context: DrafterContext) -> Iterator[LoadedDrafter]:
 
 
 def _speedup(traits: DrafterTraits, prices: Prices) -> float:
-    """What a drafter promises on average, if it takes a forward a token; inf: it does not."""
+    """Expected speed-up of a drafter that takes a forward a token; inf: it does not."""
     if traits.round_share is None or traits.promise is None:
         return math.inf
     return chain_speedup(sum(traits.promise) / 2, traits.round_share, prices)
@@ -119,7 +119,7 @@ def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
 
 
 def experience_of(plan: ModelPlan | None, draft_plan: ModelPlan | None) -> Experience:
-    """What was learnt of this pair of models on this machine, kept for later processes.
+    """Statistics of this pair of models on this machine, kept for later processes.
 
     Nothing where there is no draft model.
     """

@@ -1,1 +1,1 @@
-"""How much to draft: policies over budgets. Never which tokens, never whether one is accepted."""
+"""Controllers decide how much to draft, never which tokens, never whether one is accepted."""

@@ -27,7 +27,7 @@ Array: TypeAlias = npt.NDArray[Any]
 MOST_POSITIONS = 32
 
 _REQUEST_MEMORY = 0.97
-"""What an observation of a request is still worth after the next: about the last 30 count."""
+"""Decay of an observation's weight by the next one: about the last 30 count."""
 KIND_MEMORY = 0.995
 _KIND_WEIGHT = 16.0
 """Observations of its own after which a request counts more than its kind."""
@@ -62,7 +62,7 @@ def is_constrained(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class Prior:
-    """What a drafter is expected to reach before anything is known of it.
+    """The expected acceptance of a drafter before anything was counted.
 
     Attributes:
         first: the chance that the first position's token is accepted, by noise (see `kind_of`). Of
@@ -187,7 +187,7 @@ class _Request:
 
 
 class Acceptance:
-    """See the module docstring. Drafters are told apart by name.
+    """See the module docstring. Drafters are keyed by name.
 
     Args:
         kinds: what is known already; it grows.

@@ -152,7 +152,7 @@ class AdaptiveBudget:
     def _drafter_ms(
         self, record: StepRecord, rows: Sequence[RowStep], plain_ms: float, forward_ms: float
     ) -> float:
-        """What drafters take in a step for these rows. Hiccups of the machine are left out.
+        """Drafting time of a step for these rows, without hiccups of the machine.
 
         Args:
             plain_ms: the forward as it would be without drafts.
@@ -181,7 +181,7 @@ class AdaptiveBudget:
         )
 
     def _joining_ms(self, name: str, rows: Sequence[RowStep], taken: DrafterTimes) -> float:
-        """What beginning to follow texts took, and what draft models read, which is invested."""
+        """Time of joining texts and of prefills by draft models: the investments of a step."""
         new = sum(r.context + r.num_read for r in rows if self._followed.get(r.request_id) != name)
         old = sum(
             r.num_read for r in rows if r.num_read > 1 and self._followed.get(r.request_id) == name
@@ -203,7 +203,7 @@ class AdaptiveBudget:
         plain_ms: float,
         forward_ms: float,
     ) -> float:
-        """What a drafter took to propose and to follow: its times are learnt."""
+        """Learn a drafter's time to propose and to follow from a step."""
         num_asked = sum(row.budget > 0 for row in rows)
         num_rounds, drafter = 1, self._planner.drafters[name]
         share, draft_ms, expected_ms = drafter.round_share, taken.draft_ms, None
@@ -230,7 +230,7 @@ class AdaptiveBudget:
         )
 
     def _promised_share(self, by_drafter: Mapping[str, Sequence[RowStep]]) -> float:
-        """What the drafters' forwards of a step should take, in plain steps; other work is free."""
+        """Expected time of the drafters' forwards, in plain steps; other work counts as free."""
         drafters = self._planner.drafters
         return sum(
             max(len(row.proposal.tree) for row in rows) * (drafters[name].round_share or 0.0)
@@ -247,7 +247,7 @@ class AdaptiveBudget:
     # ---- for people -----------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """What it has done so far and what it would do next; see `foredraft tune load`."""
+        """Its decisions so far and its next one; see `foredraft tune load`."""
         plan, ledger = self._plan, self.ledger
         return {
             "steps": self._num_steps,
@@ -268,7 +268,7 @@ class AdaptiveBudget:
 
     @property
     def first_tokens(self) -> list[FirstToken]:
-        """What drafters do, beside what was measured when they were made."""
+        """The drafters' acceptance beside that which was measured at training."""
         return self._acceptance.first_tokens()
 
     def _warn_of_first_tokens(self) -> None:
@@ -318,7 +318,7 @@ class AdaptiveBudget:
 def _by_drafter(
     record: StepRecord, rows: Mapping[str, Sequence[RowStep]]
 ) -> dict[str, DrafterTimes] | None:
-    """What each drafter took; None where there are several and it is not known.
+    """The time of each drafter; None if there are several and it is not known.
 
     Planning and the like, which no drafter did, are shared out by the rows that were asked for.
     """

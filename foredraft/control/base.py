@@ -1,4 +1,4 @@
-"""The controller seam: who drafts for a row, and how many nodes."""
+"""The controller seam: a row's drafter, and how many nodes it may draft."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foredraft.core.record import StepRecord
 
 
 class Row(Protocol):
-    """What a controller may look at of a request.
+    """The request as a controller sees it.
 
     Attributes:
         tokens: all committed tokens, prompt included.
@@ -48,7 +48,7 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class Allowance:
-    """What one row may draft in the next step.
+    """The drafter, budget and prices of one row in the next step.
 
     Attributes:
         drafter: who drafts for it from now on; None: nobody. One that cannot join a text in the
@@ -71,14 +71,14 @@ class Allowance:
 
 
 class Controller(Protocol):
-    """Decides who drafts for each row and how much, from how steps went; never which tokens.
+    """Chooses each row's drafter and budget from past steps; never which tokens.
 
     It does not see which tokens are drafted before they are verified. Several controllers may
     decide for rows of one batch, each for its own.
     """
 
     def begin(self, row: Row, others: Sequence[Row]) -> str | None:
-        """Who is to draft for a request from its beginning; None: nobody for now.
+        """The drafter of a new request; None: none for now.
 
         Also called for a request that comes back after it had to wait for memory.
 

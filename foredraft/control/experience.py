@@ -1,4 +1,4 @@
-"""What controllers on the same models have learnt, in this process and in earlier ones."""
+"""Statistics that controllers on the same models share, also between processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Experience:
         return {"kinds": kinds, "times": self.times.as_json(), "lengths": lengths}
 
     def take_json(self, value: Mapping[str, Any] | None) -> None:
-        """What `as_json` returned in an earlier process; anything else is left out."""
+        """Take the result of `as_json` of an earlier process; anything else is left out."""
         if value is None:
             return
         try:

@@ -26,7 +26,7 @@ SHARE = 0.0075
 FIRST_TOKENS, FIRST_STEPS = 4.0, 1.5
 _MOST_STEPS = 8.0
 _PAYS = 1.25
-"""How many times what reading takes a reply has to be expected to save."""
+"""A prefill must be expected to save this multiple of its time."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Ledger:
             self.balance_ms = max(FIRST_STEPS, FIRST_TOKENS / num_rows) * plain_step_ms
 
     def left_ms(self, plain_step_ms: float) -> float:
-        """What may still be lost."""
+        """The remaining loss budget."""
         return FIRST_STEPS * plain_step_ms if self.balance_ms is None else self.balance_ms
 
     def can_lose(self, ms: float, plain_step_ms: float) -> bool:

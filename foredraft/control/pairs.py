@@ -1,4 +1,4 @@
-"""What is expected of a draft model before this pair of models has run here."""
+"""Expected acceptance of a draft model before this pair of models has run here."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Planner:
         self._cost, self._times, self._lengths = cost, times, lengths
         self._acceptance, self._ledger = acceptance, ledger
         self._pause, self._next_trial = FIRST_PAUSE, 0
-        # What a user asked for by name is tried at once.
+        # A drafter that a user named is tried at once.
         self.rests_until = 0 if any(each.reads for each in drafters) else FIRST_PAUSE
         self._chances: dict[str, tuple[int, int]] = {}
         self.num_trials = 0
@@ -307,7 +307,7 @@ class Planner:
     # ---- what drafters take ---------------------------------------------------------------------
 
     def _drafter_cost(self, batch: _Batch, name: str, most: int) -> DrafterCost:
-        """What a drafter takes for up to so many of the rows."""
+        """Time of a drafter for up to this many of the rows."""
         now = sum(drafter == name for drafter in batch.drafter_of.values())
         return self._cost_of(self.drafters[name], most, now, batch.plain_ms)
 
@@ -329,7 +329,7 @@ class Planner:
         return DrafterCost((0.0, *asking), (0.0, *follow), share is not None)
 
     def _join_ms(self, row: Row, name: str) -> float:
-        """What beginning to follow the row takes, where the drafter does not follow it yet."""
+        """Time of joining the row's text, if the drafter does not follow it yet."""
         if self._times is None or row.drafter == name:
             return 0.0
         return self._times.join_ms(name, len(row.tokens))
@@ -339,7 +339,7 @@ class Planner:
         return _MOST_ROWS if self._times is None else self._times.most_rows(name)
 
     def _read_ms(self, drafter: DrafterTraits, num_tokens: int) -> float:
-        """What a draft model takes to read a text."""
+        """Time of a draft model's prefill of a text."""
         known = self._times.read_ms(drafter.name, num_tokens) if self._times else None
         if known is not None:
             return known
@@ -427,7 +427,7 @@ class Planner:
     # ---- new requests ---------------------------------------------------------------------------
 
     def best_for_new(self, row: Row, others: Sequence[Row], context: int) -> str | None:
-        """Who is to follow a new request: by requests like it, in a batch of rows like it.
+        """The drafter of a new request: the best for requests like it, in a batch of rows like it.
 
         A drafter that cannot join later is tried with few requests until it is known what it takes.
 

@@ -42,7 +42,7 @@ class PooledRow:
 
 @dataclass(frozen=True)
 class DrafterCost:
-    """What a drafter takes in a step, in milliseconds by the number of rows: 0, 1, 2, …
+    """Drafting time of a step, in milliseconds by the number of rows: 0, 1, 2, …
 
     Attributes:
         asking: to propose, or one of its forwards where it takes one for each token.
@@ -96,7 +96,7 @@ class _Segment(NamedTuple):
 
 @dataclass
 class _Asked:
-    """What a drafter takes for the rows that are in the prefix so far."""
+    """Drafting time for the rows that are in the prefix so far."""
 
     cost: DrafterCost
     num_rows: int = 0

@@ -120,7 +120,7 @@ class DraftTimes:
             expected_ms: what one of them was thought to take before any was seen, if anything.
 
         Returns:
-            What both together are now thought to take, in milliseconds.
+            The new estimate of both together, in milliseconds.
         """
         if num_asked and num_rounds:
             curve = self._proposing.setdefault(drafter, _Curve())
@@ -179,13 +179,13 @@ class DraftTimes:
     # ---- between processes -----------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
-        """What is known of drafting and reading, in values that JSON has."""
+        """The estimates of drafting and reading, in values that JSON has."""
         known = {name: [*curve.known.items()] for name, curve in self._proposing.items()}
         reading = {name: [each.ms, each.tokens] for name, each in self._reading.items()}
         return {"proposing": known, "reading": reading}
 
     def take_json(self, value: Mapping[str, Any]) -> None:
-        """What `as_json` returned in another process: it counts until it is seen anew.
+        """Take the result of `as_json` of another process, until times are measured anew.
 
         Raises:
             TypeError, ValueError, KeyError: it is something else.

@@ -49,7 +49,7 @@ class Drafting:
         self._taken: dict[str, DrafterTimes] = {}
 
     def take_times(self) -> dict[str, DrafterTimes]:
-        """What drafters took since this was called last."""
+        """The times of drafters since the last call."""
         taken, self._taken = self._taken, {}
         return taken
 
@@ -90,7 +90,7 @@ class Drafting:
             self._follow(request, loaded, request.num_cached)
 
     def end(self, request: Request) -> None:
-        """Nobody drafts for a request any more: it is over, or gives its place away."""
+        """Detach the request's drafter: the request is over, or is preempted."""
         if request.drafter is not None:
             _loaded(request).end(request.request_id)
             request.drafter = None
@@ -136,7 +136,7 @@ class Drafting:
     # ---- what a step does, in this order ---------------------------------------------------------
 
     def allow(self, batch: Sequence[Turn]) -> None:
-        """Ask controllers who drafts for each row and how much; find what rules force."""
+        """Ask controllers for each row's drafter and budget; find the tokens that rules force."""
         able = [turn for turn in batch if turn.reads_all and turn.may_draft]
         for turn in able:
             turn.request.room = self._room(turn.request)
@@ -223,7 +223,7 @@ class Drafting:
         return max(0, left if most is None else min(left, most))
 
     def _take(self, turn: Turn, allowance: Allowance) -> None:
-        """What a controller allows a row, as far as there is room for it."""
+        """Apply a controller's allowance to a row, as far as there is room for it."""
         request = turn.request
         if allowance.drafter != request.drafter:
             self._move(request, allowance.drafter)
@@ -263,7 +263,7 @@ class Drafting:
 
 
 def _loaded(request: Request) -> LoadedDrafter:
-    """Who drafts for a request; somebody must."""
+    """The request's drafter; it must have one."""
     assert request.drafter is not None
     return request.policy.drafters[request.drafter]
 

@@ -60,7 +60,7 @@ class Turn(RowStep):
 
     @property
     def num_prefill(self) -> int:
-        """How many tokens of its prompt it reads, or of its reply once more.
+        """Tokens of the prompt that it prefills, or of the reply after a preemption.
 
         The reply's last token is read for the first time: it has just been committed.
         """
@@ -75,13 +75,13 @@ class Turn(RowStep):
 
     @cached_property
     def draw_key(self) -> DrawKey | None:
-        """What its next token is drawn with, where its law is nothing but scaled logits."""
+        """The key of its next draw, if its distribution is nothing but scaled logits."""
         request = self.request
         scale = request.rules.scale if self.reads_all else None
         return None if scale is None else DrawKey(request.seed, len(request.tokens), scale)
 
     def draft_row(self, num_forced: int = 0) -> DraftRow:
-        """What a drafter may know of it, which drafts behind so many forced tokens."""
+        """The row as its drafter sees it, behind this many forced tokens."""
         row = self.request.draft_row(self.budget - num_forced, self.prices)
         return replace(row, spare=self.spare) if self.spare else row
 
@@ -146,13 +146,13 @@ class Turn(RowStep):
 
     @property
     def kept(self) -> tuple[int, Sequence[int]]:
-        """What stays in the cache: so many pending tokens, and these nodes behind them."""
+        """Entries that stay in the cache: the number of pending tokens, and nodes behind them."""
         if self.wants_prompt_logprobs:
             return 1, range(self.num_read - 1)
         return self.num_read, self.path
 
     def observation(self, scores: Scores, index: int) -> Observation:
-        """What a drafter learns of it, from row number ``index`` of the forward."""
+        """The observation for its drafter, from row number ``index`` of the forward."""
         row = scores[index]
         return Observation(
             request_id=self.request_id,
