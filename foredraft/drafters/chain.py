@@ -272,21 +272,19 @@ class DraftCache:
         """
         left, reads, unread = most_tokens, list[tuple[DraftRow, ScoreRow]](), list[int]()
         for row in rows:
-            missing = len(self._unread(row)) - 1 if self.has_room(row, 0) else 0
+            pending = self._unread(row) if self.has_room(row, 0) else []
+            missing = max(0, len(pending) - 1)
             num_read = min(missing, left) if missing > _FEW else 0
             if num_read:
-                slot = self._slots[row.request_id]
-                start = len(slot.cached)
-                tokens = [*read_by(self._model, row)[start : start + num_read]]
-                read = ScoreRow(slot.number, tokens, wants_logits=False, source=row.source)
-                reads.append((row, read))
+                slot, tokens = self.slot(row.request_id), pending[:num_read]
+                reads.append((row, ScoreRow(slot, tokens, wants_logits=False, source=row.source)))
             left -= num_read
             unread.append(missing - num_read if missing - num_read > _FEW else 0)
         if reads:
-            self._model.score([read for _, read in reads])
-        for row, read in reads:
-            self.keep(row.request_id, read.pending)
-            self._cache.name(read.slot, self._slots[row.request_id].cached)
+            self._model.score([score_row for _, score_row in reads])
+        for row, score_row in reads:
+            self.keep(row.request_id, score_row.pending)
+            self._cache.name(score_row.slot, self._slots[row.request_id].cached)
         return unread
 
     def catch_up(self, row: DraftRow) -> list[int]:

@@ -42,7 +42,7 @@ from foredraft.drafters.staged import MOST_GUESSES, Fit, StagedDrafter, text_gue
 from foredraft.drafters.table import found_table
 from foredraft.kernels.build import describe_instructions
 from foredraft.models.base import ApartTarget, HeadTarget, ScoreRow, Scores, Target, read
-from foredraft.models.files.kept import recipe_of
+from foredraft.models.files.kept import recipe_of, this_week
 from foredraft.system.machine import cpu_name
 
 _log = logging.getLogger("foredraft")
@@ -51,7 +51,6 @@ _log = logging.getLogger("foredraft")
 _USUAL_FIT = Fit(0.75, 0.7, (0.25, 0.26, 0.28, 0.3))
 """Of a small model of the target's family: it is right less often in chats, and oftener in code."""
 _NUM_TIMED = 7
-_WEEK_SECONDS = 7 * 24 * 3600
 _CONTEXT = 128
 _NUM_VERIFIED = 8
 """Tokens of a forward that verifies, as it is timed."""
@@ -134,8 +133,7 @@ def measured_fit(target: Target, model: Target) -> Fit:
         verify, *model_shares = (median(each) for each in zip(*shares, strict=True))
         return torch.tensor([max(0.0, verify - 1) / (_NUM_VERIFIED - 1), *model_shares])
 
-    week = int(time.time() // _WEEK_SECONDS)
-    here = (cpu_name(), torch.get_num_threads(), describe_instructions(), week)
+    here = (cpu_name(), torch.get_num_threads(), describe_instructions(), this_week())
     recipe = recipe_of(own.identity, others.identity, *here)
     try:
         node_share, *shares = own.parts.kept("draft-model-fit", recipe, measure).tolist()

@@ -41,7 +41,7 @@ from foredraft.models.base import (
     Target,
     read,
 )
-from foredraft.models.files.kept import recipe_of
+from foredraft.models.files.kept import recipe_of, this_week
 from foredraft.system.machine import cpu_name
 
 _log = logging.getLogger("foredraft")
@@ -62,7 +62,7 @@ _NUM_VERIFIED = 8
 """Tokens of a forward that verifies, as it is timed."""
 _STRIDE = 977
 _AGREED = 0.95
-_PAYS, _MOST_MEASURED, _WEEK_SECONDS = 1.05, 3, 7 * 24 * 3600
+_PAYS, _MOST_MEASURED = 1.05, 3
 _USUAL_FIT = Fit(0.9, 0.85, (0.4, 0.45, 0.5, 0.55))
 
 
@@ -138,7 +138,7 @@ def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompts: Sequence[Seque
     if num_tokens > target.max_context:
         return _USUAL_FIT
     here = (cpu_name(), torch.get_num_threads(), describe_instructions())
-    recipe = recipe_of(copy.identity, str(prompts), *here, int(time.time() // _WEEK_SECONDS))
+    recipe = recipe_of(copy.identity, str(prompts), *here, this_week())
     fits = list[Fit]()
     try:
         for number in range(_MOST_MEASURED):

@@ -19,7 +19,7 @@ from foredraft.cache.kv import KVCache
 from foredraft.core.cost import Attention, CostModel, Times
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target
-from foredraft.models.files.kept import KeptFiles, recipe_of
+from foredraft.models.files.kept import KeptFiles, recipe_of, this_week
 
 _SIZES = (1, 4, 8, 2, 3, 16, 5, 12, 17, 32, 24, 33, 48)
 """Tokens of the forwards that are timed, the most telling first: the times of one to eight decide
@@ -33,7 +33,6 @@ _MOST_SECONDS = 2.0
 _CONTEXT = 64
 _LONG_CONTEXT = 1024
 _LONG_SIZES = (1, 8)
-_WEEK_SECONDS = 7 * 24 * 3600
 _STRIDE = 977
 _MOST_MEASURED = 2
 """Processes that measure before the least of their times is kept."""
@@ -53,7 +52,7 @@ def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -
         recipe: names all that the times depend on: machine, kernel, form of the weights, threads.
     """
     name = f"costs-{recipe_of(recipe, max_rows)[:8]}"
-    recipe = recipe_of(recipe, max_rows, int(time.time() // _WEEK_SECONDS))
+    recipe = recipe_of(recipe, max_rows, this_week())
     times, attention, context, num_left = _parsed(kept.read_json(name, recipe))
     if num_left:
         earlier = times

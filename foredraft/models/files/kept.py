@@ -15,6 +15,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -46,8 +47,14 @@ _READ_BYTES = 16 << 20
 _READERS = 2
 _BLOCK_BYTES = 64 << 10
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.uint8)}
+_WEEK_SECONDS = 7 * 24 * 3600
 _LOG = logging.getLogger("foredraft")
 Sums = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def this_week() -> int:
+    """The number of the week: in the recipe of a measurement, it has the measurement made anew."""
+    return int(time.time() // _WEEK_SECONDS)
 
 
 @dataclass(frozen=True)
