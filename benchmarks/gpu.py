@@ -24,9 +24,8 @@ from torch import Tensor
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.decoder import DecoderFactory
-from foredraft.models.native.graphed import GraphedDecoder
-from foredraft.models.native.paged import graphed_decoder
+from foredraft.models.native.cuda import GraphedDecoder, graphed_decoder
+from foredraft.models.native.model import DecoderFactory
 from foredraft.models.native.target import NativeTarget
 
 _DECODERS: dict[str, DecoderFactory] = {"paged": graphed_decoder, "torch": GraphedDecoder}

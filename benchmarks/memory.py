@@ -126,7 +126,7 @@ def _warm_up() -> None:
     from safetensors import safe_open  # noqa: F401
 
     import foredraft.llm
-    import foredraft.models.native.fused  # noqa: F401
+    import foredraft.models.native.cpu  # noqa: F401
     from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 
     with suppress(KernelUnavailable):

@@ -16,10 +16,8 @@ from foredraft.cli.options import load_llm as load_model
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.llm import LLM
 from foredraft.load import forward_cost, native_decoder, plan_native
-from foredraft.models.native.config import DecoderConfig, Experts
-from foredraft.models.native.packed import PACKED, Matrix, tensor_of
-from foredraft.models.native.rope import RotaryEmbedding
-from foredraft.models.native.shelf import Shelf
+from foredraft.models.native.config import DecoderConfig, Experts, RotaryEmbedding
+from foredraft.models.native.quant import PACKED, Matrix, Shelf, tensor_of
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 from foredraft.options import LoadOptions

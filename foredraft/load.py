@@ -42,7 +42,7 @@ from foredraft.system.machine import cpu_name, give_memory_back
 if TYPE_CHECKING:
     from foredraft.models.hf.target import HFTarget
     from foredraft.models.native.config import DecoderConfig
-    from foredraft.models.native.decoder import DecoderFactory
+    from foredraft.models.native.model import DecoderFactory
     from foredraft.models.native.weights import Bits
 
 
@@ -117,7 +117,7 @@ class ModelPlan:
 
     @property
     def packed_bits(self) -> Bits:
-        """The layout of the matrices (`foredraft.models.native.packed`); None: as they come."""
+        """The layout of the matrices (`foredraft.models.native.quant`); None: as they come."""
         return _TILES if self.tiles else self.weight_bits
 
     @property
@@ -287,7 +287,7 @@ def load_target(
         return _hf_class(plan.encoder).load(
             plan.checkpoint, dtype, plan.device, plan.max_context, memory
         )
-    from foredraft.models.native.fixed_shape import probe
+    from foredraft.models.native.model import probe
     from foredraft.models.native.target import NativeTarget
 
     decoder = native_decoder(plan.decoder, threads)
@@ -347,10 +347,9 @@ def forward_cost(plan: ModelPlan, target: Target, options: LoadOptions) -> CostM
 
 def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     """The factory of a native plan's `ModelPlan.decoder`; ``threads``: see `load_target`."""
-    from foredraft.models.native.eager import EagerDecoder
-    from foredraft.models.native.fixed_shape import FixedShapeDecoder
-    from foredraft.models.native.fused import FusedDecoder
-    from foredraft.models.native.paged import graphed_decoder
+    from foredraft.models.native.cpu import FusedDecoder
+    from foredraft.models.native.cuda import graphed_decoder
+    from foredraft.models.native.model import EagerDecoder, FixedShapeDecoder
 
     decoders: dict[str, DecoderFactory] = {
         "fused": partial(FusedDecoder, num_threads=threads) if threads else FusedDecoder,
@@ -485,8 +484,8 @@ def plan_native(
     Raises:
         ConfigError: the device cannot run these weights.
     """
-    from foredraft.models.native.as_stored import formats_of
-    from foredraft.models.native.fused import has_tiles
+    from foredraft.models.native.cpu import has_tiles
+    from foredraft.models.native.weights import formats_of
 
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
     if kernel_problem:
@@ -587,8 +586,8 @@ def _native_notes(config: DecoderConfig, device: str, kernel_problem: str | None
 
 def _work_bytes(config: DecoderConfig, options: LoadOptions, dtype: str, bits: Bits) -> int:
     """Of the largest step that reads one text."""
-    from foredraft.models.native.fused import work_bytes
-    from foredraft.models.native.interface import FORM_PACKED, FORM_PLAIN, FORM_TILED
+    from foredraft.kernels.interface import FORM_PACKED, FORM_PLAIN, FORM_TILED
+    from foredraft.models.native.cpu import work_bytes
 
     longest = min(options.max_context or config.max_context, config.max_context)
     num_tokens = min(options.max_step_tokens or MAX_STEP_TOKENS, longest)
@@ -597,7 +596,7 @@ def _work_bytes(config: DecoderConfig, options: LoadOptions, dtype: str, bits: B
 
 
 def _why_not_as_stored(checkpoint: Checkpoint | None, config: DecoderConfig) -> str | None:
-    from foredraft.models.native.as_stored import why_not_as_stored
+    from foredraft.models.native.weights import why_not_as_stored
 
     if checkpoint is None or not checkpoint.is_quantised:
         return "it means the formats of a GGUF file, and the model is none with weights of few bits"

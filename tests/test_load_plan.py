@@ -8,7 +8,7 @@ import torch
 from benchmarks.random_model import random_config
 from foredraft.core.errors import ConfigError
 from foredraft.load import native_decoder, plan_native
-from foredraft.models.native.paged import graphed_decoder
+from foredraft.models.native.cuda import graphed_decoder
 from foredraft.options import LoadOptions
 from foredraft.system.devices import resolve_device
 

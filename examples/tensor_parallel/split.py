@@ -28,12 +28,9 @@ from foredraft.cache.store import BlockStore
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.models.base import Capabilities, ScoreRow, Scores, check_taps
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.eager import finished_logits
-from foredraft.models.native.fixed_shape import FixedShapeDecoder
-from foredraft.models.native.low_bit import scored
-from foredraft.models.native.packed import Stack, as_tensor
-from foredraft.models.native.plan import ForwardPlan, plan_forward
-from foredraft.models.native.shallow import announce
+from foredraft.models.native.model import FixedShapeDecoder, finished_logits, scored
+from foredraft.models.native.plan import ForwardPlan, announce, plan_forward
+from foredraft.models.native.quant import Stack, as_tensor
 from foredraft.models.native.weights import DecoderWeights
 
 _OUTPUTS = 32

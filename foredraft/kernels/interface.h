@@ -1,4 +1,4 @@
-// What Python hands over, mirrored field by field in models/native/interface.py.
+// What Python hands over, mirrored field by field in interface.py.
 //
 // Shape legend: see worker.h.
 #pragma once

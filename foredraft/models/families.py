@@ -2,7 +2,7 @@
 
 A family is one entry of `FAMILIES`: the names of its tensors, the fields of ``config.json`` that it
 heeds, and their defaults. The features are implemented once for all families, by
-`foredraft.models.native.eager` in torch and by the fused kernel. How to add a family:
+`foredraft.models.native.model` in torch and by the fused kernel. How to add a family:
 docs/extend/add-a-family.md.
 """
 

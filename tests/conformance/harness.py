@@ -89,7 +89,7 @@ def native_kind(
 ) -> Kind:
     """A tiny random llama; ``decoder`` is "eager" or "fused". Skips where it cannot run."""
     from foredraft.models.native.config import read_config
-    from foredraft.models.native.eager import EagerDecoder
+    from foredraft.models.native.model import EagerDecoder
     from foredraft.models.native.target import NativeTarget
 
     factory: Any = EagerDecoder
@@ -125,7 +125,7 @@ def fused_decoder() -> Any:
         load_library()
     except KernelUnavailable as reason:
         pytest.skip(f"no fused kernel here: {reason}")
-    from foredraft.models.native.fused import FusedDecoder
+    from foredraft.models.native.cpu import FusedDecoder
 
     return FusedDecoder
 

@@ -16,7 +16,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_names, drafter_spec
 from foredraft.drafters.heads.store import shipped_head
 from foredraft.models.files.store import resolve_model
-from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.conformance.harness import Kind, fused_decoder, head_kind, plain, run, set_up

@@ -16,9 +16,8 @@ from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRow, Observation
 from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.models.base import ModelShape, ScoreRow
-from foredraft.models.native.decoder import DecoderFactory
-from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.rope import RotaryEmbedding
+from foredraft.models.native.config import RotaryEmbedding
+from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.prices import FREE_NODES
 

@@ -15,7 +15,7 @@ from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 from tests.conformance.harness import checkpoint, plain, run

@@ -31,10 +31,9 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.policy import GuardedTrace, Policy
 from foredraft.models.base import LowBitCopy, ScoreRow, read
 from foredraft.models.files.kept import KeptFiles
-from foredraft.models.native import low_bit
-from foredraft.models.native.low_bit import NativeLowBitCopy
-from foredraft.models.native.plan import plan_forward
-from foredraft.models.native.shallow import announce
+from foredraft.models.native import copy as copy_module
+from foredraft.models.native.copy import NativeLowBitCopy
+from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import rounded
 from foredraft.models.table import TableModel
@@ -219,8 +218,8 @@ def test_of_a_long_text_the_copy_reads_the_first_block_and_the_end(
     num = len(text) - 1
     row = ScoreRow(slot, (text[-1],), TokenTree.chain([3, 5]))
     all_of_it = copy.score([row], [num]).logits_NV
-    monkeypatch.setattr(low_bit, "_LONG", 4 * BLOCK)
-    monkeypatch.setattr(low_bit, "_NEAR", 2 * BLOCK)
+    monkeypatch.setattr(copy_module, "_LONG", 4 * BLOCK)
+    monkeypatch.setattr(copy_module, "_NEAR", 2 * BLOCK)
     found = copy.score([row], [num]).logits_NV
 
     kept = [*range(BLOCK), *range((num - 2 * BLOCK) // BLOCK * BLOCK, num)]
@@ -242,8 +241,8 @@ def test_of_a_long_text_the_copy_reads_the_first_block_and_the_end(
 def test_texts_stay_the_same_where_the_copy_reads_less(
     target: NativeTarget, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
 ) -> None:
-    monkeypatch.setattr(low_bit, "_LONG", 3 * BLOCK)
-    monkeypatch.setattr(low_bit, "_NEAR", BLOCK)
+    monkeypatch.setattr(copy_module, "_LONG", 3 * BLOCK)
+    monkeypatch.setattr(copy_module, "_NEAR", BLOCK)
     params = replace(params, max_tokens=40, ignore_eos=True, seed=3)
     prompts = [random_text(3 * BLOCK - 20), random_text(BLOCK)]
     engine = engine_of(target, self_draft(target, bits=8), FixedBudget(6))
@@ -399,7 +398,7 @@ def test_what_cannot_be_is_said(target: NativeTarget, monkeypatch: pytest.Monkey
     assert middle.low_bits == (4,)
     with pytest.raises(CapabilityError, match="our own kernels"):
         self_draft(TableModel.random(4, 0))
-    monkeypatch.setattr(low_bit, "available_memory", lambda: 1000)
+    monkeypatch.setattr(copy_module, "available_memory", lambda: 1000)
     with pytest.raises(ModelLoadError, match="a copy of the target in 4 bits takes"):
         target.low_bit_copy(4)
 

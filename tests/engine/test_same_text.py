@@ -14,8 +14,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.engine.engine import Engine
 from foredraft.kernels.build import KernelUnavailable, load_library
-from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.cpu import FusedDecoder
+from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.engine.helpers import engine_of, generate
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint

@@ -15,7 +15,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.engine.drive import Streams
 from foredraft.engine.request import RequestOptions, Session
-from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.engine.helpers import counting_model, finish, generate, new_engine
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.instructions import INSTRUCTION_SETS, InstructionSet, cpu_features
-from foredraft.models.native.packed import (
+from foredraft.models.native.quant import (
     CHUNK_INPUTS,
     PACKED,
     QUANTISED,

@@ -15,8 +15,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.decoder import DecoderFactory
-from foredraft.models.native.graphed import GraphedDecoder
+from foredraft.models.native.cuda import GraphedDecoder
+from foredraft.models.native.model import DecoderFactory
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint

@@ -26,7 +26,7 @@ from foredraft.load import plan_models
 from foredraft.models.base import ScoreRow, Target
 from foredraft.models.families import FAMILIES
 from foredraft.models.native.config import read_config, why_not_native
-from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, as_tensor, load_weights
 from foredraft.options import LoadOptions

@@ -10,7 +10,7 @@ import torch
 from foredraft.core.errors import CapabilityError
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.fixed_shape import FixedShapeDecoder, probe
+from foredraft.models.native.model import FixedShapeDecoder, probe
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint

@@ -12,7 +12,7 @@ from foredraft.core.draws import DrawKey, Wanted, draw_rows
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 

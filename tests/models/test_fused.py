@@ -23,15 +23,14 @@ from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.kernels.interface import FORM_PACKED, FORM_PLAIN
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
-from foredraft.models.native.decoder import DecoderFactory
-from foredraft.models.native.eager import EagerDecoder, finished_logits
-from foredraft.models.native.fused import PHASES, FusedDecoder, has_tiles, work_bytes
-from foredraft.models.native.graphed import GraphedDecoder
-from foredraft.models.native.interface import FORM_PACKED, FORM_PLAIN
-from foredraft.models.native.packed import Matrix, PackedMatrix, as_tensor, tensor_of
+from foredraft.models.native.cpu import PHASES, FusedDecoder, has_tiles, work_bytes
+from foredraft.models.native.cuda import GraphedDecoder
+from foredraft.models.native.model import DecoderFactory, EagerDecoder, finished_logits
 from foredraft.models.native.plan import plan_forward
+from foredraft.models.native.quant import Matrix, PackedMatrix, as_tensor, tensor_of
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
@@ -273,7 +272,7 @@ def test_weights_laid_out_for_tiles_are_refused_where_there_are_none(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "foredraft.models.native.fused.load_library", partial(load_library, instructions="portable")
+        "foredraft.models.native.cpu.load_library", partial(load_library, instructions="portable")
     )
     with pytest.raises(ConfigError, match="laid out for tiles"):
         NativeTarget.load(

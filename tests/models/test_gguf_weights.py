@@ -24,10 +24,9 @@ from foredraft.models.files.gguf_blocks import KINDS
 from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.safety import GGUF_INDEX, Checkpoint
 from foredraft.models.files.store import resolve_model
-from foredraft.models.native.as_stored import FORMS
-from foredraft.models.native.packed import PackedMatrix, StackedMatrix, as_tensor, tensors_of
+from foredraft.models.native.quant import PackedMatrix, StackedMatrix, as_tensor, tensors_of
 from foredraft.models.native.target import NativeTarget
-from foredraft.models.native.weights import AS_STORED, DecoderWeights, load_weights
+from foredraft.models.native.weights import AS_STORED, FORMS, DecoderWeights, load_weights
 from foredraft.options import LoadOptions
 from tests.models.gguf_files import Stored, Typed, write_gguf
 from tests.models.progress import RecordedProgress

@@ -21,9 +21,9 @@ from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import DecoderConfig, read_config
-from foredraft.models.native.graphed import GraphedDecoder
-from foredraft.models.native.grid import (
+from foredraft.models.native.cuda import (
     Bucket,
+    GraphedDecoder,
     GridInputs,
     attention_bias,
     choose_bucket,

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.decoder import DecoderFactory
-from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.fixed_shape import FixedShapeDecoder
-from foredraft.models.native.graphed import GraphedDecoder
-from foredraft.models.native.head import head_logits
-from foredraft.models.native.packed import Int8Matrix, as_tensor
+from foredraft.models.native.cuda import GraphedDecoder
+from foredraft.models.native.model import (
+    DecoderFactory,
+    EagerDecoder,
+    FixedShapeDecoder,
+    head_logits,
+)
+from foredraft.models.native.quant import Int8Matrix, as_tensor
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 

@@ -12,12 +12,7 @@ from torch import Tensor
 from foredraft.core.errors import ConfigError
 from foredraft.load import ModelPlan, plan_models
 from foredraft.models.native.config import read_config
-from foredraft.models.native.packed import (
-    SCALE_INPUTS,
-    Int8Matrix,
-    as_tensor,
-    tensor_of,
-)
+from foredraft.models.native.quant import SCALE_INPUTS, Int8Matrix, as_tensor, tensor_of
 from foredraft.models.native.weights import load_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint

@@ -7,8 +7,7 @@ import torch
 
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.grid import Bucket
-from foredraft.models.native.paged import PagedInputs, paged_bucket, paged_inputs
+from foredraft.models.native.cuda import Bucket, PagedInputs, paged_bucket, paged_inputs
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint

@@ -18,9 +18,8 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.base import read as read_text
-from foredraft.models.native.decoder import DecoderFactory
-from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.graphed import GraphedDecoder
+from foredraft.models.native.cuda import GraphedDecoder
+from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
@@ -30,7 +29,7 @@ TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
 
 
 def _fused() -> DecoderFactory:
-    fused = pytest.importorskip("foredraft.models.native.fused")
+    fused = pytest.importorskip("foredraft.models.native.cpu")
     build = pytest.importorskip("foredraft.kernels.build")
     try:
         build.load_library()

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import HeadRow, HeadWeights
-from foredraft.models.native.joins import native_join
-from foredraft.models.native.prepared import MOST_TOKENS
-from foredraft.models.native.runner import NativeHeadRunner
+from foredraft.models.native.cpu import MOST_TOKENS
+from foredraft.models.native.draft_layers import NativeHeadRunner, native_join
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.test_hidden_head import new_module, new_target
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.models.native.packed import TiledMatrix
-from foredraft.models.native.shelf import Shelf
+from foredraft.models.native.quant import Shelf, TiledMatrix
 
 
 def noise(*shape: int) -> Tensor:

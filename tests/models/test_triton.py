@@ -13,7 +13,7 @@ import torch
 
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.paged import PagedDecoder
+from foredraft.models.native.cuda import PagedDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.models.test_graphed import TREE, Pair, text

@@ -23,7 +23,7 @@ from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import native_decoder
-from foredraft.models.native.rope import RotaryEmbedding
+from foredraft.models.native.config import RotaryEmbedding
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 

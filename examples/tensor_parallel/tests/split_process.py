@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.random_model import random_config, random_weights
 from examples.tensor_parallel.split import Processes, follow
-from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.rope import RotaryEmbedding
+from foredraft.models.native.config import DecoderConfig, RotaryEmbedding
 from foredraft.models.native.weights import DecoderWeights
 
 MOST = 3

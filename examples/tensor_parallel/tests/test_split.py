@@ -22,7 +22,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.llm import LLM, DraftModel
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import Experts
-from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from foredraft.models.files.progress import Progress
     from foredraft.models.native.config import DecoderConfig
-    from foredraft.models.native.packed import Blocks
+    from foredraft.models.native.quant import Blocks
 
 RECIPE = "GGUF converter 3"
 """Raise it when conversions change: older copies are converted again."""
@@ -544,8 +544,8 @@ def _write_blocks(weights: Sequence[_Found], into: Path) -> None:
 
 def _blocks(kind: Kind, blocks: Bytes) -> Blocks | None:
     """A matrix of 32 weights a scale, as the kernels have it; None: another format."""
-    from foredraft.models.native.as_stored import unpacked
-    from foredraft.models.native.packed import Int4Matrix, Int8Matrix
+    from foredraft.models.native.quant import Int4Matrix, Int8Matrix
+    from foredraft.models.native.weights import unpacked
 
     forms = {"Q4_0": Int4Matrix, "Q4_1": Int4Matrix, "Q8_0": Int8Matrix}
     if kind.name not in forms or blocks.ndim != 3:

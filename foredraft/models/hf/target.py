@@ -36,9 +36,8 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.hf.cache import HFCache, cache_argument, layer_factory
 from foredraft.models.hf.parts import HFParts, find_parts
 from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
-from foredraft.models.native.joins import native_join
+from foredraft.models.native.draft_layers import NativeHeadRunner, head_config, native_join
 from foredraft.models.native.plan import ForwardPlan, plan_forward
-from foredraft.models.native.runner import NativeHeadRunner, head_config
 
 
 class HFTarget:

@@ -20,9 +20,9 @@ from foredraft.core.draws import DrawKey
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.low_bit import prepared_chain, screen_of
-from foredraft.models.native.packed import GROUP_ROWS, Matrix, PackedMatrix
-from foredraft.models.native.prepared import MOST_TOKENS, PreparedChain
+from foredraft.models.native.copy import prepared_chain, screen_of
+from foredraft.models.native.cpu import MOST_TOKENS, PreparedChain
+from foredraft.models.native.quant import GROUP_ROWS, Matrix, PackedMatrix
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights
 

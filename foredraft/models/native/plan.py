@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from foredraft.cache.kv import KVCache
 from foredraft.core.draws import DrawRows
 from foredraft.models.base import ScoreRow
 
@@ -202,3 +203,12 @@ def _add_token(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
         plan.heads.append(token)
     plan.rows.append(range(token, token + 1))
     plan.row_heads.append(range(head, len(plan.heads)))
+
+
+def announce(plan: ForwardPlan, cache: KVCache) -> None:
+    """Make room for what a forward writes, and let its slots know."""
+    ends = [(plan.slot(row), plan.end(row)) for row in plan.rows]
+    for slot, end in ends:
+        cache.reserve(slot, end - cache.length(slot))
+    for slot, end in ends:
+        cache.will_write(slot, end - cache.length(slot))

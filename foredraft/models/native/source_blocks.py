@@ -4,7 +4,7 @@ Converting quantised weights to bfloat16 rounds a second time, and quantising th
 third time. So the converter stores the source's blocks in a file of their own, and weights of the
 same number of bits are taken from there: they are the model's own weights.
 
-Shape legend: R rows, K inputs, B blocks of 32 inputs; see `foredraft.models.native.packed`.
+Shape legend: R rows, K inputs, B blocks of 32 inputs; see `foredraft.models.native.quant`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.models.native.packed import SCALE_INPUTS, Blocks
+from foredraft.models.native.quant import SCALE_INPUTS, Blocks
 
 FILE = "source-blocks.safetensors"
 _KINDS = ("integers", "scales", "minima")

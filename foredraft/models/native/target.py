@@ -19,15 +19,17 @@ from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
-from foredraft.models.native.decoder import DecoderFactory
-from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.joins import native_join
-from foredraft.models.native.low_bit import Copies, NativeLowBitCopy, scored
-from foredraft.models.native.packed import tensor_of
-from foredraft.models.native.parts import NativeParts
-from foredraft.models.native.plan import plan_forward
-from foredraft.models.native.runner import NativeHeadRunner, head_config
-from foredraft.models.native.shallow import ShallowView, announce, resumption
+from foredraft.models.native.copy import Copies, NativeLowBitCopy
+from foredraft.models.native.draft_layers import (
+    NativeHeadRunner,
+    NativeParts,
+    head_config,
+    native_join,
+)
+from foredraft.models.native.early_exit import ShallowView, resumption
+from foredraft.models.native.model import DecoderFactory, EagerDecoder, scored
+from foredraft.models.native.plan import announce, plan_forward
+from foredraft.models.native.quant import tensor_of
 from foredraft.models.native.weights import Bits, DecoderWeights, fit, load_weights
 
 

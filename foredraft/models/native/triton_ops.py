@@ -8,7 +8,7 @@ which `tests/models/test_triton.py` and `benchmarks/gpu.py` compare.
 A token attends to entries in the order of its text: to the committed ones of its slot, then along
 its path through the draft. A tree's nodes thus add up what they will add up once they are kept.
 
-Import this module only where Triton is installed (see `paged.graphed_decoder`).
+Import this module only where Triton is installed (see `cuda.graphed_decoder`).
 
 Shape legend: N tokens, K inputs, M outputs, H query heads, G key-value heads, P query heads that
 share a key-value head, D head size, B entries of a block, T tokens of a grid's row, S stretches.
@@ -448,7 +448,7 @@ def rotate_and_store(
     Args:
         qkv_NX: queries, keys and values of all heads, [N, (H + 2 G) D].
         store: keys and values of all layers, [blocks, layers, G, B, D].
-        rotation: cosines and signed sines [N, P] (see `rope.rotate`).
+        rotation: cosines and signed sines [N, P] (see `model.rotate`).
         norms: weights [D] of the norms of queries and keys.
     """
     keys, values = store

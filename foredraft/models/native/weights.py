@@ -1,48 +1,65 @@
-"""Checkpoint to tensors: safetensors only, complete, finite, and fused where that saves reads.
+"""A decoder's weights, and how those of a checkpoint are loaded.
+
+Files are safetensors or GGUF, complete and finite. Matrices that read the same inputs are fused.
+Those of a GGUF file are packed without rounding: each of its formats has a layout that holds the
+same numbers.
 
 Shape legend: V vocabulary, E hidden size, Q query width, K key-value width, F feed-forward width,
-D head size.
+D head size. Of quantised matrices: R rows, K inputs, N bytes of a block, B blocks of 32 or 16
+inputs, C chunks of 64.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Pace, Progress, SilentProgress
-from foredraft.models.files.safety import FLOATS, Checkpoint
-from foredraft.models.files.stored import read_tensor
-from foredraft.models.native import as_stored, packed
-from foredraft.models.native.as_stored import matrix_as_stored
+from foredraft.models.files.safety import FLOATS, Checkpoint, StoredTensor
+from foredraft.models.files.stored import read_blocks, read_tensor
+from foredraft.models.native import quant
 from foredraft.models.native.config import USUAL_KIND, DecoderConfig, LayerKind
-from foredraft.models.native.packed import (
+from foredraft.models.native.quant import (
+    CHUNK_INPUTS,
+    GROUP_ROWS,
     PACKED,
     QUANTISED,
+    Blocks,
+    Centred4Matrix,
+    Centred5Matrix,
     Int4Matrix,
+    Int5Matrix,
+    Int8Matrix,
     Matrix,
+    Nested4Matrix,
+    Nested5Matrix,
+    Nested6Matrix,
     PackedMatrix,
     QuantisedMatrix,
+    Shelf,
     Stack,
     StackedMatrix,
     as_tensor,
     tensor_of,
     tensors_of,
 )
-from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.source_blocks import stacked_blocks
 
 AS_STORED: Literal["file"] = "file"
 Bits = int | Literal["file"] | None
-"""The form of matrices: packed in so many bits (`foredraft.models.native.packed.PACKED`), quantised
+"""The form of matrices: packed in so many bits (`foredraft.models.native.quant.PACKED`), quantised
 as the checkpoint has them, or plain."""
 
 _CHECKED_ROWS = 1024
@@ -200,7 +217,7 @@ def load_weights(
         device: where the weights go.
         bits: 8 or 4: quantise the linear layers, and the head to 8, each as it is read. What the
             model comes with in as many bits is taken as it is. 16: bfloat16 laid out for tiles.
-            `AS_STORED`: of a GGUF file for which `as_stored.why_not_as_stored` has no objection.
+            `AS_STORED`: of a GGUF file for which `why_not_as_stored` has no objection.
         kept: where weights on CPU are kept in this form, and taken from at the next start.
         progress: told how much is brought into this form, where none was kept.
 
@@ -212,7 +229,7 @@ def load_weights(
     config, unused = fit(checkpoint, config)
     checkpoint.warn_of_unused(unused)
     name = f"weights-{dtype}-{bits}".replace("torch.", "")
-    recipe = recipe_of(sys.modules[__name__], packed, as_stored, config)
+    recipe = recipe_of(sys.modules[__name__], quant, config)
     states_dtype = dtype if bits == AS_STORED else None
     if (tensors := kept.tensors(name, recipe)) is not None:
         return replace(_assemble(_KeptReader(tensors, bits), config), states_dtype=states_dtype)
@@ -268,10 +285,10 @@ def weight_bytes(config: DecoderConfig, itemsize: int, bits: Bits) -> tuple[int,
 
 def stored_weight_bytes(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, int]:
     """The same of weights as they are stored; the vectors are float32."""
-    in_memory = as_stored.bytes_as_stored(checkpoint.tensors.values())
+    in_memory = bytes_as_stored(checkpoint.tensors.values())
     if config.tie_word_embeddings:
         return in_memory, in_memory
-    return in_memory, in_memory - as_stored.bytes_as_stored([checkpoint.tensors[_EMBEDDING]])
+    return in_memory, in_memory - bytes_as_stored([checkpoint.tensors[_EMBEDDING]])
 
 
 def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, frozenset[str]]:
@@ -458,7 +475,7 @@ class _Reader:
         Args:
             parts: names and numbers of rows.
             num_inputs: of each row.
-            num_parts: see `foredraft.models.native.packed.PackedMatrix.of_weight`.
+            num_parts: see `foredraft.models.native.quant.PackedMatrix.of_weight`.
         """
         names = [name for name, _ in parts]
         if self._bits == AS_STORED:
@@ -499,7 +516,7 @@ class _Reader:
             if blocks and (blocks.minima_RB is not None) == (kind is Int4Matrix):
                 return kind.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
         tensors = [self._checkpoint.tensors[name] for name in names]
-        if issubclass(kind, QuantisedMatrix) and all(as_stored.holds(kind, one) for one in tensors):
+        if issubclass(kind, QuantisedMatrix) and all(holds(kind, one) for one in tensors):
             matrix = matrix_as_stored(tensors, num_parts, self._shelf, kind)
             assert isinstance(matrix, PackedMatrix)
             return matrix
@@ -592,3 +609,149 @@ def _key(parts: Sequence[tuple[str, int]], number: int | None = None) -> str:
     """
     name = "+".join(name for name, _ in parts)
     return name if number is None else f"{name}{_FORMAT}{number}"
+
+
+Numbers = np.ndarray[Any, Any]
+
+FORMS: Mapping[str, type[QuantisedMatrix]] = {
+    "Q8_0": Int8Matrix,
+    "Q5_0": Centred5Matrix,
+    "Q5_1": Int5Matrix,
+    "Q4_0": Centred4Matrix,
+    "Q4_1": Int4Matrix,
+    "Q4_K": Nested4Matrix,
+    "Q5_K": Nested5Matrix,
+    "Q6_K": Nested6Matrix,
+}
+"""The packed form of each format of GGUF files."""
+
+
+def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
+    """Why the weights of a checkpoint cannot be kept as they come; None: they can."""
+    names = config.family.names
+    for name, tensor in checkpoint.tensors.items():
+        is_router = names.router is not None and name.endswith(f".{names.router}.weight")
+        if len(tensor.shape) == 2 and not (tensor.is_quantised or is_router):
+            return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
+    for index in range(config.num_hidden_layers if config.experts else 0):
+        parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
+        if len({FORMS[checkpoint.tensors[part].dtype] for part in parts}) > 1:
+            return f"the experts of layer {index} have gates and inputs in formats of their own"
+    for layer in _attention_formats(checkpoint).values():
+        rows = {part: tensor.shape[0] for part, tensor in layer.items()}
+        formats = {FORMS[tensor.dtype] for tensor in layer.values()}
+        if len(formats) > 1 and any(rows[part] % GROUP_ROWS for part in "qk" if part in rows):
+            return (
+                f"queries and keys of {rows} rows in formats of their own are kept only in "
+                f"multiples of {GROUP_ROWS} rows"
+            )
+    return None
+
+
+def _attention_formats(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        prefix, _, part = name.partition(".self_attn.")
+        if part in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
+            found.setdefault(prefix, {})[part[0]] = tensor
+    return found
+
+
+def bytes_as_stored(tensors: Iterable[StoredTensor]) -> int:
+    """Of weights in memory; what is not quantised is float32."""
+    return int(sum(prod(one.shape) * _bytes_per_weight(one) for one in tensors))
+
+
+def _bytes_per_weight(tensor: StoredTensor) -> float:
+    return FORMS[tensor.dtype].bytes_per_weight if tensor.is_quantised else 4.0
+
+
+def formats_of(checkpoint: Checkpoint) -> list[str]:
+    """The formats of the matrices, the one of most weights first."""
+    counts: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        if len(tensor.shape) == 2 and tensor.dtype != "F32":
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + prod(tensor.shape)
+    return sorted(counts, key=lambda name: -counts[name])
+
+
+def holds(form: type[PackedMatrix], tensor: StoredTensor) -> bool:
+    """Whether a form has the very numbers of a tensor's format."""
+    own = FORMS.get(tensor.dtype)
+    return own is form or (own is Centred4Matrix and form is Int4Matrix)
+
+
+def matrix_as_stored(
+    tensors: Sequence[StoredTensor],
+    num_parts: int,
+    shelf: Shelf,
+    form: type[QuantisedMatrix] | None = None,
+) -> QuantisedMatrix | StackedMatrix:
+    """Matrices of as many inputs, one below the other, packed without rounding.
+
+    Args:
+        num_parts: see `foredraft.models.native.quant.PackedMatrix.of_weight`.
+        form: that `holds` them all; None: each has that of its format.
+
+    Raises:
+        ModelLoadError: a scale is no finite number.
+    """
+    forms = [form or FORMS[tensor.dtype] for tensor in tensors]
+    if len(set(forms)) > 1:
+        return StackedMatrix(
+            tuple(_packed(form, [one], 1, shelf) for form, one in zip(forms, tensors, strict=True))
+        )
+    return _packed(forms[0], tensors, num_parts, shelf)
+
+
+def _packed(
+    form: type[QuantisedMatrix], tensors: Sequence[StoredTensor], num_parts: int, shelf: Shelf
+) -> QuantisedMatrix:
+    found = [(tensor, read_blocks(tensor)) for tensor in tensors]
+
+    def rows_of(wanted: slice) -> Blocks:
+        """Of all matrices as if they were one."""
+        pieces = list[Blocks]()
+        first = 0
+        for tensor, blocks in found:
+            begin, end = max(wanted.start - first, 0), min(wanted.stop - first, len(blocks))
+            if begin < end:
+                assert tensor.gguf is not None
+                pieces.append(unpacked(tensor.gguf.kind, blocks[begin:end], form))
+            first += len(blocks)
+        rows = Blocks.stacked(pieces)
+        if not rows.is_finite():
+            raise ModelLoadError(
+                f"{tensors[0].file} is damaged: a scale of its {tensors[0].dtype} weights is no "
+                "finite number. Download it again"
+            )
+        return rows
+
+    num_rows = sum(tensor.shape[0] for tensor in tensors)
+    return form.of_rows(rows_of, (num_rows, tensors[0].shape[1]), num_parts, shelf)
+
+
+def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks:
+    """Some rows [R, blocks of a row, N] as a form has them that `holds` their format."""
+    assert kind.unpack is not None
+    with np.errstate(all="ignore"):  # scales are looked at afterwards
+        found = kind.unpack(blocks_N)
+    integers, scales, minima = found.integers_SK, found.scales_S, found.minima_S
+    num_rows, block_inputs = len(blocks_N), integers.shape[-1]
+    chunks_of_block = kind.block_weights // CHUNK_INPUTS
+
+    def tensor(numbers: Numbers) -> Tensor:
+        return torch.from_numpy(numbers.reshape(num_rows, -1))
+
+    def steps(numbers: Numbers) -> Tensor:
+        return tensor(numbers.repeat(chunks_of_block, axis=-1))
+
+    integers = np.ascontiguousarray(integers).view(np.int8)
+    rows = Blocks(
+        torch.from_numpy(integers.reshape(num_rows, -1, block_inputs)),
+        tensor(scales),
+        minima_RB=None if minima is None else tensor(minima),
+        steps_RC=None if found.step is None else steps(found.step),
+        minimum_steps_RC=None if found.minimum_step is None else steps(found.minimum_step),
+    )
+    return rows.from_minimum() if form is Int4Matrix and rows.minima_RB is None else rows

@@ -20,7 +20,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import Entries
 from foredraft.models.base import Computed, ScoreRow
-from foredraft.models.native.plan import ForwardPlan, plan_forward, tail
+from foredraft.models.native.plan import ForwardPlan, announce, plan_forward, tail
 
 _Identity = tuple[int, int, tuple[int, ...]]
 
@@ -118,15 +118,6 @@ class ShallowView:
             for span, new, states in zip(plan.rows, rest.rows, known, strict=True)
         ]
         return logits_RV, [hidden_TE[token] for token in last], computed
-
-
-def announce(plan: ForwardPlan, cache: KVCache) -> None:
-    """Make room for what a forward writes, and let its slots know."""
-    ends = [(plan.slot(row), plan.end(row)) for row in plan.rows]
-    for slot, end in ends:
-        cache.reserve(slot, end - cache.length(slot))
-    for slot, end in ends:
-        cache.will_write(slot, end - cache.length(slot))
 
 
 @dataclass(frozen=True)

@@ -23,18 +23,18 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.packed import (
+from foredraft.models.native.model import EagerDecoder
+from foredraft.models.native.plan import plan_forward
+from foredraft.models.native.quant import (
     SCALE_INPUTS,
     Blocks,
     Int4Matrix,
     Int8Matrix,
     Matrix,
+    Shelf,
     Stack,
     as_tensor,
 )
-from foredraft.models.native.plan import plan_forward
-from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 _DAMPING = 0.01

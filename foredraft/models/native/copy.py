@@ -23,26 +23,17 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.cache.store import Entries
-from foredraft.core.draws import Draw, DrawKey, DrawRows, Wanted
+from foredraft.core.draws import DrawKey, Wanted
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
-from foredraft.models.native import packed
+from foredraft.models.native import quant
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.decoder import Decoder, DecoderFactory
-from foredraft.models.native.fused import FusedDecoder
-from foredraft.models.native.packed import (
-    PACKED,
-    Int4Matrix,
-    Matrix,
-    PackedMatrix,
-    Stack,
-    tensor_of,
-)
-from foredraft.models.native.plan import ForwardPlan, plan_forward
-from foredraft.models.native.prepared import MOST_TOKENS, PreparedChain
-from foredraft.models.native.shallow import announce
+from foredraft.models.native.cpu import MOST_TOKENS, FusedDecoder, PreparedChain
+from foredraft.models.native.model import Decoder, DecoderFactory, scored
+from foredraft.models.native.plan import announce, plan_forward
+from foredraft.models.native.quant import PACKED, Int4Matrix, Matrix, PackedMatrix, Stack, tensor_of
 from foredraft.models.native.weights import (
     DecoderWeights,
     LayerWeights,
@@ -209,8 +200,8 @@ class Copies:
     def tune(
         self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
     ) -> NativeLowBitCopy:
-        """Make a better copy in 4 bits, and keep it; see `foredraft.models.native.compensated`."""
-        from foredraft.models.native.compensated import compensated
+        """Make a better copy in 4 bits, and keep it; see `foredraft.models.native.gptq`."""
+        from foredraft.models.native.gptq import compensated
 
         if self.config.experts:
             raise ConfigError(
@@ -248,7 +239,7 @@ class Copies:
         return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
 
     def _recipe(self) -> str:
-        modules = sys.modules[load_weights.__module__], packed
+        modules = sys.modules[load_weights.__module__], quant
         return recipe_of(*modules, self.config, self.weights.dtype)
 
     def _check_memory(self, bits: int) -> None:
@@ -271,7 +262,7 @@ def screen_of(head_VE: Matrix, kept: KeptFiles, name: str) -> PackedMatrix | Non
     if not isinstance(head_VE, PackedMatrix) or head_VE.bits <= _SCREEN_BITS:
         return None
     rows, inputs = head_VE.shape
-    recipe = recipe_of(packed, head_VE.packed_GCN)
+    recipe = recipe_of(quant, head_VE.packed_GCN)
     tensors = kept.tensors(name, recipe)
     if tensors is None:
         screen_VE = Int4Matrix.of_weight(head_VE.dequantised(torch.float32))
@@ -313,22 +304,3 @@ def _with_matrices(
     )
     head_VE = matrix("head", weights.head_VE, 1, _HEAD_BITS)
     return replace(weights, layers=layers, head_VE=head_VE)
-
-
-def scored(
-    decoder: Decoder,
-    plan: ForwardPlan,
-    cache: Entries,
-    wanted: Sequence[Wanted],
-    taps: Sequence[int] = (),
-) -> Scores:
-    """Run a plan, and draw what is wanted where the decoder does that."""
-    if decoder.draws and wanted:
-        plan = replace(plan, draws=DrawRows(wanted))
-    logits_NV, tapped = decoder.forward(plan, cache, taps)
-    draws: list[Draw | None] | None = None
-    if plan.draws:
-        draws = [None] * len(plan.heads)
-        for one, draw in zip(wanted, plan.draws.found(), strict=True):
-            draws[one.row] = draw
-    return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), draws)

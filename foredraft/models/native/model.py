@@ -1,14 +1,22 @@
 """The decoder in plain torch: the reference that faster paths must equal, on any device.
 
+`Decoder` is the interface of all of them. `HandedDecoder` runs the layer of a draft head that
+builds queries, keys and values from several inputs. `FixedShapeDecoder` has bits that do not depend
+on the rest of the forward: stock libraries choose another kernel, and with it another order of
+additions, for another number of rows. So its linear layers take blocks of a fixed number of tokens,
+and its attention one token at a time over a padded number of entries. No library guarantees that
+this is enough, so `probe` tries it.
+
 Shape legend: T tokens of the forward, R tokens of one row, H query heads, G key-value heads,
 C cache entries a row sees, D head size, P rotated numbers of a head, E hidden size, X experts,
-V vocabulary, N wanted logits.
+V vocabulary, N wanted logits, Q columns of queries, keys and values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -16,13 +24,52 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.cache.store import Entries
+from foredraft.core.draws import Draw, DrawRows, Wanted
+from foredraft.core.errors import CapabilityError
+from foredraft.core.tree import TokenTree
+from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.head import head_logits
-from foredraft.models.native.packed import Stack, as_tensor, rows_of
-from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan
-from foredraft.models.native.rope import rotate
+from foredraft.models.native.quant import Matrix, Stack, as_tensor, rows_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+
+class Decoder(Protocol):
+    """Something that runs a forward plan: the eager reference or a faster equal."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def partial(self) -> bool:
+        """Whether it heeds `ForwardPlan.layers`; False costs early exit its shared cache."""
+        ...
+
+    @property
+    def reads_unseen(self) -> bool:
+        """Whether it reads entries that no token sees, with weight 0: they must be finite."""
+        ...
+
+    @property
+    def reads_packed(self) -> bool:
+        """Whether packed weights save it time: then it also runs heads and copies in few bits."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether it fills in `ForwardPlan.draws`."""
+        ...
+
+    def forward(
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]: ...
+
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        """The head alone: float32 logits [T, V] of normed states."""
+        ...
+
+
+DecoderFactory = Callable[[DecoderConfig, DecoderWeights], Decoder]
 
 
 class Run(Protocol):
@@ -30,7 +77,7 @@ class Run(Protocol):
 
     Attributes:
         rotations: of each rotary embedding cosines [T, P], and sines whose first half is negated
-            (see `rope.rotate`).
+            (see `rotate`).
     """
 
     @property
@@ -131,7 +178,7 @@ class EagerDecoder:
         return self.logits(self._norm(hidden_NE, self._weights.final_norm_E))
 
     def _rotations(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Cosines and signed sines [T, P] for `rope.rotate`, in the weights' dtype."""
+        """Cosines and signed sines [T, P] for `rotate`, in the weights' dtype."""
         found, dtype = [], self._weights.dtype
         for rope, inv_freq in zip(self._config.ropes, self._inv_freqs, strict=True):
             angles_TF = torch.outer(positions_T.to(torch.float32), inv_freq)
@@ -339,3 +386,179 @@ def _slice(span: range) -> slice:
 
 def _to(mask: Tensor | None, device: torch.device) -> Tensor | None:
     return None if mask is None else mask.to(device)
+
+
+_ROWS_AT_ONCE = 512
+"""Rows that are converted at once on CPUs: they stay in the core's cache until multiplied."""
+
+
+def head_logits(normed_NE: Tensor, head_VE: Matrix) -> Tensor:
+    """Float32 logits [N, V].
+
+    GPUs multiply what is stored and add up in float32. CPUs have no such product: there the head is
+    converted piece by piece, which for 49k rows takes 6 ms where a rounded product takes 2.5.
+    """
+    if not isinstance(head_VE, Tensor):
+        return normed_NE.float() @ as_tensor(head_VE, torch.float32).T
+    if head_VE.dtype == torch.float32:
+        return normed_NE @ head_VE.T
+    if head_VE.device.type in ("cuda", "meta"):
+        return torch.mm(normed_NE, head_VE.T, out_dtype=torch.float32)
+    inputs_NE = normed_NE.float()
+    logits_NV = torch.empty((len(normed_NE), len(head_VE)), device=head_VE.device)
+    for first in range(0, len(head_VE), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        torch.mm(inputs_NE, head_VE[rows].float().T, out=logits_NV[:, rows])
+    return logits_NV
+
+
+class HandedDecoder(EagerDecoder):
+    """Runs one layer on inputs [T, E + Q]: the residual input beside queries, keys and values.
+
+    Args:
+        config: of the layer.
+        weights: of the layer and the head; those of queries, keys and values are not looked at.
+        has_norm: whether there is a final norm.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, has_norm: bool) -> None:
+        super().__init__(config, weights)
+        self._has_norm = has_norm
+
+    def _run_layers(
+        self, run: Run, hidden_TE: Tensor, layers: Iterable[int], taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        size = self._config.hidden_size
+        hidden_TE, qkv = hidden_TE[:, :size], hidden_TE[:, size:]
+        (index,) = layers
+        layer = self._weights.layers[index]
+        hidden_TE = hidden_TE + self._attended(run, index, layer, qkv)
+        hidden_TE = hidden_TE + self._mlp(layer, hidden_TE)
+        return hidden_TE, {index: hidden_TE}
+
+    def _head(self, hidden_NE: Tensor) -> Tensor:
+        return super()._head(hidden_NE) if self._has_norm else self.logits(hidden_NE)
+
+
+_TOKENS = 4
+"""Tokens of a block; on CPUs four bfloat16 rows cost about what one costs."""
+_ENTRIES = 128
+"""Attention runs over a multiple of this many entries."""
+
+
+class FixedShapeDecoder(EagerDecoder):
+    """Runs a `ForwardPlan` layer by layer, in blocks of fixed shape."""
+
+    name = "fixed-shape"
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        norm = super()._norm
+        if weight is None:
+            return x
+        return _in_blocks(x, lambda block: norm(block, weight))
+
+    def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
+        weight = as_tensor(weight, x.dtype)
+        return _in_blocks(x, lambda block: F.linear(block, weight, bias))
+
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        return _in_blocks(normed_TE, super().logits)
+
+    def _attend(
+        self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+    ) -> Tensor:
+        rows = []
+        for i, query_HD in enumerate(query_RHD):
+            seen = slice(None) if mask_RC is None else mask_RC[i].nonzero()[:, 0]
+            seen_keys_GND = keys_GCD[:, seen]
+            keys_GND, values_GND = _padded(seen_keys_GND), _padded(values_GCD[:, seen])
+            entries_N = torch.arange(keys_GND.shape[1], device=query_HD.device)
+            mask_N = entries_N < seen_keys_GND.shape[1]
+            rows.append(self._sees(query_HD[:, None], keys_GND, values_GND, mask_N[None])[:, 0])
+        return torch.stack(rows)
+
+
+def _in_blocks(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """``run`` over blocks of exactly ``_TOKENS`` along the first dimension, joined."""
+    count = x.shape[0]
+    padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, -count % _TOKENS))
+    return torch.cat([run(block) for block in torch.split(padded, _TOKENS)])[:count]
+
+
+def _padded(states_GND: Tensor) -> Tensor:
+    return F.pad(states_GND, (0, 0, 0, -states_GND.shape[1] % _ENTRIES))
+
+
+def probe(target: Target) -> None:
+    """Score one text in several ways and compare the logits bit for bit.
+
+    Raises:
+        CapabilityError: they differ, so this machine's libraries cannot keep the promise.
+    """
+    text = [(i * 37 + 11) % min(target.vocab_size, 500) for i in range(24)]
+    alone = _scored(target, text, [1] * len(text))
+    for sizes in ([24], [1, 3, 8, 12], [5, 7, 2, 10]):
+        if not torch.equal(alone, _scored(target, text, sizes)):
+            raise CapabilityError(
+                "exact=True cannot be kept here: this machine's libraries give other bits in other "
+                "company, also in blocks of fixed shape. On CPU, install a C++ compiler (apt "
+                "install g++) for the fused kernel, which keeps it by construction"
+            )
+
+
+def _scored(target: Target, text: list[int], sizes: list[int]) -> Tensor:
+    """Logits [tokens, V] after each token, scored as chains of these sizes."""
+    cache, parts, start = target.cache, [], 0
+    slot = cache.allocate()
+    try:
+        for size in sizes:
+            chain = TokenTree.chain(text[start + 1 : start + size])
+            parts.append(target.score([ScoreRow(slot, [text[start]], chain)])[0].logits_NV)
+            cache.keep(slot, 1, range(size - 1))
+            start += size
+    finally:
+        cache.free(slot)
+    return torch.cat(parts)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Computed in float32, rounded to the dtype of ``x`` before the weight and after it.
+
+    Args:
+        offset: added to the weight; such norms are rounded only after the product.
+    """
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (scaled * (offset + weight.float())).to(x.dtype)
+    return (weight * scaled.to(x.dtype)).to(x.dtype)
+
+
+def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+    """Rotate the first P numbers of every head.
+
+    ``cos`` repeats its half, ``sin`` too, with its first half negated.
+    """
+    size = cos_TP.shape[-1]
+    turned, rest = x_THD[..., :size], x_THD[..., size:]
+    swapped = torch.roll(turned, size // 2, -1)
+    turned = turned * cos_TP[:, None] + swapped * sin_TP[:, None]
+    return turned if not rest.shape[-1] else torch.cat((turned, rest), -1)
+
+
+def scored(
+    decoder: Decoder,
+    plan: ForwardPlan,
+    cache: Entries,
+    wanted: Sequence[Wanted],
+    taps: Sequence[int] = (),
+) -> Scores:
+    """Run a plan, and draw what is wanted where the decoder does that."""
+    if decoder.draws and wanted:
+        plan = replace(plan, draws=DrawRows(wanted))
+    logits_NV, tapped = decoder.forward(plan, cache, taps)
+    draws: list[Draw | None] | None = None
+    if plan.draws:
+        draws = [None] * len(plan.heads)
+        for one, draw in zip(wanted, plan.draws.found(), strict=True):
+            draws[one.row] = draw
+    return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), draws)

@@ -1,0 +1,814 @@
+"""The decoders of GPUs: the forward of a decoding step is one CUDA graph, replayed.
+
+A small forward on a GPU is hundreds of short kernels, and launching them one by one from Python
+takes longer than running them. So each row of a `ForwardPlan` becomes a row of a grid of one of a
+few shapes, padded to the same number of tokens; rows are padded too. The forward of each shape is
+recorded when it first comes. Everything that differs between two forwards of one shape is numbers
+in one small tensor. Prompts, forwards of some layers only and very large steps run through the
+eager decoder.
+
+`GraphedDecoder` does it with torch alone. A padding token sees its row's entries and itself, so
+that no row of the mask is empty, and writes into a block that nobody reads. On other devices
+nothing is recorded, and the same code runs as it is. `PagedDecoder` does it with the kernels of
+`triton_ops`, where Triton and the layer's kind allow it.
+
+Shape legend: R rows of the grid, T tokens of one of its rows, N = R * T tokens of the grid,
+C cache entries attended to, M cache blocks that hold them, B rows that attend, P query heads that
+share a key-value head; others as in `model`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from foredraft.cache.kv import KVCache
+from foredraft.cache.store import Entries
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.model import Decoder, EagerDecoder, capped_attention, finished_logits
+from foredraft.models.native.plan import ForwardPlan
+from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+_WARM_UPS = 2
+"""Libraries allocate and choose kernels in their first calls, which may not be recorded."""
+
+Result = TypeVar("Result")
+
+
+class Recorder:
+    """Records work as CUDA graphs that share one memory pool; elsewhere work is done again.
+
+    The pool holds what a graph needs while it runs, so the largest graph sets its size, not their
+    number. Whatever work returns may lie there: it is good until any graph of the recorder runs.
+
+    Args:
+        device: where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._pool: Any = None
+
+    def wait(self) -> None:
+        """Until nothing that was queued runs a recording: before any of them is dropped."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def start_over(self) -> None:
+        """All recordings are dropped: a pool that nothing uses any more cannot be used again."""
+        self._pool = None
+
+    def record(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """What does ``work`` again when called, on the buffers it used now.
+
+        Args:
+            work: the same kernels each time, on memory that outlives the recording; it may run
+                several times. It must ask the device for no value.
+        """
+        if self._device.type != "cuda":
+            return work
+        with (
+            torch.cuda.device(self._device),
+            torch.no_grad(),
+            # Masked attention has these two; the choice must not fall otherwise from run to run.
+            sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+        ):
+            return self._capture(work)
+
+    def _capture(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        if self._stream is None:  # one for all: graphs that share a pool must share it too
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                work()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            result = work()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+
+MAX_ROW_TOKENS = 64
+"""What a token sees of its own forward is one bit a token of a 64-bit number."""
+_MAX_TOKENS = 256
+"""Larger forwards are bound by arithmetic, not by launches: nothing is gained by recording them."""
+_MAX_PENDING = 8
+"""A row with more tokens to read than this is a prompt, whose size hardly comes twice."""
+_MIN_CONTEXT = 256
+
+
+class GridInputs(NamedTuple):
+    """What differs between two forwards of one shape; int64, each [N] but for the last.
+
+    Attributes:
+        token_ids: vocabulary ids.
+        positions: for rotary embedding.
+        blocks: the cache block that a token writes to.
+        offsets: the entry of that block.
+        visible: bit u says whether a token sees token u of its own row.
+        heads: tokens of the grid whose logits are wanted, in the plan's order.
+        places: where the plan's tokens are in the grid.
+        starts: the first R: how many entries a row's tokens all see before their own.
+        tables: [R M] the blocks that each row attends to.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    blocks: Tensor
+    offsets: Tensor
+    visible: Tensor
+    heads: Tensor
+    places: Tensor
+    starts: Tensor
+    tables: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, bucket: Bucket) -> GridInputs:
+        """Views of what `grid_inputs` laid out."""
+        num_kinds = len(cls._fields) - 1
+        kinds_IN = numbers[: num_kinds * bucket.size].view(num_kinds, -1)
+        return cls._make([*kinds_IN, numbers[num_kinds * bucket.size :]])
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A shape that forwards are padded to; equal buckets share a recording.
+
+    Attributes:
+        rows: R.
+        tokens: T.
+        context: C; no token of the forward sees an entry beyond.
+        taps: layers whose output is wanted, ascending.
+        is_chain: of `PagedDecoder`, whether no row branches.
+    """
+
+    rows: int
+    tokens: int
+    context: int
+    taps: tuple[int, ...]
+    is_chain: bool = False
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.rows * self.tokens
+
+
+def fits_grid(plan: ForwardPlan) -> bool:
+    """Whether ``plan`` is the forward of a decoding step, which will come again in its shape."""
+    if plan.layers is not None or plan.hidden_TE is not None or not plan.heads:
+        return False
+    rows, tokens = padded_shape(plan)
+    return (
+        tokens <= MAX_ROW_TOKENS
+        and rows * tokens <= _MAX_TOKENS
+        and all(map(_has_few_pending, plan.rows, plan.row_heads))
+    )
+
+
+def choose_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) -> Bucket:
+    """The smallest bucket that ``plan`` fits.
+
+    Args:
+        plan: for which `fits_grid`.
+        block_size: entries of a cache block.
+        taps: layers whose output is wanted.
+    """
+    rows, tokens = padded_shape(plan)
+    seen = max(plan.entries[row.start] for row in plan.rows) + tokens
+    context = max(_MIN_CONTEXT, power_of_two(seen), block_size)
+    return Bucket(rows, tokens, context, tuple(sorted(set(taps))))
+
+
+def grid_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
+    """The plan's numbers, padded: all of `GridInputs` one after another, int64 on the CPU."""
+    size, block_size = bucket.size, cache.store.block_size
+    numbers = {name: [0] * size for name in GridInputs._fields}
+    numbers["blocks"] = [cache.store.num_blocks] * size
+    numbers["visible"] = [_signed(1 << token) for token in range(bucket.tokens)] * bucket.rows
+    numbers["tables"] = []
+    places: list[int] = []
+    for grid_row, row in enumerate(plan.rows):
+        first, count = grid_row * bucket.tokens, len(row)
+        here, there = slice(row.start, row.stop), slice(first, first + count)
+        table, entries = cache.table(plan.slot(row)), plan.entries[here]
+        numbers["token_ids"][there] = plan.token_ids[here]
+        numbers["positions"][there] = plan.positions[here]
+        numbers["blocks"][there] = [table[entry // block_size] for entry in entries]
+        numbers["offsets"][there] = [entry % block_size for entry in entries]
+        numbers["visible"][there] = [_visible(plan, entries[0], token) for token in row]
+        numbers["starts"][grid_row] = entries[0]
+        numbers["tables"] += _padded_table(table, bucket.context // block_size)
+        places.extend(range(first, first + count))
+    numbers["tables"] += numbers["tables"][-1:] * (
+        (bucket.rows - len(plan.rows)) * (bucket.context // block_size)
+    )
+    numbers["places"][: len(places)] = places
+    numbers["heads"][: len(plan.heads)] = [places[token] for token in plan.heads]
+    return torch.tensor([number for name in GridInputs._fields for number in numbers[name]])
+
+
+def _padded_table(table: array[int], count: int) -> list[int]:
+    """The first ``count`` blocks; behind the last one itself, which is as finite as it is."""
+    return [*table[:count], *table[-1:] * (count - len(table))]
+
+
+def attention_bias(
+    inputs: GridInputs, bucket: Bucket, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
+    """[R, T, C] to add to attention scores: 0 where a token sees an entry, else minus infinity.
+
+    A token sees the entries of the last ``window`` positions only. These are tensor operations of
+    fixed shape, and nothing asks the device for a value.
+    """
+    rows, tokens, context = bucket.rows, bucket.tokens, bucket.context
+    device = inputs.starts.device
+    starts_R11 = inputs.starts[:rows, None, None]
+    own_T = torch.arange(tokens, device=device)
+    seen_R1C = torch.arange(context, device=device) < starts_R11
+    sees_RTT = (inputs.visible.view(rows, tokens, 1) >> own_T) & 1 != 0
+    own_entries_RTT = (starts_R11 + own_T).expand(rows, tokens, tokens)
+    seen_RTC = seen_R1C.repeat(1, tokens, 1).scatter_(2, own_entries_RTT, sees_RTT)
+    if window is not None:
+        positions_RT = inputs.positions.view(rows, tokens)
+        places_RC = torch.arange(context, device=device).expand(rows, context)
+        places_RC = places_RC.scatter(1, own_entries_RTT[:, 0], positions_RT)
+        seen_RTC &= places_RC[:, None] > positions_RT[..., None] - window
+    bias_RTC = torch.zeros(seen_RTC.shape, dtype=dtype, device=device)
+    return bias_RTC.masked_fill_(~seen_RTC, float("-inf"))
+
+
+def _visible(plan: ForwardPlan, start: int, token: int) -> int:
+    """The bits of `GridInputs.visible` of a token whose row writes from entry ``start`` on."""
+    bits = (1 << plan.prefixes[token] - start) - 1
+    for entry in plan.extras[token]:
+        bits |= 1 << entry - start
+    return _signed(bits)
+
+
+def _signed(bits: int) -> int:
+    """The int64 with these 64 bits."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def padded_shape(plan: ForwardPlan) -> tuple[int, int]:
+    """Rows and tokens of a row, each rounded up to a power of two."""
+    return power_of_two(len(plan.rows)), power_of_two(max(map(len, plan.rows)))
+
+
+def _has_few_pending(row: range, heads: range) -> bool:
+    """Logits are wanted after the last pending token and after each node, or nowhere in the row."""
+    return len(row) - max(len(heads) - 1, 0) <= _MAX_PENDING
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is not below ``count``."""
+    return 1 << (count - 1).bit_length()
+
+
+_MAX_GRAPHS = 32
+
+_log = logging.getLogger("foredraft")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One recorded forward.
+
+    Attributes:
+        inputs: `GridInputs`, written before each replay.
+        logits_NV: float32; shared with other graphs of about the same size.
+        replay: runs it; returns the outputs of the tapped layers [N, E].
+    """
+
+    inputs: Tensor
+    logits_NV: Tensor
+    replay: Callable[[], dict[int, Tensor]]
+
+
+class GraphedDecoder(EagerDecoder):
+    """Runs a `ForwardPlan`, that of a decoding step as one recorded graph.
+
+    Recordings hold the cache's address. So the cache keeps its memory from the first one on, and
+    when it has to move, all are made anew. One decoder serves one cache.
+
+    Memory beyond weights and cache: the pool that all graphs share (activations of the largest
+    grid), logits [N, V] for each power of two N that grids have come in, and the driver's record of
+    each kernel of each graph.
+
+    Args:
+        config: the model's shape.
+        weights: its weights, on any device.
+        max_graphs: the least recently used one makes room for another.
+
+    Attributes:
+        num_recorded: forwards that were recorded.
+        num_replayed: forwards that ran as a recording.
+    """
+
+    name = "graphed"
+    reads_unseen = True
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, max_graphs: int = _MAX_GRAPHS
+    ) -> None:
+        super().__init__(config, weights)
+        self._max_graphs = max_graphs
+        self._recorder = Recorder(weights.device)
+        self._graphs: OrderedDict[Bucket, Graph] = OrderedDict()
+        self._logits: dict[int, Tensor] = {}
+        self._storage: tuple[object, ...] = ()
+        self.num_recorded = self.num_replayed = 0
+
+    def forward(
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Write the plan's tokens into the cache and score the wanted ones.
+
+        Returns:
+            float32 logits [N, V], and for each tap the output [T, E] of that layer. They are the
+            caller's: the next forward does not touch them.
+        """
+        if not isinstance(cache, KVCache) or not self.fits(plan):
+            return super().forward(plan, cache, taps)
+        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
+        for row in plan.rows:
+            cache.clear_behind(plan.slot(row), plan.end(row))
+        bucket = choose_bucket(plan, cache.store.block_size, taps)
+        graph = self._graph(bucket, cache, grid_inputs(plan, bucket, cache))
+        return self._replayed(graph, plan, GridInputs.of(graph.inputs, bucket).places)
+
+    def fits(self, plan: ForwardPlan) -> bool:
+        """Whether ``plan`` is run as a recording."""
+        return self._config.experts is None and fits_grid(plan)
+
+    def _replayed(
+        self, graph: Graph, plan: ForwardPlan, places_N: Tensor
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        tapped = graph.replay()
+        self.num_replayed += 1
+        places_T = places_N[: len(plan)]
+        logits_NV = graph.logits_NV[: len(plan.heads)].clone()
+        return logits_NV, {i: x.index_select(0, places_T) for i, x in tapped.items()}
+
+    def _graph(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
+        """The bucket's recording with these inputs in place, made if there is none."""
+        storage = _storage(cache)
+        if storage != self._storage:
+            self._drop(len(self._graphs))
+            self._storage = storage
+            cache.hold_memory()
+        if bucket in self._graphs:
+            _copy(inputs, self._graphs[bucket].inputs)
+            self._graphs.move_to_end(bucket)
+        else:
+            self._drop(len(self._graphs) + 1 - self._max_graphs)
+            self._graphs[bucket] = self._record(bucket, cache, inputs)
+        return self._graphs[bucket]
+
+    def _drop(self, count: int) -> None:
+        """Forget the ``count`` least recently used recordings."""
+        if count <= 0:
+            return
+        self._recorder.wait()
+        for _ in range(count):
+            self._graphs.popitem(last=False)
+        if not self._graphs:
+            self._recorder.start_over()
+
+    def _record(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
+        """Record with real inputs: doing a forward several times leaves the same in the cache."""
+        device = self._weights.device
+        fixed = torch.empty_like(inputs, device=device)
+        _copy(inputs, fixed)
+        rounded = power_of_two(bucket.size)
+        if rounded not in self._logits:
+            shape = (rounded, self._config.vocab_size)
+            self._logits[rounded] = torch.empty(shape, device=device)
+        logits_NV = self._logits[rounded][: bucket.size]
+
+        replay = self._recorder.record(self._work(fixed, bucket, cache, logits_NV))
+        self.num_recorded += 1
+        _log.debug("recorded %s, %d graphs", bucket, len(self._graphs) + 1)
+        return Graph(fixed, logits_NV, replay)
+
+    def _work(
+        self, fixed: Tensor, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> Callable[[], dict[int, Tensor]]:
+        """The forward of a bucket on the inputs ``fixed``."""
+        inputs = GridInputs.of(fixed, bucket)
+        return lambda: self._run(inputs, bucket, cache, logits_NV)
+
+    def _run(
+        self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> dict[int, Tensor]:
+        """The forward on fixed buffers; nothing here depends on their values."""
+        biases = {
+            window: self._for_groups(attention_bias(inputs, bucket, self._weights.dtype, window))
+            for window in (None, *self._config.windows)
+        }
+        rotations = self._rotations(inputs.positions)
+        run = _GridRun(inputs, bucket, cache, rotations, biases, self._attend_grouped)
+        hidden_NE = self.embed(inputs.token_ids)
+        layers = range(len(self._weights.layers))
+        hidden_NE, tapped = self._run_layers(run, hidden_NE, layers, bucket.taps)
+        logits_NV.copy_(self._head(hidden_NE.index_select(0, inputs.heads)))
+        return tapped
+
+    def _for_groups(self, bias_BTC: Tensor) -> Tensor:
+        """The bias for queries as `_attend_grouped` lays them out; [B, 1, P T, C]."""
+        per_group = self._config.num_attention_heads // self._config.num_key_value_heads
+        return bias_BTC.repeat(1, per_group, 1)[:, None]
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None or self._config.family.norm_offset:
+            return super()._norm(x, weight)
+        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
+    def _attend(
+        self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+    ) -> Tensor:
+        bias = None
+        if mask_RC is not None:
+            zeros_RC = torch.zeros(mask_RC.shape, dtype=query_RHD.dtype, device=mask_RC.device)
+            bias = self._for_groups(zeros_RC.masked_fill_(~mask_RC, float("-inf"))[None])
+        return self._attend_grouped(query_RHD[None], keys_GCD[None], values_GCD[None], bias)[0]
+
+    def _attend_grouped(
+        self, query_BTHD: Tensor, keys_BGCD: Tensor, values_BGCD: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Attention of B rows, [B, T, H, D].
+
+        The P query heads that share keys are laid behind one another as if they were further
+        tokens: keys are then read once for all of them, by the kernels for masked attention, which
+        know no shared keys.
+
+        Args:
+            bias: [B, 1, P T, C] to add to the scores, or None.
+        """
+        rows, tokens, _, head_dim = query_BTHD.shape
+        groups, cap = keys_BGCD.shape[1], self._config.attention_cap
+        query_BGPTD = query_BTHD.view(rows, tokens, groups, -1, head_dim).permute(0, 2, 3, 1, 4)
+        query_BGMD = query_BGPTD.reshape(rows, groups, -1, head_dim)
+        scale = self._config.query_scale
+        attended = (
+            F.scaled_dot_product_attention(
+                query_BGMD, keys_BGCD, values_BGCD, attn_mask=bias, scale=scale
+            )
+            if cap is None
+            else capped_attention(query_BGMD, keys_BGCD, values_BGCD, bias, scale, cap)
+        )
+        attended_BGPTD = attended.view(rows, groups, -1, tokens, head_dim)
+        return attended_BGPTD.permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1, head_dim)
+
+
+class _GridRun:
+    """A forward that attends for all rows of a grid at once. See `model.Run`."""
+
+    def __init__(
+        self,
+        inputs: GridInputs,
+        bucket: Bucket,
+        cache: KVCache,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        biases: Mapping[int | None, Tensor],
+        attend_grouped: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    ) -> None:
+        self.rotations = rotations
+        self._inputs, self._bucket, self._store, self._biases = inputs, bucket, cache.store, biases
+        self._attend_grouped = attend_grouped
+        self._rows = self._store.rows_of(inputs.tables.view(bucket.rows, -1))
+
+    def attend(
+        self,
+        index: int,
+        window: int | None,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+    ) -> Tensor:
+        store, bucket = self._store, self._bucket
+        written = (self._inputs.blocks, slice(None), self._inputs.offsets)
+        store.keys[:, index][written] = key_TGD
+        store.values[:, index][written] = value_TGD
+        keys_RGCD, values_RGCD = (
+            rows.index_select(0, self._rows).view(bucket.rows, -1, bucket.context, rows.shape[-1])
+            for rows in store.layer_rows(index)
+        )
+        attended_RTHD = self._attend_grouped(
+            query_THD.view(bucket.rows, bucket.tokens, *query_THD.shape[1:]),
+            keys_RGCD,
+            values_RGCD,
+            self._biases[window],
+        )
+        return attended_RTHD.reshape(bucket.size, -1)
+
+
+def _storage(cache: KVCache) -> tuple[object, ...]:
+    """Where the cache is; recordings are good as long as this stays."""
+    keys, values = cache.store.keys, cache.store.values
+    return keys.data_ptr(), values.data_ptr(), keys.shape
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy from the CPU without waiting; pinned memory is not reused before it has been read."""
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+TILE = 16
+"""Tokens that a step has at least."""
+_CONTEXT_STEP = 4
+"""A context is this many times the next shorter one: what lies behind a slot's end costs little."""
+_MOST_SHARED = 64
+"""Query heads that share keys: a tile of attention holds those of one token at least."""
+_TABLE_BYTES = 32 << 20
+"""Of rotations of all positions, at most."""
+
+
+class PagedInputs(NamedTuple):
+    """What differs between two forwards of one shape; int64, each [N] but for the last two.
+
+    Attributes:
+        token_ids, positions, blocks, offsets, heads, places, starts: as in `GridInputs`.
+        lengths: how many entries a token sees, its own included; 0: padding.
+        paths: [N T] what a token sees of its row's own, in their order.
+        tables: [R M] the blocks that each row attends to.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    blocks: Tensor
+    offsets: Tensor
+    heads: Tensor
+    places: Tensor
+    starts: Tensor
+    lengths: Tensor
+    paths: Tensor
+    tables: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, bucket: Bucket) -> PagedInputs:
+        """Views of what `paged_inputs` laid out."""
+        size, own = bucket.size, bucket.size * bucket.tokens
+        kinds_IN = numbers[: 8 * size].view(8, -1)
+        paths, tables = numbers[8 * size : 8 * size + own], numbers[8 * size + own :]
+        views = (*kinds_IN, paths.view(size, -1), tables.view(bucket.rows, -1))
+        return cls._make(views)
+
+
+def paged_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) -> Bucket:
+    """The smallest bucket that ``plan`` fits, of at least `TILE` tokens."""
+    rows, tokens = padded_shape(plan)
+    if rows == 1 and tokens <= TILE:
+        tokens = TILE
+    rows = max(rows, -(-TILE // tokens))
+    seen = max(plan.entries[row.start] for row in plan.rows) + tokens
+    context = max(_MIN_CONTEXT, block_size)
+    while context < seen:
+        context *= _CONTEXT_STEP
+    return Bucket(rows, tokens, context, tuple(sorted(set(taps))), _is_chain(plan))
+
+
+def _is_chain(plan: ForwardPlan) -> bool:
+    """Whether each token sees all before it."""
+    seen = (prefix + len(extra) for prefix, extra in zip(plan.prefixes, plan.extras, strict=True))
+    return all(count == entry + 1 for count, entry in zip(seen, plan.entries, strict=True))
+
+
+def paged_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
+    """The plan's numbers, padded: all of `PagedInputs` one after another, int64 on the CPU."""
+    size, tokens, block_size = bucket.size, bucket.tokens, cache.store.block_size
+    num_blocks = bucket.context // block_size
+    numbers = np.zeros(8 * size + size * tokens + bucket.rows * num_blocks, np.int64)
+    kinds = numbers[: 8 * size].reshape(8, size)
+    paths = numbers[8 * size : 8 * size + size * tokens].reshape(size, tokens)
+    tables = numbers[8 * size + size * tokens :].reshape(bucket.rows, num_blocks)
+    kinds[2] = cache.store.num_blocks
+    if bucket.is_chain:
+        paths[:] = np.arange(tokens)
+    places: list[int] = []
+    for grid_row, row in enumerate(plan.rows):
+        first, start = grid_row * tokens, plan.entries[row.start]
+        here, there = slice(row.start, row.stop), slice(first, first + len(row))
+        table = np.frombuffer(cache.table(plan.slot(row)), np.int32)
+        entries = np.asarray(plan.entries[here])
+        kinds[0, there] = plan.token_ids[here]
+        kinds[1, there] = plan.positions[here]
+        kinds[2, there] = table[entries // block_size]
+        kinds[3, there] = entries % block_size
+        kinds[6, grid_row] = start
+        kinds[7, there] = plan.prefixes[here]
+        if not bucket.is_chain:
+            for place, token in enumerate(row, first):
+                seen = [*range(start, plan.prefixes[token]), *plan.extras[token]]
+                paths[place, : len(seen)] = [entry - start for entry in seen]
+        kinds[7, there] += [len(extra) for extra in plan.extras[here]]
+        tables[grid_row, : min(num_blocks, len(table))] = table[:num_blocks]
+        places.extend(range(first, first + len(row)))
+    kinds[5, : len(places)] = places
+    kinds[4, : len(plan.heads)] = [places[token] for token in plan.heads]
+    return torch.from_numpy(numbers)
+
+
+class PagedDecoder(GraphedDecoder):
+    """Runs a `ForwardPlan`, that of a decoding step as one recorded graph of our own kernels."""
+
+    reads_unseen = False
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, **options: int) -> None:
+        super().__init__(config, weights, **options)
+        self._tables: list[tuple[Tensor, Tensor]] | None = None
+
+    def forward(
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        if not isinstance(cache, KVCache) or not self.fits(plan):
+            return super().forward(plan, cache, taps)
+        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
+        bucket = paged_bucket(plan, cache.store.block_size, taps)
+        graph = self._graph(bucket, cache, paged_inputs(plan, bucket, cache))
+        return self._replayed(graph, plan, PagedInputs.of(graph.inputs, bucket).places)
+
+    def _work(
+        self, fixed: Tensor, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> Callable[[], dict[int, Tensor]]:
+        inputs = PagedInputs.of(fixed, bucket)
+        return lambda: self._step(inputs, bucket, cache, logits_NV)
+
+    def _step(
+        self, inputs: PagedInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> dict[int, Tensor]:
+        """The forward on fixed buffers; nothing here depends on their values."""
+        from foredraft.models.native import triton_ops as ops
+
+        config, weights, tapped = self._config, self._weights, dict[int, Tensor]()
+        rotations = self._turns(inputs.positions)
+        hidden_NE = self.embed(inputs.token_ids)
+        norms: dict[str, Any] = {
+            "eps": config.rms_norm_eps,
+            "norm_offset": config.family.norm_offset,
+        }
+        for index, layer in enumerate(weights.layers):
+            if index not in weights.no_attention:
+                qkv = ops.linear(
+                    *(hidden_NE, _plain(layer.qkv_weight), layer.qkv_bias),
+                    norm_K=layer.attention_norm_E,
+                    **norms,
+                )
+                attended_NX = self._see(ops, qkv, index, layer, inputs, bucket, cache, rotations)
+                hidden_NE = self._added(
+                    *(ops, hidden_NE, attended_NX, _plain(layer.output_weight)),
+                    *(layer.output_bias, layer.attention_post_norm_E),
+                )
+            if index not in weights.no_mlp:
+                activated_NF = ops.linear(
+                    *(hidden_NE, _plain(layer.gate_up_weight)),
+                    norm_K=layer.mlp_norm_E,
+                    activation="silu" if config.activation == "silu" else "gelu_tanh",
+                    **norms,
+                )
+                hidden_NE = self._added(
+                    *(ops, hidden_NE, activated_NF, _plain(layer.down_weight)),
+                    *(None, layer.mlp_post_norm_E),
+                )
+            if index in bucket.taps:
+                tapped[index] = hidden_NE
+        wanted_NE = hidden_NE.index_select(0, inputs.heads)
+        ops.linear(
+            *(wanted_NE, _plain(weights.head_VE)),
+            norm_K=weights.final_norm_E,
+            out_NM=logits_NV,
+            **norms,
+        )
+        if config.logits_scale != 1.0 or config.logits_cap is not None:
+            logits_NV.copy_(finished_logits(logits_NV, config))
+        return tapped
+
+    def _turns(self, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """As `_rotations`, looked up where a table of all positions is small."""
+        if self._tables is None:
+            count = self._config.max_context
+            sizes = [count * rope.size for rope in self._config.ropes]
+            small = 2 * sum(sizes) * self._weights.dtype.itemsize <= _TABLE_BYTES
+            every = torch.arange(count if small else 0, device=positions_N.device)
+            self._tables = self._rotations(every) if small else []
+        if not self._tables:
+            return self._rotations(positions_N)
+        return [
+            (F.embedding(positions_N, cos), F.embedding(positions_N, sin))
+            for cos, sin in self._tables
+        ]
+
+    def _see(  # type: ignore[no-untyped-def]
+        self,
+        ops,
+        qkv: Tensor,
+        index: int,
+        layer: LayerWeights,
+        inputs: PagedInputs,
+        bucket: Bucket,
+        cache: KVCache,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Keys and values stored, and what each token sees of them; [N, H D]."""
+        config, kind = self._config, layer.kind
+        store = cache.store.keys, cache.store.values
+        norms = None
+        if layer.query_norm_D is not None and layer.key_norm_D is not None:
+            norms = layer.query_norm_D, layer.key_norm_D
+        query_NHD = ops.rotate_and_store(
+            *(qkv, config.num_attention_heads, config.head_dim, store, index),
+            *(inputs.blocks, inputs.offsets),
+            rotation=None if kind.rope is None else rotations[kind.rope],
+            norms=norms,
+            eps=config.rms_norm_eps,
+            norm_offset=config.family.norm_offset,
+        )
+        attended_NHD: Tensor = ops.attend(
+            *(query_NHD, store, index, inputs.tables, inputs.lengths, inputs.starts, inputs.paths),
+            context=bucket.context,
+            is_chain=bucket.is_chain,
+            scale=config.query_scale or config.head_dim**-0.5,
+            window=kind.window,
+            cap=config.attention_cap,
+        )
+        return attended_NHD.flatten(1)
+
+    def _added(  # type: ignore[no-untyped-def]
+        self,
+        ops,
+        hidden_NE: Tensor,
+        part_NK: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        post_norm_E: Tensor | None,
+    ) -> Tensor:
+        if post_norm_E is not None or (bias is not None and self._config.residual_scale != 1.0):
+            return self._add(hidden_NE, F.linear(part_NK, weight, bias), post_norm_E)
+        scale = self._config.residual_scale
+        added: Tensor = ops.linear(part_NK, weight, bias, residual_NM=hidden_NE, scale=scale)
+        return added
+
+
+def graphed_decoder(config: DecoderConfig, weights: DecoderWeights) -> Decoder:
+    """The fastest decoder of a GPU for this model."""
+    paged = _has_kernels(weights.device) and why_not_paged(config, weights) is None
+    return (PagedDecoder if paged else GraphedDecoder)(config, weights)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton is there, and the shared memory that the tiles take: Hopper, or its heir."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    is_large = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return is_large and importlib.util.find_spec("triton") is not None
+
+
+def why_not_paged(config: DecoderConfig, weights: DecoderWeights) -> str | None:
+    """What of a model the kernels do not know; None: nothing."""
+    if config.experts:
+        return "mixtures of experts"
+    if not all(isinstance(m, Tensor) for x in weights.layers for m in _matrices(x)):
+        return "weights in few bits"
+    if not isinstance(weights.head_VE, Tensor):
+        return "a head in few bits"
+    norms = [x.query_norm_D for x in weights.layers if x.query_norm_D is not None]
+    if any(len(norm) != config.head_dim for norm in norms):
+        return "norms of all heads together"
+    if config.head_dim > 256:
+        return f"heads of {config.head_dim}"
+    if (shared := config.num_attention_heads // config.num_key_value_heads) > _MOST_SHARED:
+        return f"{shared} query heads to a key-value head"
+    return None
+
+
+def _matrices(layer: LayerWeights) -> list[object]:
+    return [layer.qkv_weight, layer.output_weight, layer.gate_up_weight, layer.down_weight]
+
+
+def _plain(matrix: object) -> Tensor:
+    assert isinstance(matrix, Tensor)
+    return matrix
