@@ -30,9 +30,9 @@ from foredraft.core.tree import ROOT
 from foredraft.drafters import drafter_spec
 from foredraft.drafters.base import Drafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.places import HEADROOM
 from foredraft.engine.request import GenerationResult
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
+from foredraft.engine.slots import HEADROOM
 from foredraft.llm import LLM
 from foredraft.models.base import LowBitTarget
 from foredraft.models.files.progress import Progress, SilentProgress

@@ -24,8 +24,6 @@ from foredraft.core.record import StepRecord
 from foredraft.core.rng import SEED_BITS
 from foredraft.core.rules.book import RuleBook
 from foredraft.engine.drafting import Drafting
-from foredraft.engine.fair_lock import FairLock
-from foredraft.engine.places import Places
 from foredraft.engine.policy import GuardedTrace, Policy, Trace
 from foredraft.engine.proof import LiveProof
 from foredraft.engine.request import (
@@ -37,11 +35,13 @@ from foredraft.engine.request import (
     Session,
 )
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
+from foredraft.engine.slots import SlotManager
 from foredraft.engine.stats import EngineStats, Totals
 from foredraft.engine.step import Stepper
 from foredraft.engine.text import NewDecoder, TextAssembler
 from foredraft.engine.turn import Turn
 from foredraft.models.base import EncoderTarget, Source, Target
+from foredraft.system.fair_lock import FairLock
 
 _log = logging.getLogger("foredraft")
 
@@ -110,7 +110,7 @@ class Engine:
         self._trace = GuardedTrace(options.trace)
         self._drafting = Drafting(target.max_context, options.max_step_tokens, options.clock)
         self._stepper = Stepper(target, self._drafting, options.clock)
-        self._places = Places(target, options.prefix_caching)
+        self._places = SlotManager(target, options.prefix_caching)
         self._scheduler = Scheduler(
             options.max_batch_size, options.max_step_tokens, self._places.must_wait
         )

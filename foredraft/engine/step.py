@@ -10,7 +10,7 @@ from foredraft.cache.base import NO_MEMORY, Cache
 from foredraft.core.record import DrafterTimes, StepRecord, StepTimes
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.fetch import fetch
-from foredraft.engine.places import as_cache_full
+from foredraft.engine.slots import as_cache_full
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Target
 

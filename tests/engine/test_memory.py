@@ -11,8 +11,8 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.ngram import NgramDrafter
-from foredraft.engine.places import HEADROOM
 from foredraft.engine.request import RequestOptions
+from foredraft.engine.slots import HEADROOM
 from tests.engine.helpers import (
     counting_drafter,
     counting_model,

@@ -11,8 +11,8 @@ from foredraft.cache.paged import PagedCache
 from foredraft.cache.prefix import PrefixCache
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine
-from foredraft.engine.places import Places
 from foredraft.engine.request import Request
+from foredraft.engine.slots import SlotManager
 from foredraft.engine.turn import Turn
 from tests.simulator.__main__ import simulate
 from tests.simulator.simulation import Simulation
@@ -61,10 +61,10 @@ def notices(first: int = 0, num_steps: int = 20_000) -> bool:
 
 
 def test_it_notices_a_slot_that_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(self: Places, row: Request) -> None:
+    def close(self: SlotManager, row: Request) -> None:
         row.slot, row.num_cached = -1, 0
 
-    monkeypatch.setattr(Places, "close", close)
+    monkeypatch.setattr(SlotManager, "close", close)
     assert notices()
 
 

@@ -15,7 +15,7 @@ HEADROOM = 64
 With less the request would soon be preempted."""
 
 
-class Places:
+class SlotManager:
     """Gives requests their slots, and takes them back.
 
     Args:
