@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+from foredraft.bench.plan_report import CHECK_COLUMNS, CHECK_ROUNDS, MachinePlan, check
 from foredraft.bench.prompts import encoded_prompts
+from foredraft.bench.record import PLAIN, Setting, Work, num_requests, record, recorded_settings
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
@@ -18,8 +20,6 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
-from foredraft.plan.record import PLAIN, Setting, Work, num_requests, record, recorded_settings
-from foredraft.plan.report import CHECK_COLUMNS, CHECK_ROUNDS, MachinePlan, check
 
 _COLUMNS = {"set": "{set}"} | CHECK_COLUMNS | {"chosen": "{chosen}"}
 

@@ -38,7 +38,6 @@ LAYERS = {
     "bench": 10,
     "audit": 11,
     "cluster": 11,
-    "plan": 11,
     "cli": 12,
 }
 """A module imports from its own layer and the ones below."""

@@ -16,10 +16,10 @@ from foredraft.options import LoadOptions
 from foredraft.system.timing_lock import measuring
 
 if TYPE_CHECKING:
+    from foredraft.bench.plan_report import Check, MachinePlan
+    from foredraft.bench.record import Work
     from foredraft.core.cost import CostModel
     from foredraft.llm import LLM
-    from foredraft.plan.record import Work
-    from foredraft.plan.report import Check, MachinePlan
 
 _USUAL = ("blend", "ngram", "self_draft", "suffix")
 _SAMPLED = o.Derived(
@@ -81,10 +81,10 @@ def plan(
 
         foredraft plan --machine server.json --machine laptop.json
     """
+    from foredraft.bench.plan_report import machine_cost, plan_report
+    from foredraft.bench.record import Work
     from foredraft.bench.report import check_outputs
-    from foredraft.plan.record import Work
-    from foredraft.plan.report import machine_cost, plan_report
-    from foredraft.plan.training import LearningCurve
+    from foredraft.bench.training import LearningCurve
 
     check_outputs(json_file)
     loads = sorted({*o.numbers("--loads", planned.loads, int, low=1)})
@@ -112,8 +112,8 @@ def plan(
 def _of_trace(
     llm: LLM, path: Path, loads: Sequence[int], machines: Mapping[str, CostModel]
 ) -> list[MachinePlan]:
-    from foredraft.plan.record import Recorded, recorded_trace
-    from foredraft.plan.report import MachinePlan
+    from foredraft.bench.plan_report import MachinePlan
+    from foredraft.bench.record import Recorded, recorded_trace
     from foredraft.trace.files import read_trace
 
     plain, drafted = recorded_trace(read_trace(path))
@@ -131,10 +131,10 @@ def _of_prompts(
     loads: Sequence[int],
     machines: Mapping[str, CostModel],
 ) -> tuple[list[MachinePlan], list[Check]]:
+    from foredraft.bench.plan_report import MachinePlan, check, num_check_requests
+    from foredraft.bench.record import AUTO, num_requests, record, recorded_settings
     from foredraft.cli.display import progress_bar
     from foredraft.drafters.heads.store import read_info
-    from foredraft.plan.record import AUTO, num_requests, record, recorded_settings
-    from foredraft.plan.report import MachinePlan, check, num_check_requests
 
     names = _named(planned.drafters) or _usable(llm, planned.drafters)
     path = planned.head
@@ -162,8 +162,8 @@ def _named(wanted: str | None) -> list[str] | None:
     Raises:
         ConfigError: one is not known.
     """
+    from foredraft.bench.record import AUTO, PLAIN
     from foredraft.drafters import drafter_key, drafter_spec
-    from foredraft.plan.record import AUTO, PLAIN
 
     if wanted in (None, "all"):
         return None
@@ -176,8 +176,8 @@ def _named(wanted: str | None) -> list[str] | None:
 
 def _usable(llm: LLM, wanted: str | None) -> list[str]:
     """Drafters that can run here: a few that suit most texts, or all."""
+    from foredraft.bench.record import AUTO, PLAIN
     from foredraft.drafters import ready_drafters
-    from foredraft.plan.record import AUTO, PLAIN
 
     ready = [name for name in ready_drafters(llm.target) if name != PLAIN]
     return [AUTO, *(name for name in ready if wanted == "all" or name in _USUAL)]

@@ -13,17 +13,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from foredraft.cli.main import app
-from foredraft.control.acceptance import PositionCounts
-from foredraft.core.cost import CostModel
-from foredraft.core.errors import ConfigError
-from foredraft.core.params import SamplingParams
-from foredraft.core.record import RowStep, StepRecord, StepTimes
-from foredraft.llm import LLM
-from foredraft.models.table import TableModel
-from foredraft.options import LoadOptions
-from foredraft.plan.outlook import Costs, Outlook, best_outlook, most_load, outlook
-from foredraft.plan.record import (
+from foredraft.bench.outlook import Costs, Outlook, best_outlook, most_load, outlook
+from foredraft.bench.plan_report import MachinePlan, check, machine_cost, plan_report
+from foredraft.bench.record import (
     PLAIN,
     Recording,
     Runner,
@@ -35,8 +27,16 @@ from foredraft.plan.record import (
     recorded_settings,
     recorded_trace,
 )
-from foredraft.plan.report import MachinePlan, check, machine_cost, plan_report
-from foredraft.plan.training import LearningCurve, paybacks
+from foredraft.bench.training import LearningCurve, paybacks
+from foredraft.cli.main import app
+from foredraft.control.acceptance import PositionCounts
+from foredraft.core.cost import CostModel
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.core.record import RowStep, StepRecord, StepTimes
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.options import LoadOptions
 from foredraft.trace.files import Trace
 from foredraft.trace.format import Committed, TracedDraft, TracedRow, TracedRun, TracedStep
 from foredraft.train.curves import read_curves
@@ -269,7 +269,7 @@ def test_what_never_decodes_alone_is_not_compared(
     """Each of its steps read a prompt: there is nothing to time."""
     two = settled({"suffix": 1.3, "ngram": 1.2}).outlooks[1]
     rates = {Setting(PLAIN): [50.0, 50.0], two[0].setting: [60.0, 60.0], two[1].setting: [0.0, 0.0]}
-    monkeypatch.setattr("foredraft.plan.report.measured_rates", lambda *_: rates)
+    monkeypatch.setattr("foredraft.bench.plan_report.measured_rates", lambda *_: rates)
     assert [each.outlook for each in check(llm, two, work, print)] == two[:1]
 
 
@@ -387,7 +387,7 @@ def test_a_curve_is_of_replies_that_there_are(
              "committed_sampled": 1.2}  # fmt: skip
     evaluations = [found | {"tokens": n, "seconds": n / 1e3} for n in range(1_000, 6_000, 1_000)]
     head = SimpleNamespace(kind="eagle", evaluations=evaluations)
-    monkeypatch.setattr("foredraft.plan.training.read_compared", lambda folder: [head])
+    monkeypatch.setattr("foredraft.bench.training.read_compared", lambda folder: [head])
     assert LearningCurve.of(Path("any"), temperature).committed == committed
 
 

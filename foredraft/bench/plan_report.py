@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from foredraft.bench.outlook import Costs, Outlook, best_outlook, most_load, outlook
+from foredraft.bench.record import AUTO, PLAIN, Recorded, Setting, Work, measured_rates
 from foredraft.bench.report import Report, Table
+from foredraft.bench.training import LearningCurve, Payback, paybacks
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM
-from foredraft.plan.outlook import Costs, Outlook, best_outlook, most_load, outlook
-from foredraft.plan.record import AUTO, PLAIN, Recorded, Setting, Work, measured_rates
-from foredraft.plan.training import LearningCurve, Payback, paybacks
 
 _BETTER = 1.02
 """Least gain over "auto", or over no drafts at all, for a setting to be recommended."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from foredraft.bench.record import Recording, Setting
 from foredraft.core.cost import CostModel
-from foredraft.plan.record import Recording, Setting
 from foredraft.trace.format import TracedRow
 from foredraft.trace.replay import pieces
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from foredraft.bench.outlook import Outlook
 from foredraft.core.errors import ConfigError
-from foredraft.plan.outlook import Outlook
 from foredraft.train.curves import read_compared
 
 _POWERS = np.arange(0.05, 2.01, 0.05)
