@@ -132,7 +132,7 @@ def _of_prompts(
     machines: Mapping[str, CostModel],
 ) -> tuple[list[MachinePlan], list[Check]]:
     from foredraft.cli.display import progress_bar
-    from foredraft.drafters.heads.store import read_info
+    from foredraft.drafters.trained import read_info
     from foredraft.plan.record import AUTO, num_requests, record, recorded_settings
     from foredraft.plan.report import MachinePlan, check, num_check_requests
 
