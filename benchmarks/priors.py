@@ -22,11 +22,11 @@ from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.confidence import MatchConfidence, Priors
-from foredraft.drafters.confidence import priors as known_priors
 from foredraft.drafters.prediction import Alignment, AlignmentConfidence
-from foredraft.drafters.suffix import NO_MATCH, SEPARATOR, SearchedText, SuffixAutomaton
-from foredraft.drafters.token_recycling import RankConfidence, Successors, likeliest
+from foredraft.drafters.text.confidence import MatchConfidence, Priors
+from foredraft.drafters.text.confidence import priors as known_priors
+from foredraft.drafters.text.suffix import NO_MATCH, SEPARATOR, SearchedText, SuffixAutomaton
+from foredraft.drafters.text.token_recycling import RankConfidence, Successors, likeliest
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Target, read
 from foredraft.options import LoadOptions
@@ -147,7 +147,7 @@ def priors(
 ) -> None:
     """How often the guesses of copying drafters are right, on greedy replies of the model.
 
-    The package's own (foredraft/drafters/priors.json) are what this gives on the default
+    The package's own (foredraft/drafters/text/priors.json) are what this gives on the default
     model and the built-in prompts. They are a beginning: each text corrects them as it goes.
     """
     texts = load_prompts(prompts, limit)

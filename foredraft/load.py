@@ -22,7 +22,7 @@ from foredraft.cache.memory import CacheMemory, checked_memory
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_draft_model
-from foredraft.drafters.heads.store import shipped_head, shipped_head_of_files
+from foredraft.drafters.trained import shipped_head, shipped_head_of_files
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus

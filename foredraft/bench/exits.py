@@ -19,7 +19,7 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.early_exit import parse_skip
+from foredraft.drafters.model.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import LayeredTarget, ScoreRow, Target, read
 

@@ -31,7 +31,7 @@ def export(
     foredraft export heads/eagle --format speculators --out heads/eagle-speculators
     """
     from foredraft.cli.display import RichProgress, say
-    from foredraft.drafters.heads.store import fingerprint_of_files, read_info
+    from foredraft.drafters.trained import fingerprint_of_files, read_info
     from foredraft.models.files.safety import Checkpoint
     from foredraft.models.files.store import resolve_model
     from foredraft.train.export import export_head

@@ -43,7 +43,7 @@ def build(
         foredraft generate "…" --drafter retrieval --drafter-option index=my-index
     """
     from foredraft.cli.display import RichProgress, say
-    from foredraft.drafters.retrieval import build_index
+    from foredraft.drafters.text.retrieval import build_index
     from foredraft.models.files.store import resolve_model
     from foredraft.models.text.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def build(
 
 
 def _check_output(output: Path, replace: bool) -> None:
-    from foredraft.drafters.retrieval import is_index
+    from foredraft.drafters.text.retrieval import is_index
 
     if not output.exists():
         return

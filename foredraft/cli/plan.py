@@ -134,7 +134,7 @@ def _of_prompts(
     from foredraft.bench.plan_report import MachinePlan, check, num_check_requests
     from foredraft.bench.record import AUTO, num_requests, record, recorded_settings
     from foredraft.cli.display import progress_bar
-    from foredraft.drafters.heads.store import read_info
+    from foredraft.drafters.trained import read_info
 
     names = _named(planned.drafters) or _usable(llm, planned.drafters)
     path = planned.head

@@ -174,7 +174,7 @@ def train_table(
     replace_old: Replace = False,
 ) -> None:
     """Learn a table of what follows what. It takes seconds; a better table is never replaced."""
-    from foredraft.drafters.table import BOTH
+    from foredraft.drafters.text.table import BOTH
     from foredraft.train.folder import alone_in
     from foredraft.train.table import kept_table, train_table
 

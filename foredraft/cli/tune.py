@@ -186,7 +186,7 @@ def _tuned_copies(llm: LLM, tokens: int) -> list[dict[str, Any]]:
     """Make the copy; how well all there are draft."""
     from foredraft.bench.exits import layered
     from foredraft.cli.display import progress_bar
-    from foredraft.drafters.self_draft import copy_figures, low_bit_target
+    from foredraft.drafters.model.self_draft import copy_figures, low_bit_target
 
     target = low_bit_target(llm.target)
     figures = copy_figures(target, llm.tokenizer, "as it comes")

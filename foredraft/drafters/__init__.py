@@ -1,9 +1,9 @@
 """Drafters: each guesses the tokens that come next.
 
-A drafter is one file in this folder, or in ``heads`` where it was trained for its target; the
-file's name is the drafter's name. `base` is the interface of drafters, `spec` what the registry
-knows of it, `registry` finds it, other packages' drafters included. See
-docs/extend/add-a-drafter.md.
+A drafter is one file, whose name is the drafter's name: in ``text`` where it copies from texts, in
+``model`` where it runs a model, in ``heads`` where it was trained for its target. `base` is the
+interface of drafters, `spec` the registry's entry of one, `registry` finds it, other packages'
+drafters included. See docs/extend/add-a-drafter.md.
 """
 
 from foredraft.drafters.registry import (

@@ -1,8 +1,8 @@
 """The drafter seam: everything that guesses ahead implements this and nothing more.
 
-A drafter is one file in this folder with a class that implements `Drafter` and is named by
-``DRAFTER`` at the end of the file; the file's name is its registry key. One that needs helpers of
-its own is a folder whose ``__init__`` names it. See docs/extend/add-a-drafter.md.
+A drafter is one file, here or in the folder of its kind, with a class that implements `Drafter` and
+is named by ``DRAFTER`` at the end of the file; the file's name is its registry key. One that needs
+helpers of its own is a folder whose ``__init__`` names it. See docs/extend/add-a-drafter.md.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Drafter(Protocol):
 
 class ContinuingDrafter(Drafter, Protocol):
     """A drafter whose traits say that it ``continues``: rules that force tokens, and other drafters
-    (see `foredraft.drafters.cascade`), build on it."""
+    (see `foredraft.drafters.model.cascade`), build on it."""
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         """Draft what follows the row's tokens and ``draft``: chosen tokens, ``row.budget`` at most.

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.confidence import MatchConfidence, priors
 from foredraft.drafters.grow import NODE_COST, Guide
-from foredraft.drafters.per_request import GuidedDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.drafters.text.confidence import MatchConfidence, priors
+from foredraft.drafters.text.per_request import GuidedDrafter
 
 _SETTLED = 4
 """Tokens that must agree before the place of parting is forgotten."""

@@ -1,6 +1,7 @@
 """Which drafters and which kinds of heads there are: ours, and those of other packages.
 
-Ours are the files of this folder and of ``heads``; a file's name is its drafter's name. Other
+Ours are the files of this folder, of ``text``, ``model`` and ``heads``; a file's name is its
+drafter's name. Other
 packages add theirs with an entry point in the group ``foredraft.drafters`` that names a
 `DrafterSpec`; a package is imported only when its drafter is named. Names are written with
 underscores; `drafter_key` accepts dashes.
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, unknown
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.heads.store import shipped_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.drafters.trained import shipped_head
 from foredraft.models.base import Target, check_taps
 
 if TYPE_CHECKING:
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 _GROUP = "foredraft.drafters"
 _PACKAGE = "foredraft.drafters"
 _FOLDER = Path(__file__).parent
+_FOLDERS = ("", ".text", ".model", ".heads")
 SHARED = frozenset(
     {
-        *("base", "spec", "registry", "chain", "confidence", "per_request", "staged", "grow"),
-        *("heads", "layers", "rows", "steps", "store", "published", "distilled"),
+        *("base", "spec", "registry", "trained", "grow", "text", "model", "heads"),
+        *("confidence", "per_request", "chain", "staged"),
+        *("layers", "rows", "steps", "published", "distilled"),
     }
 )
 """Modules beside the drafters that are none."""
@@ -58,9 +61,9 @@ def drafter_names() -> list[str]:
 def _built_in() -> dict[str, str]:
     """Our drafters by name, each with its module."""
     return {
-        module.name: f"{package}.{module.name}"
-        for package, folder in ((_PACKAGE, _FOLDER), (f"{_PACKAGE}.heads", _FOLDER / "heads"))
-        for module in pkgutil.iter_modules([str(folder)])
+        module.name: f"{_PACKAGE}{folder}.{module.name}"
+        for folder in _FOLDERS
+        for module in pkgutil.iter_modules([str(_FOLDER / folder[1:])])
         if module.name not in SHARED
     }
 

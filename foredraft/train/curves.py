@@ -12,8 +12,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from foredraft.drafters.heads.store import WEIGHTS, HeadInfo, read_info
-from foredraft.drafters.table import BOTH, KIND
+from foredraft.drafters.text.table import BOTH, KIND
+from foredraft.drafters.trained import WEIGHTS, HeadInfo, read_info
 from foredraft.system.files import write_text
 from foredraft.train.acceptance import tokens_a_step
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.drafters.heads.eagle import EagleModule, published_config, published_tensors
-from foredraft.drafters.heads.store import HeadInfo, read_head, read_info
+from foredraft.drafters.trained import HeadInfo, read_head, read_info
 from foredraft.system.files import write_tensors, write_text
 
 FORMATS = ("speculators",)

@@ -1,6 +1,6 @@
 """The folder that a training run writes: its lock, its state, and its model card.
 
-Beside the head itself (`foredraft.drafters.heads.store`) it holds ``training/``: the state,
+Beside the head itself (`foredraft.drafters.trained`) it holds ``training/``: the state,
 with which a training goes on, the curves, and text that the target wrote for it.
 """
 
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.drafters.heads.store import (
+from foredraft.drafters.trained import (
     CARD,
     META,
     TargetIdentity,

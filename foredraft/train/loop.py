@@ -12,7 +12,7 @@ import torch
 
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.drafters.heads.base import HeadModule, TextBatch
-from foredraft.drafters.heads.store import META, load_head, save_head
+from foredraft.drafters.trained import META, load_head, save_head
 from foredraft.train.acceptance import AcceptanceCount, HeldOutAcceptance
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
 from foredraft.train.capture import Capture

@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.heads.store import META, HeadInfo, TargetIdentity, read_info, write_folder
-from foredraft.drafters.suffix import SuffixText
-from foredraft.drafters.table import (
+from foredraft.drafters.text.suffix import SuffixText
+from foredraft.drafters.text.table import (
     BOTH,
     KIND,
     LONGEST,
@@ -36,6 +35,7 @@ from foredraft.drafters.table import (
     TableText,
     load_table,
 )
+from foredraft.drafters.trained import META, HeadInfo, TargetIdentity, read_info, write_folder
 from foredraft.models.files.progress import Progress
 from foredraft.train.acceptance import shares_by_depth
 from foredraft.train.curves import BY_DEPTH, COPIES, TABLE
@@ -112,7 +112,7 @@ def _joined(texts: Sequence[Text]) -> tuple[NDArray[np.uint64], NDArray[np.bool_
 
 
 def _next_hashes(hashes_T: NDArray[np.uint64], front_T: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`foredraft.drafters.table.next_hash` of each."""
+    """`foredraft.drafters.text.table.next_hash` of each."""
     mixed = hashes_T * np.uint64(SEEDS[0]) + front_T + np.uint64(1)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(SEEDS[1])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import CapabilityError
-from foredraft.drafters.heads.store import TargetIdentity, identify
+from foredraft.drafters.trained import TargetIdentity, identify
 from foredraft.models.base import ModelShape, ScoreRow, Target, check_taps
 from foredraft.models.native.quant import as_tensor
 from foredraft.models.native.target import NativeTarget

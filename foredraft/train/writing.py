@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from foredraft.core.errors import ConfigError, TrainingError
-from foredraft.drafters.heads.store import TargetIdentity
+from foredraft.drafters.trained import TargetIdentity
 from foredraft.models.files.json_files import read_json
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from foredraft.bench.exits import (
 from foredraft.core.errors import CapabilityError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.early_exit import parse_skip
+from foredraft.drafters.model.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.target import NativeTarget

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.priors import SeenReply, measure_priors
-from foredraft.drafters.confidence import Priors, priors
+from foredraft.drafters.text.confidence import Priors, priors
 from foredraft.models.table import TableModel
 
 VOCAB_SIZE = 64

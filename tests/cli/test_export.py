@@ -13,7 +13,7 @@ from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.base import TextBatch
 from foredraft.drafters.heads.eagle import EagleModule
-from foredraft.drafters.heads.store import save_head
+from foredraft.drafters.trained import save_head
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.target import TrainingTarget
 

@@ -13,8 +13,8 @@ from foredraft.cli.main import app
 from foredraft.cli.options import parse_count
 from foredraft.cli.train import EngineWriter
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.heads.store import SHIPPED
 from foredraft.drafters.registry import head_kinds
+from foredraft.drafters.trained import SHIPPED
 from foredraft.llm import LLM
 from foredraft.train.folder import alone_in, read_counters
 from foredraft.train.texts import read_texts, write_shard

@@ -27,8 +27,8 @@ from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter, DraftRow, Observation, ReadingDrafter
-from foredraft.drafters.heads.store import shipped_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
+from foredraft.drafters.trained import shipped_head
 from foredraft.engine.request import GenerationResult
 from foredraft.models.base import ScoreRow, Target
 from foredraft.models.native.weights import DecoderWeights, load_weights
@@ -247,8 +247,8 @@ def saved_head(kind: str, made: str = "") -> Path:
     if kind == "table":
         return saved_table()
     from foredraft.drafters.heads.base import TextBatch
-    from foredraft.drafters.heads.store import save_head
     from foredraft.drafters.registry import head_class
+    from foredraft.drafters.trained import save_head
     from foredraft.train.target import TrainingTarget
 
     target = native_kind("eager").new_target()

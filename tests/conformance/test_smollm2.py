@@ -14,7 +14,7 @@ import torch
 
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_names, drafter_spec
-from foredraft.drafters.heads.store import shipped_head
+from foredraft.drafters.trained import shipped_head
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget

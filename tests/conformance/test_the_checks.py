@@ -10,8 +10,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
-from foredraft.drafters.draft_model import DraftModelDrafter
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.model.draft_model import DraftModelDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.models.base import ScoreRow, Target
 from tests.conformance.harness import (
     NeverRight,

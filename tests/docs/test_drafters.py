@@ -15,8 +15,9 @@ from tests.docs.pages import REPO, blocks
 
 EXAMPLE = REPO / "examples" / "foredraft-recall-drafter"
 HERE = Path(foredraft.drafters.__file__).parent
-FILES = {path.stem for folder in (HERE, HERE / "heads") for path in folder.glob("*.py")}
-BUILT_IN = [name for name in drafter_names() if name in FILES or (HERE / name).is_dir()]
+FILES = [*HERE.glob("*.py"), *HERE.glob("*/*.py"), *HERE.glob("*/*/__init__.py")]
+NAMES = {path.parent.name if path.stem == "__init__" else path.stem for path in FILES}
+BUILT_IN = [name for name in drafter_names() if name in NAMES]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -16,8 +16,8 @@ from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.cascade import HorizontalCascade, Stage, VerticalCascade
-from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.model.cascade import HorizontalCascade, Stage, VerticalCascade
+from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 from foredraft.models.table import TableModel

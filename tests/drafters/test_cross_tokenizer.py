@@ -18,8 +18,11 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NOT_READY
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
-from foredraft.drafters.cross_tokenizer.transcript import CodecPair
+from foredraft.drafters.model.cross_tokenizer.shared_vocabulary import (
+    RestrictedModel,
+    SharedVocabulary,
+)
+from foredraft.drafters.model.cross_tokenizer.transcript import CodecPair
 from foredraft.drafters.spec import DrafterContext, TextCodec
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel

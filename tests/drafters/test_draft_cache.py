@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.chain import DraftCache
+from foredraft.drafters.model.chain import DraftCache
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 

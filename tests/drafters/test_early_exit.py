@@ -11,8 +11,8 @@ from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.draft_model import DraftModelDrafter
-from foredraft.drafters.early_exit import parse_skip
+from foredraft.drafters.model.draft_model import DraftModelDrafter
+from foredraft.drafters.model.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.model import EagerDecoder

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.early_exit import AdaptedDrafter, AdapterModule
 from foredraft.drafters.grow import GrowthLimits
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.distilled import DraftModelModule
@@ -21,6 +20,7 @@ from foredraft.drafters.heads.hydra import HydraModule
 from foredraft.drafters.heads.medusa import MedusaDrafter, MedusaModule
 from foredraft.drafters.heads.mtp import MtpModule
 from foredraft.drafters.heads.steps import StepDrafter
+from foredraft.drafters.model.early_exit import AdaptedDrafter, AdapterModule
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import (
     OUTPUT_IDS,

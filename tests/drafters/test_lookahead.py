@@ -13,8 +13,13 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import DraftRow, Observation
-from foredraft.drafters.lookahead import JacobiWindow, LookaheadDrafter, LookaheadSizes, NgramPool
 from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.text.lookahead import (
+    JacobiWindow,
+    LookaheadDrafter,
+    LookaheadSizes,
+    NgramPool,
+)
 from foredraft.models.base import Capabilities, ScoreRow
 from foredraft.models.table import TableModel
 from tests.conformance.harness import Recorded, plain, run

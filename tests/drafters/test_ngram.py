@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.ngram import NgramDrafter, NgramIndex
+from foredraft.drafters.text.ngram import NgramDrafter, NgramIndex
 
 
 def reference(tokens: Sequence[int], count: int, min_size: int, max_size: int) -> list[int]:

@@ -15,9 +15,8 @@ from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.heads.store import identify
 from foredraft.drafters.spec import DrafterContext
-from foredraft.drafters.table import (
+from foredraft.drafters.text.table import (
     AGREED,
     ALONE,
     NO_SHARES,
@@ -27,6 +26,7 @@ from foredraft.drafters.table import (
     load_table,
     next_hash,
 )
+from foredraft.drafters.trained import identify
 from foredraft.models.files.progress import SilentProgress
 from foredraft.train.options import TableOptions
 from foredraft.train.table import learn_table, train_table

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.priors import as_json
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.confidence import MatchConfidence, Priors, priors
+from foredraft.drafters.text.confidence import MatchConfidence, Priors, priors
 
 
 def test_there_is_an_estimate_for_every_class() -> None:

@@ -196,7 +196,7 @@ def test_a_name_of_two_packages_is_an_error_that_names_both(name: str, owners: s
 
 def test_every_file_is_a_drafter_or_shared() -> None:
     folder = Path(foredraft.drafters.registry.__file__).parent
-    files = [*folder.glob("*.py"), *folder.glob("heads/*.py"), *folder.glob("*/__init__.py")]
+    files = [*folder.glob("*.py"), *folder.glob("*/*.py"), *folder.glob("*/*/__init__.py")]
     names = {path.parent.name if path.stem == "__init__" else path.stem for path in files}
     built_in = set(foredraft.drafters.registry._built_in())
     assert names - {"drafters"} == built_in | SHARED

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.retrieval import Datastore, Interval, build_index, is_index
 from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.text.retrieval import Datastore, Interval, build_index, is_index
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level

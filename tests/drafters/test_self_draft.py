@@ -21,12 +21,12 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters import self_draft as self_draft_file
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.grow import Guide
-from foredraft.drafters.per_request import GuidedDrafter
-from foredraft.drafters.self_draft import Fit, SelfDrafter, measured_fit
+from foredraft.drafters.model import self_draft as self_draft_file
+from foredraft.drafters.model.self_draft import Fit, SelfDrafter, measured_fit
 from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import GuardedTrace, Policy
 from foredraft.models.base import LowBitCopy, ScoreRow, read
@@ -381,7 +381,7 @@ def test_a_copy_that_was_measured_beside_a_busy_neighbour_is_measured_again(
             copy_seconds.pop(0)
         return kept[name]
 
-    monkeypatch.setattr("foredraft.drafters.self_draft._agreement", agreement)
+    monkeypatch.setattr("foredraft.drafters.model.self_draft._agreement", agreement)
     monkeypatch.setattr(type(target.parts), "kept", lambda parts, *args: keep(*args))
     copy = target.low_bit_copy(8)
     shares = [measured_fit(target, copy, [[1]]).shares[0] for _ in range(5)]

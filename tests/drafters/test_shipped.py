@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.drafters.heads.store import (
+from foredraft.drafters.trained import (
     SHIPPED,
     identify,
     read_info,

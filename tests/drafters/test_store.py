@@ -16,9 +16,9 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.distilled import DraftModelModule
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
-from foredraft.drafters.heads.store import identify, read_head, read_info, save_head
 from foredraft.drafters.registry import head_class, head_kinds
 from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.trained import identify, read_head, read_info, save_head
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import OUTPUT_IDS, TinySource, random_text, text_batch, tiny_target
 
@@ -172,6 +172,6 @@ def test_what_comes_with_the_model_is_named(
 ) -> None:
     shipped = head.parent / "shipped"
     shutil.copytree(head, shipped / "tiny" / "hidden_head")
-    monkeypatch.setattr("foredraft.drafters.heads.store.SHIPPED", shipped)
+    monkeypatch.setattr("foredraft.drafters.trained.SHIPPED", shipped)
     with pytest.raises(ForedraftError, match="With this model comes 'hidden_head'"):
         build_drafter("eagle", DrafterContext(target))

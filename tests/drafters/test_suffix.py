@@ -10,9 +10,9 @@ import pytest
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.per_request import PerTenant
 from foredraft.drafters.spec import DrafterContext
-from foredraft.drafters.suffix import PastOutputs, tenant_file
+from foredraft.drafters.text.per_request import PerTenant
+from foredraft.drafters.text.suffix import PastOutputs, tenant_file
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level

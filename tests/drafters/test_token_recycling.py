@@ -14,7 +14,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext
-from foredraft.drafters.token_recycling import Successors, likeliest
+from foredraft.drafters.text.token_recycling import Successors, likeliest
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Transcript
+from foredraft.drafters.model.cross_tokenizer.transcript import CodecPair, Transcript
 from tests.drafters.tokenizers import END, STYLES, TEXT, codec
 
 PAIRS = list(itertools.product(STYLES, STYLES))

@@ -13,8 +13,8 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
-from foredraft.drafters.cross_tokenizer.shared_vocabulary import token_texts
-from foredraft.drafters.cross_tokenizer.transcript import Specials
+from foredraft.drafters.model.cross_tokenizer.shared_vocabulary import token_texts
+from foredraft.drafters.model.cross_tokenizer.transcript import Specials
 from foredraft.drafters.spec import TextCodec
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer

@@ -12,10 +12,10 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.cascade import Stage, VerticalCascade
-from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.grow import FixedShape
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.model.cascade import Stage, VerticalCascade
+from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy

@@ -12,8 +12,8 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel

@@ -10,7 +10,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.request import RequestOptions
 from foredraft.engine.slots import HEADROOM
 from tests.engine.helpers import (

@@ -15,7 +15,7 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy

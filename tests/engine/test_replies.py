@@ -11,7 +11,7 @@ import pytest
 from foredraft import LLM, AsyncLLM
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel

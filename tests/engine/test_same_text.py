@@ -11,7 +11,7 @@ import torch
 
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.native.cpu import FusedDecoder

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.core.params import SamplingParams
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.drive import Streams
 from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.native.model import EagerDecoder

@@ -25,7 +25,7 @@ from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import DrawnChoices
 from foredraft.core.draws import Draw, Wanted
 from foredraft.core.sampling import Law as TokenLaw
-from foredraft.drafters import staged
+from foredraft.drafters.model import staged
 from foredraft.engine import fetch as engine_fetch
 
 Result = TypeVar("Result", bound=Hashable)

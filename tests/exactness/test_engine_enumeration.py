@@ -21,13 +21,13 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
 from foredraft.drafters import base as drafters_base
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.grow import BestFirstShape, FixedShape
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.drafters.per_request import GuidedDrafter
-from foredraft.drafters.suffix import SuffixText
-from foredraft.drafters.token_recycling import TokenRecyclingDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
+from foredraft.drafters.text.per_request import GuidedDrafter
+from foredraft.drafters.text.suffix import SuffixText
+from foredraft.drafters.text.token_recycling import TokenRecyclingDrafter
 from foredraft.engine import fetch as engine_fetch
 from tests.exactness.drafting import SHAPES, Chosen, Drawn, TableDrafter
 from tests.exactness.engine_runs import PROMPT, generate

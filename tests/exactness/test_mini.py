@@ -15,7 +15,7 @@ import pytest
 import foredraft.mini as mini
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.none import NoDrafter
 from foredraft.models.table import TableModel
 from tests.exactness.engine_runs import generate

@@ -9,9 +9,9 @@ import pytest
 
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.draft_model import DraftModelDrafter
-from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from tests.exactness.drafting import SHAPES, Chosen, Drawn, TableDrafter
 from tests.exactness.engine_runs import generate, texts
 from tests.exactness.worlds import Tokens, World, world

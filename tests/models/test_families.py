@@ -142,8 +142,8 @@ def drafter_on(name: str, family: str, target: Target) -> Any:
 @functools.cache
 def head_of(family: str) -> Path:
     from foredraft.drafters.heads.base import TextBatch
-    from foredraft.drafters.heads.store import save_head
     from foredraft.drafters.registry import head_class
+    from foredraft.drafters.trained import save_head
     from foredraft.train.target import TrainingTarget
 
     source = TrainingTarget(new_target(family, "float32"), family, "its weights")

@@ -13,7 +13,7 @@ from foredraft import LLM, SamplingParams
 from foredraft.core.draws import DrawKey
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.load import load_models, plan_models
 from foredraft.models.base import ScoreRow, Scores

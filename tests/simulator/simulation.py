@@ -14,8 +14,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.traits import OWN
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy

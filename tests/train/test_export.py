@@ -11,7 +11,7 @@ import torch
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.eagle import EagleModule, read_published
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
-from foredraft.drafters.heads.store import identify, save_head
+from foredraft.drafters.trained import identify, save_head
 from foredraft.train.export import export_head
 from tests.drafters.heads import OUTPUT_IDS, TinySource, shaken, text_batch, tiny_target
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
-from foredraft.drafters.heads.store import finish_saving, identify, load_head, read_info
+from foredraft.drafters.trained import finish_saving, identify, load_head, read_info
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.target import TrainingTarget
 from tests.train.helpers import LinearHead, Watch, options_of, train, training_target

@@ -13,9 +13,9 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.heads.base import HeadModule, TextBatch
-from foredraft.drafters.heads.store import load_head
 from foredraft.drafters.registry import head_class, head_kinds
 from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.trained import load_head
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.options import checked_options
 from foredraft.train.target import TrainingTarget

@@ -16,7 +16,7 @@ from torch import Tensor
 import foredraft.system.files
 from foredraft.core.errors import CapabilityError, ConfigError, TrainingError
 from foredraft.drafters.heads.base import Prediction, TextBatch
-from foredraft.drafters.heads.store import load_head
+from foredraft.drafters.trained import load_head
 from foredraft.models.table import TableModel
 from foredraft.train.curves import draw_curves, read_curves
 from foredraft.train.learner import take_over

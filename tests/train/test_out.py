@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.heads.store import load_head, read_info
+from foredraft.drafters.trained import load_head, read_info
 from foredraft.models.files.progress import SilentProgress
 from foredraft.train.folder import check_out, move_aside, state_path
 from foredraft.train.options import TableOptions

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.table import next_hash
+from foredraft.drafters.text.table import next_hash
 from foredraft.models.files.progress import SilentProgress
 from foredraft.train.options import TableOptions
 from foredraft.train.table import _next_hashes, learn_table, measure, train_table

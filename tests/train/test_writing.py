@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.heads.store import TargetIdentity
+from foredraft.drafters.trained import TargetIdentity
 from foredraft.train.options import WriteOptions
 from foredraft.train.tasks import task_data
 from foredraft.train.texts import read_texts, shard_paths, write_shard

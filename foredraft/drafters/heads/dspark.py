@@ -49,8 +49,8 @@ from foredraft.drafters.heads.layers import (
     rotate,
 )
 from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.drafters.trained import HEAD_OPTION, trained_head
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, ModelShape
 
 _CONFIDENCE_STRIDE = 4

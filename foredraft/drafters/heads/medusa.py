@@ -24,8 +24,8 @@ from foredraft.drafters.grow import RANK_ACCEPTANCE, PlannedGrowth, best_first, 
 from foredraft.drafters.heads.base import HeadModule, HeadOption, HeadSource, Prediction, TextBatch
 from foredraft.drafters.heads.layers import RMSNorm, head_weights
 from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.drafters.trained import HEAD_OPTION, trained_head
 from foredraft.models.base import Capabilities, HeadTarget, ModelShape
 
 

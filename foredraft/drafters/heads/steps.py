@@ -28,8 +28,8 @@ from foredraft.drafters.grow import Growth, GrowthLimits, Guide
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.heads.store import HEAD_OPTION, named_folder, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
+from foredraft.drafters.trained import HEAD_OPTION, named_folder, trained_head
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights
 
 _HOTTEST = 2.0

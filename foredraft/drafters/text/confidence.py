@@ -57,7 +57,7 @@ class MatchConfidence:
 
 
 Shares = tuple[float, ...]
-"""By class of match length or distance (`foredraft.drafters.confidence`)."""
+"""By class of match length or distance (`foredraft.drafters.text.confidence`)."""
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
-from foredraft.drafters.chain import ChainDraft
-from foredraft.drafters.per_request import GuidedDrafter
-from foredraft.drafters.table import NgramTable, new_text
+from foredraft.drafters.model.chain import ChainDraft
+from foredraft.drafters.text.per_request import GuidedDrafter
+from foredraft.drafters.text.table import NgramTable, new_text
 from foredraft.models.base import ScoreRow, Scores
 
 MOST_GUESSES = 3

@@ -20,14 +20,14 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Drafter, DraftRow, Observation
-from foredraft.drafters.chain import ChainDrafter
-from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.heads.base import LARGEST_SIZE, CausalHead, HeadOption, HeadSource
 from foredraft.drafters.heads.layers import head_weights
 from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.heads.store import trained_head
+from foredraft.drafters.model.chain import ChainDrafter
+from foredraft.drafters.model.draft_model import DraftModelDrafter
+from foredraft.drafters.model.staged import MOST_GUESSES, Fit
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.drafters.staged import MOST_GUESSES, Fit
+from foredraft.drafters.trained import trained_head
 from foredraft.models.base import (
     Capabilities,
     Computed,
@@ -221,7 +221,7 @@ class AdaptedDrafter(SharedCacheDrafter):
     Args:
         module: the trained adapter.
         target: its target.
-        min_confidence: see `foredraft.drafters.chain.ChainDraft`.
+        min_confidence: see `foredraft.drafters.model.chain.ChainDraft`.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.per_request import PerRequestDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.drafters.text.per_request import PerRequestDrafter
 
 
 class NgramIndex:

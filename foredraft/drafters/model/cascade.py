@@ -23,7 +23,7 @@ from foredraft.drafters.base import (
     Observation,
     ReadingDrafter,
 )
-from foredraft.drafters.chain import ChainDraft, DraftCache
+from foredraft.drafters.model.chain import ChainDraft, DraftCache
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import ScoreRow, Target
 
@@ -87,7 +87,7 @@ class Cascade:
 
 
 class VerticalCascade(Cascade):
-    """See `foredraft.drafters.cascade`. Rows that still draft share a forward of the draft model.
+    """Cheap stages draft for a draft model. Rows that still draft share a forward of it.
 
     Args:
         guessers: stages that draft for the draft model, the cheapest first.
@@ -215,7 +215,7 @@ _MOST_WAITS = 4
 
 
 class HorizontalCascade(Cascade):
-    """See `foredraft.drafters.cascade`.
+    """See `foredraft.drafters.model.cascade`.
 
     Where nothing was drafted and a stage waits, which might have drafted, the cascade waits, too.
     """

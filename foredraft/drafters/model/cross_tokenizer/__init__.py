@@ -29,8 +29,11 @@ from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, ReadingDrafter
-from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
-from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Transcript
+from foredraft.drafters.model.cross_tokenizer.shared_vocabulary import (
+    RestrictedModel,
+    SharedVocabulary,
+)
+from foredraft.drafters.model.cross_tokenizer.transcript import CodecPair, Transcript
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 

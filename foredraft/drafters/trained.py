@@ -493,7 +493,7 @@ def _run_self_test(path: Path, head: HeadModule) -> None:
         )
 
 
-SHIPPED = Path(__file__).parents[2] / "heads"
+SHIPPED = Path(__file__).parents[1] / "heads"
 _EMBEDDINGS = "model.embed_tokens.weight"
 
 

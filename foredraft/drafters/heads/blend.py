@@ -17,9 +17,9 @@ from foredraft.drafters.base import DraftRow, Observation
 from foredraft.drafters.grow import SURE, GrowthLimits, Guide, best_first
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import GROWTH_OPTIONS, StepDrafter, growth_limits
-from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.drafters.table import NgramTable, found_table, new_text
+from foredraft.drafters.text.table import NgramTable, found_table, new_text
+from foredraft.drafters.trained import HEAD_OPTION, trained_head
 from foredraft.models.base import Capabilities, HeadTarget
 
 

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.confidence import MatchConfidence, priors
 from foredraft.drafters.grow import NODE_COST, Guide
-from foredraft.drafters.per_request import GuidedDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.drafters.text.confidence import MatchConfidence, priors
+from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, write_manifest
 from foredraft.models.files.progress import Progress, SilentProgress
 

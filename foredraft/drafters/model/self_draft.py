@@ -27,10 +27,10 @@ from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.chain import ChainDraft
+from foredraft.drafters.model.chain import ChainDraft
+from foredraft.drafters.model.staged import GUESSED, MOST_GUESSES, Fit, StagedDrafter, text_guesser
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
-from foredraft.drafters.staged import GUESSED, MOST_GUESSES, Fit, StagedDrafter, text_guesser
-from foredraft.drafters.table import NgramTable, found_table
+from foredraft.drafters.text.table import NgramTable, found_table
 from foredraft.kernels.build import describe_instructions
 from foredraft.models.base import (
     Capabilities,

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.cache.base import Cache
 from foredraft.core.errors import VocabularyMismatchError
 from foredraft.core.proposal import Renaming
-from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Specials
+from foredraft.drafters.model.cross_tokenizer.transcript import CodecPair, Specials
 from foredraft.drafters.spec import TextCodec
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 

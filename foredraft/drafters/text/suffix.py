@@ -20,10 +20,10 @@ from safetensors.numpy import save_file
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.confidence import MatchConfidence, priors
 from foredraft.drafters.grow import NODE_COST, Guide
-from foredraft.drafters.per_request import GuidedDrafter, PerTenant
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
+from foredraft.drafters.text.confidence import MatchConfidence, priors
+from foredraft.drafters.text.per_request import GuidedDrafter, PerTenant
 
 SEPARATOR = -1
 """Goes between texts that share an automaton; never drafted, never matched."""

@@ -25,12 +25,11 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
-from foredraft.drafters.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.heads.distilled import DraftModelModule
 from foredraft.drafters.heads.steps import StepDrafter, growth_limits
-from foredraft.drafters.heads.store import trained_head
-from foredraft.drafters.per_request import GuidedDrafter
+from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
+from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
 from foredraft.drafters.spec import (
     DrafterContext,
     DrafterSpec,
@@ -38,8 +37,9 @@ from foredraft.drafters.spec import (
     checked_flag,
     checked_ms,
 )
-from foredraft.drafters.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
-from foredraft.drafters.table import found_table
+from foredraft.drafters.text.per_request import GuidedDrafter
+from foredraft.drafters.text.table import found_table
+from foredraft.drafters.trained import trained_head
 from foredraft.kernels.build import describe_instructions
 from foredraft.models.base import ApartTarget, HeadTarget, ScoreRow, Scores, Target, read
 from foredraft.models.files.kept import recipe_of, this_week
@@ -64,7 +64,7 @@ class DraftModelDrafter(StagedDrafter):
         fit: how well it drafts.
         guesser: see `StagedDrafter`.
         vocab_size: of the target; None: the draft model's own.
-        min_confidence: see `foredraft.drafters.chain.ChainDraft`.
+        min_confidence: see `foredraft.drafters.model.chain.ChainDraft`.
     """
 
     def __init__(

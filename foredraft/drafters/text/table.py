@@ -24,9 +24,12 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.confidence import MatchConfidence
 from foredraft.drafters.grow import NODE_COST, Guide
-from foredraft.drafters.heads.store import (
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.drafters.text.confidence import MatchConfidence
+from foredraft.drafters.text.per_request import GuidedDrafter
+from foredraft.drafters.text.suffix import SuffixPlace, SuffixText
+from foredraft.drafters.trained import (
     WEIGHTS,
     TargetIdentity,
     check_kind,
@@ -37,9 +40,6 @@ from foredraft.drafters.heads.store import (
     read_info,
     shipped_head,
 )
-from foredraft.drafters.per_request import GuidedDrafter
-from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.drafters.suffix import SuffixPlace, SuffixText
 from foredraft.models.base import Capabilities
 
 KIND = "table"
@@ -75,7 +75,7 @@ class NgramTable:
         tokens_CK: uint16 or int32 ids, the likeliest first.
         chances_CK: uint8, in 255ths; 0: there is no such successor.
         shares: how often the likeliest token came, by situation and tenths of its chance, in
-            "greedy" text and in "sampled"; see `foredraft.drafters.table.opinions`.
+            "greedy" text and in "sampled"; see `foredraft.drafters.text.table.opinions`.
     """
 
     def __init__(
