@@ -58,6 +58,11 @@ class EventStream:
         self._num_live -= event.result is not None
         return event
 
+    async def cut(self) -> None:
+        """End unfinished replies. Their last events come, with finish reason "cancelled"."""
+        if self._num_live:
+            self._abort()
+
     async def aclose(self) -> None:
         """Abort unfinished requests."""
         self._close()

@@ -72,6 +72,23 @@ def test_every_request_gets_one_answer(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
+def test_a_request_that_the_server_could_not_answer_is_asked_again(tmp_path: Path) -> None:
+    path, output = write(tmp_path / "in.jsonl", [request("a"), request("bad")]), tmp_path / "out"
+
+    async def busy(asked: BatchRequest) -> Answer:
+        return Answer(400 if "bad" in asked.custom_id else 503, {})
+
+    assert run(path, output, busy).failed == 2
+    with AnswerFile(output) as answers:
+        assert (answers.answered, answers.num_failed) == ({"bad"}, 1)
+    summary = run(path, output)
+    assert (summary.answered, summary.failed, summary.skipped) == (1, 0, 1)
+    statuses = {line["custom_id"]: line["response"]["status_code"] for line in lines(output)}
+    assert statuses == {"a": 200, "bad": 400}, "the later answer counts"
+    with AnswerFile(output) as answers:
+        assert answers.answered == {"a", "bad"}
+
+
 def test_so_many_at_a_time_and_no_more(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request(str(i)) for i in range(20)])
     running, most = 0, 0
@@ -111,7 +128,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, torn: str) -> N
 def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with AnswerFile(output) as first:
-        first.add(BatchRequest("a", URL, {}), Answer(500, {"error": {"message": "no"}}))
+        first.add(BatchRequest("a", URL, {}), Answer(400, {"error": {"message": "no"}}))
         with pytest.raises(ConfigError, match="another run is writing"):
             AnswerFile(output)
     with AnswerFile(output) as later:

@@ -64,7 +64,7 @@ def run_batch_file(
     After an interrupt the same command continues: requests with an answer in the output are
     skipped.
 
-    The exit status is 1 when a request failed; its answer says why.
+    The exit status is 1 when the output holds a failed request; its answer says why.
 
     Examples:
 
@@ -97,7 +97,7 @@ def run_batch_file(
                 say(said, stderr=True)
                 raise
     _report(summary, answers.num_failed, seconds, output, as_json)
-    if summary.failed:
+    if summary.failed or answers.num_failed:
         raise typer.Exit(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import ssl
 import sys
@@ -32,10 +33,11 @@ _PANELS = {
         *("api_key_file", "allow_no_key", "allowed_hosts", "cors_origins", "share_between_keys"),
         *("ssl_certfile", "ssl_keyfile"),
     ),
-    "Server": ("host", "port", "served_model_names", "request_metrics", "reasoning_content",
+    "Server": ("host", "port", "page", "served_model_names", "request_metrics", "reasoning_content",
                "prove_every", "otlp_traces_endpoint"),
 }  # fmt: skip
 _NAMES = {"request_metrics": "--per-request-spec-decode-metrics"}
+_INTERRUPTED = 130
 _LOADING = replace(o.loading(), defaults={"max_batch_size": 16})
 
 
@@ -124,7 +126,7 @@ def _serve_cluster(
 def _run(load: LoadModel, settings: ServerSettings) -> None:
     """Serve until the server is stopped."""
     from foredraft.server.app import create_app
-    from foredraft.server.run import new_server
+    from foredraft.server.run import bind, new_server
 
     def ended_or_ready(context: ServerContext) -> None:
         if context.failure is not None:
@@ -133,8 +135,12 @@ def _run(load: LoadModel, settings: ServerSettings) -> None:
             server.when_listening(partial(_greet, context))
 
     app = create_app(load, settings, ended_or_ready)
-    server = new_server(app)
-    server.run()
+    server, listening = new_server(app), bind(settings)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        if app.state.context.is_loading:  # nothing can stop the thread that loads
+            os._exit(_INTERRUPTED)
     failure = app.state.context.failure
     if failure is not None:
         raise failure
@@ -163,7 +169,7 @@ def _check_certificate(settings: ServerSettings) -> None:
 def _greet(context: ServerContext, address: str) -> None:
     lines = [
         f"Serving {context.model_names[0]} with drafter {context.llm.drafter_name}",
-        f"  page       {address}/",
+        *([f"  page       {address}/"] if context.settings.has_page else []),
         f"  OpenAI     {address}/v1",
         f"  Anthropic  {address}",
     ]

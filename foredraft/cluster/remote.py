@@ -144,6 +144,10 @@ class RemoteReplies(AsyncIterator[Event]):
         self._num_live -= item.result is not None
         return item
 
+    async def cut(self) -> None:
+        """As `aclose`: an engine elsewhere sends no result of a reply that is cancelled."""
+        await self.aclose()
+
     async def aclose(self) -> None:
         """Abort unfinished replies."""
         if self._num_live:

@@ -88,7 +88,8 @@ class RequestOptions:
     """Options of a request beyond its prompt and its parameters.
 
     Attributes:
-        tenant: the owner of the request; tenants share no cached text.
+        tenant: whose request it is; tenants share no cached text. The part before the first "/"
+            names its owner, and owners take turns in the queue: see `Scheduler`.
         priority: requests of higher numbers go first.
         session: the conversation that it belongs to.
         policy: the controller and drafters for it; None: the engine's own policy.
@@ -105,6 +106,11 @@ class RequestOptions:
     prefix_caching: bool = True
     source: Source | None = None
     so_far: ReplySoFar | None = None
+
+    @property
+    def owner(self) -> str | None:
+        """The owner that the tenant names; None: no tenant is named."""
+        return None if self.tenant is None else self.tenant.partition("/")[0]
 
 
 @dataclass(frozen=True)

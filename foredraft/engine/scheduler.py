@@ -16,9 +16,9 @@ MAX_STEP_TOKENS = 512
 """Most prompt tokens of a step. It bounds the time between two tokens of a row, and the memory of a
 forward."""
 
-PRIORITY_STEPS = 1000
-"""One level of priority counts like an arrival this many steps earlier. So no request starves: one
-that has waited long enough goes before all new ones."""
+PRIORITY_ROUNDS = 1000
+"""One level of priority counts like an arrival this many requests earlier. So no request starves:
+one that has waited long enough goes before all new ones."""
 
 MAX_PRIORITY = 16
 """Priorities beyond this one and its negative are clipped: the head start is bounded."""
@@ -33,6 +33,10 @@ MustWait = Callable[[Request, Sequence[Request]], bool]
 
 class Scheduler:
     """One order of requests for everything: earlier arrival and higher priority go first.
+
+    Owners take turns: a request's round is that of the request that was admitted last, or the one
+    behind its owner's last request, whichever is later (self-clocked fair queueing, Golestani
+    1994). So an owner who sends a hundred requests delays another owner by a single one.
 
     The order of two requests never changes. So the others never delay the first: it is admitted
     first, reads first, and is preempted last.
@@ -60,13 +64,15 @@ class Scheduler:
         self._by_id: dict[int, Request] = {}
         self._num_waiting: Counter[Policy | None] = Counter()  # by those that share their steps
         self._arrivals = itertools.count()
-        self._num_steps = 0
+        self._round = 0  # of the request that was admitted last
+        self._last_round: dict[str | None, int] = {}  # by owner, where it lies ahead
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        priority = max(-MAX_PRIORITY, min(request.options.priority, MAX_PRIORITY))
-        came = self._num_steps - PRIORITY_STEPS * priority
-        request.order = (came, next(self._arrivals))
+        owner = request.options.owner
+        turn = max(self._round, self._last_round.get(owner, -1) + 1)
+        self._last_round[owner] = turn
+        request.order = (turn - _head_start(request), next(self._arrivals))
         self._by_id[request.request_id] = request
         self._wait(request)
 
@@ -92,6 +98,9 @@ class Scheduler:
         """Move a waiting request into the batch."""
         self._stop_waiting(request)
         insort(self._running, request, key=_order)
+        self._round = max(self._round, request.order[0] + _head_start(request))
+        ahead = {owner: last for owner, last in self._last_round.items() if last >= self._round}
+        self._last_round = ahead
 
     def preempt(self, request: Request) -> None:
         """Move a running request back to its position among the waiting."""
@@ -115,7 +124,6 @@ class Scheduler:
         Args:
             policy: the policy that the step is made for.
         """
-        self._num_steps += 1
         present = [row for row in self._running if self._waiting or _apart(row) in (None, policy)]
         left = self._max_step_tokens - sum(row.num_pending == 1 for row in present)
         left = max(left, self._max_step_tokens // _LEAST_SHARE, 1)
@@ -145,6 +153,13 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._stop_waiting(request)
+            self._give_back(request.options.owner)
+
+    def _give_back(self, owner: str | None) -> None:
+        """Forget the rounds of an owner's cancelled requests."""
+        waiting = [row for row in self._waiting if row.options.owner == owner]
+        last = max((row.order[0] + _head_start(row) for row in waiting), default=self._round - 1)
+        self._last_round[owner] = last
 
     def find(self, request_id: int) -> Request | None:
         return self._by_id.get(request_id)
@@ -156,6 +171,11 @@ class Scheduler:
 def _apart(request: Request) -> Policy | None:
     """The policy of a request that stays apart; None: the request runs with all others."""
     return request.policy if request.policy.is_apart else None
+
+
+def _head_start(request: Request) -> int:
+    """The rounds that a request's priority is worth."""
+    return PRIORITY_ROUNDS * max(-MAX_PRIORITY, min(request.options.priority, MAX_PRIORITY))
 
 
 def _order(request: Request) -> tuple[int, int]:

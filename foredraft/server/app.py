@@ -23,7 +23,7 @@ from foredraft.server.context import ServerContext, StepFeed
 from foredraft.server.dialects import chat, completions, messages, responses, tokenize
 from foredraft.server.engine import LoadEngine
 from foredraft.server.errors import ApiError, answer
-from foredraft.server.gate import AccessLog, BodyLimits, Gate
+from foredraft.server.gate import REQUEST_IDS, AccessLog, BodyLimits, Gate
 from foredraft.server.page_routes import include_page, is_page_file
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import TraceParents
@@ -68,7 +68,8 @@ def create_app(
         )
 
     app = api_app(load_here, settings, when_loaded)
-    include_page(app, app.state.context, lambda: loaded[0])
+    if app.state.context.settings.has_page:
+        include_page(app, app.state.context, lambda: loaded[0])
     return app
 
 
@@ -92,6 +93,7 @@ def api_app(
         try:
             yield
         finally:
+            starting.cancel()  # the thread that loads is left behind: nothing can stop it
             await asyncio.wait((starting,))
             await context.stop()
 
@@ -138,7 +140,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # the official SDKs send a dozen of their own (x-stainless-…)
-            expose_headers=[IGNORED_HEADER, "retry-after", "x-should-retry"],
+            expose_headers=[IGNORED_HEADER, "retry-after", "x-should-retry", *REQUEST_IDS],
         )
     app.add_middleware(AccessLog, metrics=context.metrics)
     if context.spans.sends:

@@ -3,7 +3,8 @@
 A line of the input is ``{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body":
 {…}}``. A line of the output is ``{"id": …, "custom_id": …, "response": {"status_code": …,
 "request_id": …, "body": {…}}, "error": null}``. Answers are appended as they come, in any order.
-A request whose answer is in the output is not run again.
+A request whose answer is in the output is not run again, but for answers that say that the
+server could not answer then (408, 409, 429 and 500 to 599): the later answer counts.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class AnswerFile:
         path: the file, which is created if it does not exist.
 
     Attributes:
-        answered: ids of the requests whose answers it holds.
-        num_failed: how many of the answers of earlier runs are errors.
+        answered: ids of the requests whose answers it holds, but for those to be asked again.
+        num_failed: how many of the answers of earlier runs are errors that stay.
 
     Raises:
         ConfigError: the file holds something else, or another run is writing to it.
@@ -191,8 +192,10 @@ class AnswerFile:
                 break  # cut off when it was written
             try:
                 value = json.loads(line)
-                self.answered.add(value["custom_id"])
-                self.num_failed += value["response"]["status_code"] != 200
+                custom_id, status = value["custom_id"], value["response"]["status_code"]
+                if not _may_succeed_later(status):
+                    self.answered.add(custom_id)
+                    self.num_failed += status != 200
             except (ValueError, LookupError, TypeError):
                 raise ConfigError(
                     f"line {number} of {path} is no answer of a batch: give another --output, or "
@@ -200,6 +203,11 @@ class AnswerFile:
                 ) from None
             end += len(line)
         return end
+
+
+def _may_succeed_later(status: int) -> bool:
+    """Whether the same request may get a reply another time."""
+    return status in (408, 409, 429) or status >= 500
 
 
 @dataclass
@@ -240,7 +248,7 @@ async def run_batch(
     """Run the requests that have no answer yet, several at a time.
 
     Args:
-        ask: answers one request; an exception of it ends the run.
+        ask: answers one request.
         concurrency: most requests under way.
         on_answer: called after each answer was written.
     """
@@ -276,7 +284,7 @@ async def in_process(new_app: Callable[..., FastAPI]) -> AsyncIterator[Ask]:
 
     loaded = asyncio.Event()
     app = new_app(when_loaded=lambda context: loaded.set())
-    calls = httpx.ASGITransport(app)
+    calls = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=calls, base_url="http://127.0.0.1") as client,

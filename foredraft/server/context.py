@@ -8,8 +8,10 @@ import hashlib
 import logging
 import re
 import secrets
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Protocol, TypeVar
 
@@ -62,8 +64,13 @@ class Abortable(Protocol):
         """End it; its reader gets ``error``."""
         ...
 
+    async def expire(self, error: ApiError) -> None:
+        """End it because its time is over; its reader gets all that is there, or ``error``."""
+        ...
+
 
 A = TypeVar("A", bound=Abortable)
+T = TypeVar("T")
 
 
 class ServerContext:
@@ -87,7 +94,7 @@ class ServerContext:
     ) -> None:
         self.settings, self._load = settings, load
         self._salt = salt or secrets.token_bytes(32)
-        self.keys = ApiKeys.of(settings, self._salt)
+        self.keys = ApiKeys.of(settings)
         self.steps = StepFeed()
         self.metrics = Metrics()
         self.steps.add(self.metrics.add_step)
@@ -97,11 +104,12 @@ class ServerContext:
         self._engine: ServedEngine | None = None
         self._is_draining, self._is_hurried = False, False
         self._live: set[Abortable] = set()
+        self._num_live_of: Counter[str] = Counter()  # replies, by key
 
     async def start(self) -> None:
         """Load the model; if that fails, `failure` holds the exception."""
         try:
-            engine = await asyncio.to_thread(self._load, self)
+            engine = await _on_a_thread_that_may_be_left(lambda: self._load(self))
             self.metrics.watch(engine)
             self._engine = engine
         except Exception as error:
@@ -117,6 +125,10 @@ class ServerContext:
     @property
     def is_ready(self) -> bool:
         return self._engine is not None and not self._is_draining and self._is_healthy
+
+    @property
+    def is_loading(self) -> bool:
+        return self._engine is None and self.failure is None
 
     @property
     def is_live(self) -> bool:
@@ -198,7 +210,11 @@ class ServerContext:
         owner = None if self.settings.share_between_keys else key_id
         if owner is None and salt is None:
             return None
-        text = f"{owner or ''}\0{salt or ''}"
+        # The engine lets owners take turns: the part before "/" is the key's alone.
+        return f"{self._digest(owner)}/{self._digest(owner, salt)}"
+
+    def _digest(self, *parts: object) -> str:
+        text = "\0".join(str(part or "") for part in parts)
         return hashlib.sha256(self._salt + text.encode("utf-8", "replace")).hexdigest()[:32]
 
     @contextlib.asynccontextmanager
@@ -218,19 +234,46 @@ class ServerContext:
             ApiError: 503 while the server cannot serve.
             QueueFullError, PromptError, ConfigError: as `ServedEngine.open_all`.
         """
-        generation = await Generation.open(
-            *(self.engine, prompts, params, tenant, priority, session), scores_only=scores_only
-        )
+        with self._counted(tenant, len(prompts) * params.n):
+            generation = await Generation.open(
+                *(self.engine, prompts, params, tenant, priority, session), scores_only=scores_only
+            )
+            try:
+                async with self.under_way(generation):
+                    yield generation
+            finally:
+                try:
+                    await generation.aclose()
+                finally:  # a client that left has cancelled this task
+                    self.metrics.add_request(generation)
+
+    @contextlib.contextmanager
+    def _counted(self, tenant: str | None, num_replies: int) -> Iterator[None]:
+        """Counts the live replies of a key.
+
+        Raises:
+            ApiError: 429: it has as many as one key may have.
+        """
+        owner, most = (tenant or "").partition("/")[0], self.settings.max_live_per_key
+        num_live = self._num_live_of[owner] + num_replies
+        if owner and most and num_live > most:
+            raise ApiError(
+                429,
+                f"{num_live} replies of this key would be under way, and {most} are the most: try "
+                "again when one has ended",
+                code="too_many_of_this_key",
+                headers={"Retry-After": "1"},
+            )
+        self._num_live_of[owner] = num_live
         try:
-            async with self.under_way(generation):
-                yield generation
+            yield
         finally:
-            await generation.aclose()
-            self.metrics.add_request(generation)
+            self._num_live_of[owner] -= num_replies
+            self._num_live_of += Counter()  # forgets those without any
 
     @contextlib.asynccontextmanager
     async def under_way(self, work: A) -> AsyncIterator[A]:
-        """Work that a drain waits for. It is aborted after `ServerSettings.request_timeout`."""
+        """Work that a drain waits for. It expires after `ServerSettings.request_timeout`."""
         late = ApiError(
             408,
             f"the reply was not over after {self.settings.request_timeout:g} seconds",
@@ -240,7 +283,7 @@ class ServerContext:
         loop, aborts = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         timer = loop.call_later(
             self.settings.request_timeout,
-            lambda: aborts.add(loop.create_task(work.abort(late))),
+            lambda: aborts.add(loop.create_task(work.expire(late))),
         )
         self._live.add(work)
         try:
@@ -265,3 +308,34 @@ class ServerContext:
     def hurry(self) -> None:
         """End a drain: abort the requests under way."""
         self._is_hurried = True
+
+
+async def _on_a_thread_that_may_be_left(call: Callable[[], T]) -> T:
+    """Call a function on a thread. Nothing waits for the thread when the caller is cancelled, or
+    when the process ends.
+
+    `asyncio.to_thread` takes a thread of the pool, which the event loop joins when it closes.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result: T | None = None
+        problem: BaseException | None = None
+        try:
+            result = call()
+        except BaseException as error:
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, problem)
+
+    threading.Thread(target=run, name="foredraft-load", daemon=True).start()
+    return await done

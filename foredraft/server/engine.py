@@ -51,6 +51,10 @@ class ServedReplies(Protocol):
 
     async def __anext__(self) -> Event: ...
 
+    async def cut(self) -> None:
+        """End unfinished replies, whose results may still come with the text that they have."""
+        ...
+
     async def aclose(self) -> None:
         """Abort unfinished replies."""
         ...

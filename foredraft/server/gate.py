@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from ipaddress import ip_address
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.core.errors import ConfigError
@@ -22,39 +23,49 @@ from foredraft.server.metrics import Metrics
 from foredraft.server.settings import ServerSettings
 
 _MIN_KEY = 8
-_ID_DIGITS = 12
+_NAMED_KEY = re.compile(r"([A-Za-z][\w.-]{0,63}):(\S+)")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 _STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _log = logging.getLogger("foredraft.server.access")
+REQUEST_IDS = ("x-request-id", "request-id")
+"""Headers with the id of a request: OpenAI's clients read the first, Anthropic's the second."""
 _UNKNOWN = "unknown"
+_DISCARD_SECONDS = 2.0
 
 
 class ApiKeys:
-    """The keys that open the server, kept as digests under a secret.
+    """The keys that open the server, kept as digests under a secret of this process.
 
-    The ids of keys are parts of these digests. The secret keeps a reader of the log from comparing
-    an id with guessed keys.
+    The id of a key is its name, or its number where it has none. So an id in a log reveals nothing
+    of the key, and stays the same when the server starts again.
 
     Args:
-        keys: as clients send them.
-        secret: None: one of this process.
+        keys: as clients send them, or ``name:key``.
 
     Raises:
-        ConfigError: one is too short to be a secret, or holds characters that no header carries.
+        ConfigError: one is too short to be a secret, or holds characters that no header carries, or
+            two have one name.
     """
 
-    def __init__(self, keys: Iterable[str], secret: bytes | None = None) -> None:
-        self._secret = secret or secrets.token_bytes(32)
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._secret = secrets.token_bytes(32)
         self._digests: list[bytes] = []
-        for number, key in enumerate(keys, 1):
+        self._ids: list[str] = []
+        for number, line in enumerate(keys, 1):
+            named = _NAMED_KEY.fullmatch(line)
+            key_id, key = (named[1], named[2]) if named else (f"key-{number}", line)
+            if key_id in self._ids:
+                raise ConfigError(f"two API keys are named {key_id!r}: give each a name of its own")
             if len(key) < _MIN_KEY or not re.fullmatch(r"[!-~]+", key):
                 raise ConfigError(
                     f"API key {number} is no secret that a header can carry: it must have "
                     f"{_MIN_KEY} or more printable ASCII characters"
                 )
             self._digests.append(self._digest(key))
+            self._ids.append(key_id)
 
     @classmethod
-    def of(cls, settings: ServerSettings, secret: bytes | None = None) -> ApiKeys:
+    def of(cls, settings: ServerSettings) -> ApiKeys:
         """The keys that the file and the environment hold.
 
         Raises:
@@ -78,29 +89,31 @@ class ApiKeys:
                 f"host {settings.host} can be reached from other machines: give --api-key-file, or "
                 "--allow-no-key if anybody may use it"
             )
-        return cls(keys, secret)
+        return cls(keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def id_of(self, key: str) -> str | None:
-        """An id of the key that does not reveal it; None if the key is not known.
+        """The id of a key; None if the key is not known.
 
         The key is compared with every known one, each time in constant time.
         """
         digest = self._digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest.hex()[:_ID_DIGITS] if any(matches) else None
+        return self._ids[matches.index(True)] if any(matches) else None
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
 
 
 class Gate:
-    """Middleware that checks the API key, and the host name that the client called.
+    """Middleware that checks the API key, or, without keys, the host name that the client called.
 
-    Every path requires a key, except where ``is_open`` says otherwise. The id of the key becomes
-    ``key_id`` in the request's state.
+    A web page that points its own name at this machine has no key, so keys make the check of names
+    needless: behind a proxy or in a cluster a server has many names. Every path requires a key,
+    except where ``is_open`` says otherwise. The id of the key becomes ``key_id`` in the request's
+    state.
     """
 
     def __init__(
@@ -111,6 +124,7 @@ class Gate:
         is_open: Callable[[str], bool],
     ) -> None:
         self._app, self._keys, self._is_open = app, keys, is_open
+        self._max_header_bytes = settings.max_header_bytes
         self._hosts = {host.lower() for host in settings.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,12 +136,25 @@ class Gate:
             return
         headers = Headers(scope=scope)
         try:
-            self._check_host(headers)
+            self._check_size(scope)
+            if not self._keys:
+                self._check_host(headers)
             scope.setdefault("state", {})["key_id"] = self._check_key(scope["path"], headers)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    def _check_size(self, scope: Scope) -> None:
+        """uvicorn bounds only headers that come in several pieces."""
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > self._max_header_bytes:
+            raise ApiError(
+                431,
+                f"the headers have {size} bytes; this server allows {self._max_header_bytes}",
+                code="headers_too_large",
+                headers={"Connection": "close"},
+            )
 
     def _check_host(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
@@ -144,7 +171,8 @@ class Gate:
         if not self._keys:
             return None
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        token = token.strip() if scheme.lower() == "bearer" else ""
+        key = token or headers.get("x-api-key") or headers.get("api-key", "")  # Azure's
         key_id = self._keys.id_of(key) if key else None
         if key_id is None and not self._is_open(path):
             what = "the API key is not known here" if key else "an API key is needed"
@@ -189,7 +217,8 @@ class BodyLimits:
         try:
             body = await self._read(Headers(scope=scope), receive)
         except ApiError as error:
-            error.headers["Connection"] = "close"  # the rest of the body is not read
+            error.headers["Connection"] = "close"
+            await _discard(receive, 4 * self._settings.max_body_bytes)
             await error.response(scope["path"])(scope, receive, send)
             return
         if body is None:
@@ -205,6 +234,8 @@ class BodyLimits:
         """The body; None if the client has left."""
         limit = self._settings.max_body_bytes
         named = headers.get("content-length", "")
+        if named and "transfer-encoding" in headers:  # RFC 9112, 6.1: it may be smuggled
+            raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
         if named.isdecimal() and int(named[:20]) > limit:
             raise _too_large(limit)
         try:
@@ -217,6 +248,8 @@ class BodyLimits:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, f"content-type is {kind!r:.100}; it must be application/json")
+        if b"\0" in body:  # as UTF-16 and UTF-32 have; in JSON it is escaped
+            raise ApiError(400, "the body must be JSON in UTF-8", code="not_utf8")
         if await asyncio.to_thread(_is_deeper, body, self._settings.max_depth):
             raise ApiError(
                 400,
@@ -240,6 +273,18 @@ async def _collect(receive: Receive, limit: int) -> bytes | None:
             return b"".join(chunks)
 
 
+async def _discard(receive: Receive, most: int) -> None:
+    """Read the rest of a body up to ``most`` bytes: a client that still sends reads no answer."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while size < most:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+
+
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
 
@@ -261,9 +306,10 @@ def _is_deeper(body: bytes, limit: int) -> bool:
 
 
 class AccessLog:
-    """Middleware that logs and counts answers by route.
+    """Middleware that logs and counts answers by route, and gives each request an id.
 
-    The log never holds text of a client. That includes paths that are no route.
+    The id is the client's ``x-request-id``, or a new one. The answer and the line of the log carry
+    it. Otherwise the log never holds text of a client. That includes paths that are no route.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -273,12 +319,16 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 0
+        began, status, request_id = time.perf_counter(), 0, _request_id(scope)
+        scope.setdefault("state", {}).update(request_id=request_id, began=began)
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name in REQUEST_IDS:
+                    headers[name] = request_id
             await send(message)
 
         try:
@@ -290,6 +340,11 @@ class AccessLog:
                 _log.info(json.dumps(_line(scope, route, status, time.perf_counter() - began)))
 
 
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
 def _line(scope: Scope, route: str, status: int, seconds: float) -> dict[str, Any]:
     return {
         "method": scope["method"] if scope["method"].isalpha() else _UNKNOWN,
@@ -298,4 +353,5 @@ def _line(scope: Scope, route: str, status: int, seconds: float) -> dict[str, An
         "ms": round(seconds * 1000, 1),
         "client": (scope.get("client") or (None,))[0],
         "key": scope.get("state", {}).get("key_id"),
+        "request_id": scope.get("state", {}).get("request_id"),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
@@ -62,6 +62,7 @@ class Generation:
         self.num_prompt_tokens = sum(prompt_sizes)
         self.began = time.perf_counter()
         self._error: ApiError | None = None
+        self._is_late = False
         self._num_open = len(self.replies)
         self._paced: Paced | None = None
 
@@ -124,6 +125,8 @@ class Generation:
             event = await anext(self._stream)
         except StopAsyncIteration:
             raise self._ended from None
+        if self._is_late:
+            event = _as_long_as_it_is(event)
         index = self._indices[event.request_id]
         self.replies[index].add(event)
         if event.result is not None:
@@ -142,6 +145,12 @@ class Generation:
         self._error = self._error or error
         await self._stream.aclose()
 
+    async def expire(self, error: ApiError) -> None:
+        """End all replies early, as ones that are long enough. The reader of a reply without any
+        token gets ``error``."""
+        self._error, self._is_late = self._error or error, True
+        await self._stream.cut()
+
     @property
     def _ended(self) -> ApiError:
         return self._error or ApiError(503, "the reply was ended", code="cancelled")
@@ -154,6 +163,14 @@ class Generation:
             raise ApiError(400, text, param=result.error_field, code=result.error_code)
         if result.finish_reason == "error":
             raise ApiError(500, f"the reply failed: {result.error}", code="generation_failed")
+
+
+def _as_long_as_it_is(event: Event) -> Event:
+    """The end of a reply whose time was over: it keeps its text."""
+    result = event.result
+    if result is None or result.finish_reason != "cancelled" or not result.token_ids:
+        return event
+    return replace(event, result=replace(result, finish_reason="length"))
 
 
 def _scoring(

@@ -16,22 +16,31 @@ from foredraft.server.errors import unavailable
 from foredraft.server.wire import JsonResponse
 from foredraft.version import __version__
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/live"})
 """For probes, which carry no key."""
 
 probes = APIRouter()
 router = APIRouter()
 
 
-@probes.head("/health", include_in_schema=False)
-@probes.get("/health")
-async def health(context: Context, ready: str = "0") -> Response:
-    """Whether the process is healthy. With ``?ready``, as `/ready`."""
-    if ready.lower() not in ("0", "false"):
-        return await is_ready(context)
+@probes.head("/live", include_in_schema=False)
+@probes.get("/live")
+async def live(context: Context) -> Response:
+    """Whether the process is well: while it is not, only a restart helps."""
     if not context.is_live:
         raise unavailable("the engine has stopped; see the server's log", "not_live")
     return JsonResponse({"status": "ok"})
+
+
+@probes.head("/health", include_in_schema=False)
+@probes.get("/health")
+async def health(context: Context, ready: str = "0") -> Response:
+    """Whether the process is well and the model loaded. With ``?ready``, as `/ready`."""
+    if ready.lower() not in ("0", "false"):
+        return await is_ready(context)
+    if context.is_live and context.is_loading:
+        raise unavailable("the model is still being loaded", "loading")
+    return await live(context)
 
 
 @probes.head("/ready", include_in_schema=False)

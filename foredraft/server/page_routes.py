@@ -6,7 +6,9 @@ and data of other sites out.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -86,7 +88,8 @@ class _Page:
 
     def __init__(self, context: ServerContext, llm: Callable[[], LLM]) -> None:
         self._context, self._llm = context, llm
-        self._num_runs = 0
+        self._num_runs = self._num_forwards = 0
+        self._forward = asyncio.Lock()
 
     @cached_property
     def _lanes(self) -> Lanes:
@@ -108,12 +111,7 @@ class _Page:
             ConfigError, PromptError: it cannot be run.
         """
         if self._num_runs >= MAX_RUNS:
-            raise ApiError(
-                429,
-                f"{MAX_RUNS} runs of the page are under way: try again in a moment",
-                code="too_many_runs",
-                headers={"Retry-After": "2"},
-            )
+            raise _too_many(MAX_RUNS, "runs")
         self._num_runs += 1
         self._context.metrics.page_runs.inc()
         try:
@@ -132,6 +130,31 @@ class _Page:
             self._num_runs -= 1
             self._context.metrics.page_runs.dec()
 
+    @asynccontextmanager
+    async def one_forward(self) -> AsyncIterator[None]:
+        """One forward of the page at a time: each takes a turn of the engine.
+
+        Raises:
+            ApiError: 429: too many wait already.
+        """
+        if self._num_forwards >= MAX_RUNS:
+            raise _too_many(MAX_RUNS, "forwards")
+        self._num_forwards += 1
+        try:
+            async with self._forward:
+                yield
+        finally:
+            self._num_forwards -= 1
+
+
+def _too_many(most: int, kind: str) -> ApiError:
+    return ApiError(
+        429,
+        f"{most} {kind} of the page are under way: try again in a moment",
+        code=f"too_many_{kind}",
+        headers={"Retry-After": "2"},
+    )
+
 
 class _Run:
     """A run of the page, which a drain or a timeout may end: see `ServerContext.under_way`."""
@@ -141,6 +164,8 @@ class _Run:
 
     async def abort(self, error: ApiError) -> None:
         self._error = self._error or error
+
+    expire = abort
 
     def check(self) -> None:
         """Raise the error that ended the run, if any."""
@@ -197,7 +222,8 @@ def include_page(app: FastAPI, context: ServerContext, llm: Callable[[], LLM]) -
 
     @router.post("/page/forward")
     async def forward(body: ForwardBody) -> Response:
-        ms = await run_in_threadpool(lambda: page.lanes.forward_ms(body.num_tokens))
+        async with page.one_forward():
+            ms = await run_in_threadpool(lambda: page.lanes.forward_ms(body.num_tokens))
         return JsonResponse({"num_tokens": body.num_tokens, "ms": round(ms, 3)})
 
     app.include_router(router)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -16,9 +17,11 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from foredraft.core.errors import ConfigError
 from foredraft.server.context import ServerContext
 from foredraft.server.errors import unavailable
 from foredraft.server.info import OPEN_PATHS
+from foredraft.server.settings import ServerSettings
 
 _log = logging.getLogger("foredraft.server")
 _EXIT_SECONDS = 5
@@ -83,6 +86,31 @@ class GracefulServer(uvicorn.Server):
             _log.warning("waiting for %d requests to end", self._context.num_live)
         await self._context.drain()
         self.should_exit = True
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A socket at the server's address. To be bound before a model is loaded.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    host, port = settings.host, settings.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} of {host} is taken, perhaps by another server: give another --port, "
+                "or 0 for any free one"
+            ) from None
+        raise ConfigError(
+            f"{host} port {port} cannot be bound: {error.strerror or error}"
+        ) from None
+    return sock
 
 
 def new_server(app: FastAPI) -> GracefulServer:

@@ -33,7 +33,11 @@ class ServerSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="FOREDRAFT_", frozen=True, extra="ignore", use_attribute_docstrings=True
+        env_prefix="FOREDRAFT_",
+        env_ignore_empty=True,
+        frozen=True,
+        extra="ignore",
+        use_attribute_docstrings=True,
     )
 
     host: str = "127.0.0.1"
@@ -43,12 +47,13 @@ class ServerSettings(BaseSettings):
     api_key: SecretStr | None = None
     """API keys, separated by commas."""
     api_key_file: Path | None = None
-    """File of API keys, one a line; empty lines and those that begin with # do not count."""
+    """File of API keys, one a line, or name:key. The log names a key by its name, or by its number
+    in the file. Empty lines and those that begin with # do not count."""
     allow_no_key: bool = False
     """Serve other machines without any key."""
     allowed_hosts: Names = ()
-    """Names by which the server may be called, beside addresses and localhost. A web page elsewhere
-    that points its own name at this machine (DNS rebinding) is refused."""
+    """Names by which a server without keys may be called, beside addresses and localhost. A web
+    page elsewhere that points its own name at this machine (DNS rebinding) is refused."""
     cors_origins: Names = ()
     """Origins of web pages that may call the server from a browser."""
     ssl_certfile: Path | None = None
@@ -58,10 +63,14 @@ class ServerSettings(BaseSettings):
     served_model_names: Names = ()
     """Names by which clients may call the model; its own name when empty."""
     allow_priority: bool = False
-    """Clients may say whose request goes first; otherwise the first to come does."""
+    """Clients may say whose request goes first; otherwise the keys take turns."""
+    page: Literal["auto", "on", "off"] = "auto"
+    """Serve the page at /, which runs forwards of its own; auto: only to this machine."""
 
     max_waiting: Annotated[int, Field(ge=0)] = 256
     """Requests that wait beside those in the batch; further ones get 429."""
+    max_live_per_key: Annotated[int, Field(ge=0)] = 0
+    """Replies of one key that run or wait at a time; further ones get 429. 0: no limit."""
     max_connections: Count = 1024
     """Connections; requests on further ones get 503."""
     max_body_bytes: Count = 4 << 20
@@ -92,7 +101,7 @@ class ServerSettings(BaseSettings):
     body_timeout: Positive = 30.0
     """Time for a client to send the body."""
     request_timeout: Positive = 600.0
-    """Time of a reply, from its beginning to its end."""
+    """Time of a reply, from its request to its end; then it ends with finish reason length."""
     send_timeout: Positive = 30.0
     """How long a client may leave unread what it was sent."""
     drain_timeout: Positive = 30.0
@@ -114,6 +123,14 @@ class ServerSettings(BaseSettings):
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Where a span of each request is sent; without it no spans are made."""
 
+    @field_validator("allowed_hosts", "cors_origins", "served_model_names", mode="before")
+    @classmethod
+    def _names(cls, names: Any) -> Any:
+        """Names of the environment are separated by commas."""
+        if isinstance(names, str):
+            return tuple(name for name in map(str.strip, names.split(",")) if name)
+        return names
+
     @field_validator("port", mode="before")
     @classmethod
     def _without_kubernetes(cls, port: Any) -> Any:
@@ -128,6 +145,11 @@ class ServerSettings(BaseSettings):
             )
             return default
         return port
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the page is served."""
+        return self.page == "on" or (self.page == "auto" and self.is_loopback)
 
     @property
     def is_loopback(self) -> bool:

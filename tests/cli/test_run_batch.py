@@ -49,7 +49,7 @@ def test_answers_are_those_of_the_model(run: Run, checkpoint: Path, tmp_path: Pa
     again = run("run-batch", str(path), "--served-model-name", "tiny", "--json")
     summary = json.loads(again.stdout)
     assert (summary["skipped"], summary["failed_before"]) == (4, 1)
-    assert again.exit_code == 0
+    assert again.exit_code == 1
 
 
 def test_what_cannot_be_asked_is_said_before_a_model_is_loaded(run: Run, tmp_path: Path) -> None:

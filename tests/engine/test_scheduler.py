@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.engine.request import Request, RequestOptions
-from foredraft.engine.scheduler import MAX_PRIORITY, PRIORITY_STEPS, Scheduler
+from foredraft.engine.scheduler import MAX_PRIORITY, PRIORITY_ROUNDS, Scheduler
 from tests.engine.helpers import new_request
 
 ARRIVALS = st.lists(
@@ -83,7 +83,7 @@ def test_nobody_waits_longer_than_a_priority_is_worth(
         played.left[number] = num_steps
         played.scheduler.add(row_of(number, 1, urgency))
     played.scheduler.add(waits)
-    ahead = urgency * PRIORITY_STEPS + 3 * max_rows + 1  # rows that are worth as much or more
+    ahead = urgency * PRIORITY_ROUNDS + 3 * max_rows + 1  # rows that are worth as much or more
     most = (ahead + max_rows) * num_steps
     for steps in range(most):
         if waits in played.began:
@@ -114,10 +114,55 @@ def test_no_priority_is_a_right_to_go_first_for_ever() -> None:
     scheduler = Scheduler(max_batch_size=1)
     first = row_of(0, 1, priority=0)
     scheduler.add(first)
-    for _ in range(PRIORITY_STEPS * MAX_PRIORITY + 1):
-        scheduler.next_batch()
-    scheduler.add(row_of(1, 1, priority=2**31))
+    for number in range(1, PRIORITY_ROUNDS * MAX_PRIORITY):
+        urgent = row_of(number, 1, priority=2**31)
+        scheduler.add(urgent)
+        assert scheduler.next_waiting() is urgent
+        scheduler.start(urgent)
+        scheduler.remove(urgent)
+    scheduler.add(row_of(number + 1, 1, priority=2**31))
     assert scheduler.next_waiting() is first
+
+
+def tenants_row(number: int, tenant: str | None) -> Request:
+    return new_request([0], number=number, options=RequestOptions(tenant))
+
+
+def begun_by(scheduler: Scheduler, num_rows: int) -> list[str | None]:
+    """The owners of the rows that begin next; each ends at once."""
+    owners: list[str | None] = []
+    for _ in range(num_rows):
+        row = scheduler.next_waiting()
+        assert row is not None
+        scheduler.start(row)
+        scheduler.remove(row)
+        owners.append(row.options.owner)
+    return owners
+
+
+def test_an_owner_with_many_requests_takes_turns_with_the_others() -> None:
+    scheduler = Scheduler(max_batch_size=1)
+    for number in range(100):
+        scheduler.add(tenants_row(number, f"many/{number}"))
+    assert begun_by(scheduler, 10) == ["many"] * 10
+    for number in range(100, 103):
+        scheduler.add(tenants_row(number, "few/x"))
+    scheduler.add(tenants_row(103, None))
+    assert begun_by(scheduler, 7) == ["few", None, "many", "few", "many", "few", "many"]
+    assert begun_by(scheduler, 87) == ["many"] * 87
+
+
+def test_cancelled_requests_cost_their_owner_no_turns() -> None:
+    scheduler = Scheduler(max_batch_size=1)
+    rows = [tenants_row(number, "one/") for number in range(50)]
+    for row in rows:
+        scheduler.add(row)
+    for number in range(50, 53):
+        scheduler.add(tenants_row(number, "other/"))
+    for row in rows:
+        scheduler.remove(row)
+    scheduler.add(tenants_row(53, "one/"))
+    assert "one" in begun_by(scheduler, 2)
 
 
 def test_a_step_takes_no_longer_because_thousands_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from foredraft.server.settings import LocalSettings, ServerSettings
 from tests.server.conftest import Running, running
 
 KEYS = ["first-key-12345", "second-key-12345"]
-OPEN = {"/health", "/ready"}
+OPEN = {"/health", "/ready", "/live"}
 
 
 @pytest.fixture(scope="module")
@@ -163,12 +163,102 @@ def test_the_official_sdks_may_call_from_a_web_page(load: Callable[..., LLM]) ->
         assert "x-foredraft-ignored" in exposed["access-control-expose-headers"]
 
 
-def test_ids_of_keys_cannot_be_compared_with_guesses() -> None:
-    """An id in a log is that of no other process, nor a plain digest of the key."""
-    first, second = (ApiKeys(KEYS).id_of(KEYS[0]) for _ in range(2))
-    assert first is not None
-    assert first != second
-    assert not hashlib.sha256(KEYS[0].encode()).hexdigest().startswith(first)
+def test_ids_of_keys_reveal_nothing_of_them_and_outlive_the_process() -> None:
+    ids = [[ApiKeys([KEYS[0], f"ann:{KEYS[1]}"]).id_of(key) for key in KEYS] for _ in range(2)]
+    assert ids == [["key-1", "ann"]] * 2
+    with pytest.raises(ConfigError, match="two API keys are named 'ann'"):
+        ApiKeys([f"ann:{KEYS[0]}", f"ann:{KEYS[1]}"])
+
+
+VALUES = {
+    "host": "0.0.0.0",
+    "port": "81",
+    "api_key": "one-key-123,two-key-123",
+    "page": "off",
+    "api_key_file": "keys.txt",
+    "ssl_certfile": "c.pem",
+    "ssl_keyfile": "k.pem",
+    "request_metrics": "detailed",
+    "otlp_traces_endpoint": "http://127.0.0.1:4318",
+}
+"""Values of settings for the environment, where neither 1 nor a list of names is one."""
+
+
+@pytest.mark.parametrize("name", ServerSettings.model_fields)
+def test_every_setting_comes_from_the_environment(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = ServerSettings.model_fields[name]
+    is_list = isinstance(field.default, tuple)
+    text = VALUES.get(name, "a.example, b.example" if is_list else "1")
+    monkeypatch.setenv(f"FOREDRAFT_{name}".upper(), text)
+    value = getattr(ServerSettings(), name)
+    if name == "api_key":
+        value = value.get_secret_value()
+    elif is_list:
+        value = ", ".join(value)
+    assert str(value) in (text, "True", "1.0")
+    monkeypatch.setenv(f"FOREDRAFT_{name}".upper(), "")
+    assert getattr(ServerSettings(), name) == field.default, "an empty variable sets nothing"
+
+
+def test_names_are_checked_only_where_no_key_is_needed(load: Callable[..., LLM]) -> None:
+    """A web page that points its own name at the server has no key."""
+    host = {"host": "foredraft.default.svc"}
+    with running(load) as server, server.client(headers=host) as client:
+        assert client.get("/health").status_code == 403
+    with running(load, api_key=KEYS[0]) as server, server.client(headers=host) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"api-key": KEYS[0]}, {"authorization": "Bearer", "x-api-key": KEYS[0]}],
+    ids=["azure", "an empty token beside the key"],
+)
+def test_clients_send_a_key_in_different_headers(guarded: Running, headers: dict[str, str]) -> None:
+    with guarded.client(headers=headers) as client:
+        assert client.get("/v1/models").status_code == 200
+
+
+def test_an_answer_and_its_line_of_the_log_have_one_id(
+    guarded: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "foredraft.server.access")
+    with guarded.client(headers={"x-api-key": KEYS[1]}) as client:
+        made = client.get("/v1/models").headers["request-id"]
+        sent = client.get("/v1/models", headers={"x-request-id": "mine-7"}).headers["x-request-id"]
+        odd = client.get("/v1/models", headers={"x-request-id": "a b"}).headers["x-request-id"]
+    assert sent == "mine-7"
+    assert made != odd != "a b"
+    lines = [json.loads(each.message) for each in caplog.records if each.name.endswith("access")]
+    found = {line["request_id"]: line["key"] for line in lines if "request_id" in line}
+    assert found == {made: "key-2", sent: "key-2", odd: "key-2"}
+
+
+def test_one_key_may_have_only_so_many_replies(load: Callable[..., LLM]) -> None:
+    with running(load, api_key=",".join(KEYS), max_live_per_key=2) as server:
+        for key, n, status in [(KEYS[0], 3, 429), (KEYS[0], 2, 200), (KEYS[1], 2, 200)]:
+            with server.client(headers={"x-api-key": key}) as client:
+                body = {"prompt": "a", "max_tokens": 2, "n": n}
+                answer = client.post("/v1/completions", json=body)
+                assert answer.status_code == status, answer.text
+        assert not server.context._num_live_of
+
+
+@pytest.mark.parametrize(
+    ("host", "page", "status"),
+    [("127.0.0.1", "auto", 200), ("127.0.0.1", "off", 404), ("0.0.0.0", "auto", 404)],
+)
+def test_the_page_is_for_this_machine(
+    load: Callable[..., LLM], host: str, page: str, status: int
+) -> None:
+    with (
+        running(load, host=host, page=page, allow_no_key=True) as server,
+        server.client() as client,
+    ):
+        assert client.get("/").status_code == status
 
 
 @pytest.mark.parametrize("kind", [ServerSettings, LocalSettings])

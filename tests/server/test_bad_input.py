@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,13 +289,44 @@ def test_large_bodies_are_not_read(client: httpx.Client) -> None:
     refused(client.post(CHAT, content=chunks(), headers=JSON), 413)
 
 
-def test_large_headers_are_refused(shared: Running) -> None:
+@pytest.mark.parametrize("size", [40_000, 100_000, 200_000])
+def test_large_headers_are_refused(shared: Running, size: int) -> None:
     with shared.client() as client:
         try:
-            status = client.get("/health", headers={"x-long": "x" * 200_000}).status_code
+            status = client.get("/health", headers={"x-long": "x" * size}).status_code
         except httpx.TransportError:  # cut off in the middle of them
             status = 400
-    assert status == 400
+    assert status in (400, 431)
+
+
+def test_a_client_that_sends_too_much_reads_why(shared: Running) -> None:
+    """Its body is read, up to a bound, before the answer comes."""
+    host, port = shared.url.removeprefix("http://").split(":")
+    size = 6 << 20
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: {size}\r\n\r\n".encode() + b" " * size)
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_with_two_lengths_is_refused_and_its_connection_closed(shared: Running) -> None:
+    host, port = shared.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        lengths = "content-length: 4\r\ntransfer-encoding: chunked\r\n"
+        connection.sendall(f"{head}{lengths}\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
+        answer = b""
+        while received := connection.recv(1000):  # until it is closed
+            answer += received
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_body_is_utf_8(client: httpx.Client, encoding: str) -> None:
+    """Its depth is checked before it is parsed."""
+    body = json.dumps({"messages": USER}).encode(encoding)
+    error = refused(client.post(CHAT, content=body, headers=JSON), 400)
+    assert error["code"] == "not_utf8"
 
 
 def test_a_web_page_cannot_send_what_it_likes(client: httpx.Client) -> None:
@@ -330,7 +362,7 @@ def test_no_route_administers_anything(client: httpx.Client) -> None:
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
         *("/v1/messages/count_tokens", "/v1/models", "/v1/models/{model}"),
         *("/tokenize", "/detokenize", "/tokenizer_info"),
-        *("/health", "/ready", "/version", "/metrics"),
+        *("/live", "/health", "/ready", "/version", "/metrics"),
     }
     for path in ("/docs", "/redoc", "/invocations", "/pause", "/update_weights"):
         assert client.get(path).status_code == 404

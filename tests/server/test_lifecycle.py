@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +17,14 @@ from typing import Any
 import httpx
 import pytest
 
+from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
+from foredraft.server.run import bind
+from foredraft.server.settings import ServerSettings
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, free_port, running
 from tests.server.events import data_of
@@ -174,14 +180,31 @@ def test_connections_beyond_the_limit(load: Callable[..., LLM]) -> None:
             assert client.post(CHAT, json=LONG | {"max_tokens": 1}).status_code == 200
 
 
-def test_a_reply_that_takes_too_long_ends_with_an_error(load: Callable[..., LLM]) -> None:
+def test_a_reply_that_takes_too_long_keeps_its_text(load: Callable[..., LLM]) -> None:
     with running(load, request_timeout=0.3) as server, server.client() as client:
         events = data_of(client.post(CHAT, json=LONG | {"stream": True}))
-        assert events[-1]["error"]["code"] == "request_timeout"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
         whole = client.post(CHAT, json=LONG)
-        assert whole.status_code == 408
-        assert whole.headers["x-should-retry"] == "false"
+        assert whole.status_code == 200
+        reply = whole.json()["choices"][0]
+        assert reply["finish_reason"] == "length"
+        assert reply["message"]["content"]
         wait_until(server.is_idle)
+
+
+def test_a_reply_that_never_begins_ends_with_an_error(tokenizer_directory: Path) -> None:
+    def load(trace: Any) -> LLM:
+        target = SlowTarget.random(VOCAB_SIZE, seed=5)
+        options = LoadOptions(max_batch_size=1, drafter="none")
+        return LLM(target, Tokenizer(tokenizer_directory), options, trace=trace)
+
+    with running(load, request_timeout=0.1) as server, server.client() as client:
+        first = raw_request(server, LONG | {"stream": True})
+        wait_until(lambda: server.context.num_live == 1)
+        late = client.post(CHAT, json=LONG)  # while the first step takes its time
+        assert late.status_code == 408
+        assert late.headers["x-should-retry"] == "false"
+        first.close()
 
 
 def test_while_the_model_is_loaded(load: Callable[..., LLM]) -> None:
@@ -195,6 +218,7 @@ def test_while_the_model_is_loaded(load: Callable[..., LLM]) -> None:
         with httpx.Client(base_url=url, timeout=20) as client:
             answers.extend(
                 [
+                    client.get("/live").status_code,
                     client.get("/health").status_code,
                     client.get("/ready").status_code,
                     client.post(CHAT, json=LONG).status_code,
@@ -207,7 +231,42 @@ def test_while_the_model_is_loaded(load: Callable[..., LLM]) -> None:
     asking.start()
     with running(slow, port=port):
         asking.join()
-    assert answers == [200, 503, 503]
+    assert answers == [200, 503, 503, 503]
+
+
+SERVES_SLOWLY = """
+import sys, time
+from foredraft.cli import serve
+from foredraft.server.settings import ServerSettings
+print("begins", flush=True)
+serve._run(lambda feed: time.sleep(60), ServerSettings(port=int(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_a_signal_ends_a_server_that_loads(sent: signal.Signals, code: int) -> None:
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVES_SLOWLY, str(port)], stderr=subprocess.PIPE
+    ) as process:
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"http://127.0.0.1:{port}/live").status_code == 200
+            return False
+
+        wait_until(answers)
+        asked = time.monotonic()
+        process.send_signal(sent)
+        assert process.wait(20) == code
+        assert time.monotonic() - asked < 2.0
+
+
+def test_a_taken_port_is_said_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is taken"):
+            bind(ServerSettings(port=port))
 
 
 def test_draining_lets_replies_end_and_takes_no_more(load: Callable[..., LLM]) -> None:
