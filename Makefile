@@ -9,7 +9,7 @@
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
 # make gpu: what steps cost on a GPU, and whether company changes bits; GPU_PARTS=steps,bits for some
-# make docs: build the documentation's site in site/; make results: write docs/results/index.md
+# make docs: build the documentation's site in site/, with a page of all tables of results
 # Each target but clean makes its own virtual environment in .venv first.
 
 # The first Python that really runs and is new enough.
@@ -22,7 +22,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-real lint types example docs results heads heads-gpu kinds gpu clean
+.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-real lint types example docs heads heads-gpu kinds gpu clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -118,10 +118,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 # The API pages are made from the docstrings. --strict fails on a link that leads nowhere.
 docs: $(VENV)/.installed
 	$(PIP) --quiet --editable '.[docs]'
-	$(BIN)/python -m zensical build --strict
-
-results: $(VENV)/.installed
 	$(BIN)/python -m benchmarks report docs/results --into docs/results/index.md
+	$(BIN)/python -m zensical build --strict
 
 # Heads of the default model, from nothing: text of its own, then each kind; see docs/extend/training.md.
 # Whatever is interrupted goes on when it is run again.

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+TABLES = REPO / "docs" / "results" / "index.md"
+"""The page of all tables, which is made when the site is built."""
 PAGES = sorted(
     {
         *REPO.glob("*.md"),
@@ -14,8 +16,9 @@ PAGES = sorted(
         REPO / "benchmarks" / "README.md",
     }
     - {*(REPO / "docs" / "lab").glob("*.md")}
+    - {TABLES}
 )
-"""All pages but the lab notebook, which keeps what was true on its day."""
+"""All pages but the lab notebook, which keeps what was true on its day, and `TABLES`."""
 
 
 def page_id(page: Path) -> str:

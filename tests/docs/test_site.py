@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import PAGES, REPO
+from benchmarks.results import render
+from tests.docs.pages import PAGES, REPO, TABLES
 
 DOCS = REPO / "docs"
 SITE = tomllib.loads((REPO / "zensical.toml").read_text())["project"]
@@ -46,6 +47,7 @@ def test_navigation_shows_every_page_once() -> None:
     pages = {page for page in PAGES if DOCS in page.parents}
     pages -= {*(DOCS / "drafters").glob("*.md")} - {DOCS / "drafters" / "index.md"}
     shown = list(nav_pages(SITE["nav"]))
+    pages.add(TABLES)
     assert sorted(shown) == sorted(str(page.relative_to(DOCS)) for page in pages)
 
 
@@ -76,6 +78,8 @@ def test_everything_public_has_a_docstring(path: str) -> None:
 def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     pytest.importorskip("zensical")
     shutil.copytree(DOCS, tmp_path / "docs")
+    results = tmp_path / "docs" / "results"
+    (results / TABLES.name).write_text(render(results))
     shutil.copy(REPO / "zensical.toml", tmp_path)
     (tmp_path / "foredraft").symlink_to(REPO / "foredraft")
     subprocess.run(
