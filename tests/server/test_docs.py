@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from foredraft.options import LoadOptions
 from foredraft.server.dialects.chat import ChatRequest
 from foredraft.server.dialects.completions import CompletionRequest
 from foredraft.server.dialects.fields import Refused, RequestBody
@@ -100,13 +102,26 @@ def test_metrics_that_docs_and_dashboard_name_are_there(client: httpx.Client) ->
     dashboard = (DOCS / "operate" / "grafana.json").read_text()
     json.loads(dashboard)
     assert {"foredraft:num_preemptions", "foredraft:num_preemptions_total"} & there
-    for name in set(re.findall(r"foredraft:\w+", dashboard)):
+    alerts = (DOCS / "operate" / "deploy.md").read_text()
+    for name in set(re.findall(r"foredraft:\w+", dashboard + alerts)):
         assert name in there or re.sub("_(bucket|sum|count)$", "", name) in there, name
     for family in (
         *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos", "step_time_seconds"),
         *("estimated_time_saved", "ledger_balance", "num_requests_waiting", "kv_cache_usage_perc"),
     ):
         assert family in dashboard
+
+
+@pytest.mark.parametrize("name", ["Containerfile", "compose.yaml", "foredraft.service"])
+def test_files_for_deploying_name_settings_and_options_that_exist(name: str) -> None:
+    text = (DOCS.parent / "examples" / "deploy" / name).read_text()
+    known = {f"FOREDRAFT_{name}".upper() for name in ServerSettings.model_fields}
+    assert set(re.findall(r"FOREDRAFT_\w+", text)) <= known
+    options = {f"--{name}".replace("_", "-") for name in ServerSettings.model_fields}
+    options |= {f"--{each.name}".replace("_", "-") for each in dataclasses.fields(LoadOptions)}
+    served = re.findall(r"(?:serve|\[serve),? ([^]\n]*)", text)
+    for flag in re.findall(r"--[a-z-]+", " ".join(served)):
+        assert flag in options | {"--log-requests"}, flag
 
 
 def test_every_route_of_the_document_is_described(client: httpx.Client) -> None:
