@@ -193,7 +193,7 @@ def random_tree(generator: random.Random) -> TokenTree:
 
 def test_in_bfloat16_it_is_as_precise_as_the_eager_decoder(checkpoint: Path) -> None:
     precise = load_weights(checkpoint, read_config(checkpoint), torch.bfloat16)
-    for tensor in precise.tensors():
+    for tensor in precise.tensors().values():
         tensor.data = tensor.data.float()
     targets = (
         NativeTarget(read_config(checkpoint), precise),
