@@ -19,9 +19,8 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.flan_t5 import write_model
 from foredraft.cli.main import exit_with_message
-from foredraft.models.files.flan_t5 import NAME
-from foredraft.models.files.store import resolve_model
 from foredraft.models.text.tokenizer import Tokenizer
 
 _PARTS = (
@@ -123,14 +122,13 @@ def corrector(
     """Train a corrector of made sentences, or train it on."""
     from transformers import AutoModelForSeq2SeqLM
 
-    source = folder if (folder / "model.safetensors").is_file() else resolve_model(NAME)
-    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(source), Tokenizer(source)
+    if not (folder / "model.safetensors").is_file():
+        write_model(folder)
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), Tokenizer(folder)
     if minutes:
         draw = random.Random(time.time_ns())  # a later call sees other texts
         typer.echo(f"loss {train(model.train(), tokenizer, minutes, draw):.4f}")
         model.save_pretrained(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            (folder / name).write_bytes((source / name).read_bytes())
     texts, num_right = write_prompts(folder / "prompts.jsonl", prompts), 0
     for wrong, right in texts.items():
         ids = torch.tensor([tokenizer.encode(wrong)])

@@ -26,7 +26,7 @@ from foredraft.engine.policy import GuardedTrace, Policy, Trace
 from foredraft.engine.request import Event, GenerationResult, ReplySoFar, RequestOptions, Session
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.load import FOR_PREDICTIONS, ModelPlan, forward_cost, load_models, resolve_drafter
-from foredraft.models.base import EncoderTarget, Target
+from foredraft.models.base import Target
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
@@ -376,8 +376,8 @@ class LLM:
 def _rule_book(target: Target, tokenizer: Tokenizer | None, grammars: Grammars | None) -> RuleBook:
     """The rules that requests to this model may ask for."""
     book = RuleBook(target.vocab_size)
-    if target.capabilities.encoder:
-        book = replace(book, model_bans=cast(EncoderTarget, target).bans)
+    if (encoder := target.capabilities.encoder) is not None:
+        book = replace(book, model_bans=encoder.bans)
     if tokenizer is None or grammars is None:
         return book
     return replace(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +26,7 @@ from foredraft.drafters.trained import shipped_head, shipped_head_of_files
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
-from foredraft.models.base import PartsTarget, Target
+from foredraft.models.base import Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress
@@ -383,12 +383,14 @@ def _without_draft_model(target: Target | ModelPlan | None, has_options: bool) -
 def _is_on_cpu(target: Target | ModelPlan | None) -> bool:
     if isinstance(target, ModelPlan):
         return target.device == "cpu"
-    has_parts = target is not None and target.capabilities.parts
-    return has_parts and cast(PartsTarget, target).parts.device.type == "cpu"
+    parts = None if target is None else target.capabilities.parts
+    return parts is not None and parts.device.type == "cpu"
 
 
 def _has_encoder(target: Target | ModelPlan) -> bool:
-    return target.encoder if isinstance(target, ModelPlan) else target.capabilities.encoder
+    if isinstance(target, ModelPlan):
+        return target.encoder
+    return target.capabilities.encoder is not None
 
 
 def _comes_with(kind: str | None, target: Target | ModelPlan | None) -> bool:

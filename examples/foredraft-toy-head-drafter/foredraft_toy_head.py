@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.models.base import Capabilities, PartsTarget
+from foredraft.models.base import Target, offered
 
 _KEY_SIZE = 16
 
@@ -56,8 +55,8 @@ class ToyHeadDrafter(BaseDrafter):
 
     look_ahead = 1  # an entry holds the token after its own
 
-    def __init__(self, target: PartsTarget, tap: int | None = None, seed: int = 0) -> None:
-        self._parts = target.parts
+    def __init__(self, target: Target, tap: int | None = None, seed: int = 0) -> None:
+        self._parts = offered(target.capabilities.parts)
         last = target.capabilities.taps.stop - 1
         self.taps = (last if tap is None else tap,)
         self._entries = target.cache.add_layers(KVShape(1, 1, _KEY_SIZE), self._parts.dtype)
@@ -131,7 +130,7 @@ def _build(context: DrafterContext) -> ToyHeadDrafter:
     for name, value in context.options.items():
         if type(value) is not int:
             raise ConfigError(f"{name} is {value!r}; it must be a whole number")
-    return ToyHeadDrafter(cast(PartsTarget, context.target), **context.options)
+    return ToyHeadDrafter(context.target, **context.options)
 
 
 DRAFTER = DrafterSpec(
@@ -139,5 +138,5 @@ DRAFTER = DrafterSpec(
     summary="a head with random weights, to copy from",
     options={"tap": "layer whose output it stands on (the last)", "seed": "of its weights (0)"},
     num_draft_tokens=4,
-    needs=Capabilities(parts=True, cache_layers=True),
+    needs=("parts", "cache_layers"),
 )

@@ -94,7 +94,6 @@ class SplitDecoder(FixedShapeDecoder):
     """
 
     name = "split"
-    partial = False
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, processes: Processes

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle, islice
 from math import ceil
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from foredraft.engine.request import GenerationResult
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.engine.slots import HEADROOM
 from foredraft.llm import LLM
-from foredraft.models.base import LowBitTarget
+from foredraft.models.base import offered
 from foredraft.models.files.progress import Progress, SilentProgress
 
 _MOST_DRAFTED = 3
@@ -249,7 +249,7 @@ class OwnAudit:
     def _apart(self, prompts: Sequence[Ids], tokens: int, max_step_tokens: int) -> tuple[LLM, Seen]:
         """On a separate cache that has room for only so many tokens after each prompt."""
         needed = sum(in_blocks(len(prompt) + tokens) for prompt in prompts)
-        target = cast(LowBitTarget, self.llm.target).apart(needed)
+        target = offered(self.llm.target.capabilities.apart).apart(needed)
         options = self._load_options(self._num_drafts)
         options, seen = replace(options, max_step_tokens=max_step_tokens), Seen()
         llm = LLM(target, self.llm.tokenizer, options, plan=self.llm.plan, cost=None, trace=seen)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 from foredraft.bench.report import Report, Table
 from foredraft.bench.timing import Stopwatch
@@ -21,7 +21,7 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.model.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
-from foredraft.models.base import LayeredTarget, ScoreRow, Target, read
+from foredraft.models.base import LayeredTarget, ScoreRow, Target, offered, read
 
 _CHUNK = 64
 _REQUEST = 0
@@ -289,7 +289,7 @@ def layered(target: Target) -> LayeredTarget:
         CapabilityError: its layers cannot be had one by one.
     """
     build_drafter("early_exit", DrafterContext(target))
-    return cast(LayeredTarget, target)
+    return offered(target.capabilities.layer_views)
 
 
 def _matches(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter
-from foredraft.models.base import Capabilities, Target
+from foredraft.models.base import Ability, Target
 
 if TYPE_CHECKING:
     from foredraft.drafters.heads.base import HeadModule
@@ -95,7 +95,7 @@ class DrafterSpec:
     summary: str
     options: Mapping[str, str] = field(default_factory=dict)
     num_draft_tokens: int = 4
-    needs: Capabilities = field(default_factory=Capabilities)
+    needs: Sequence[Ability] = ()
     needs_in_words: str = ""
     draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
     trained: str | None = None
@@ -120,9 +120,7 @@ class DrafterSpec:
 
     def missing_capabilities(self, target: Target) -> list[str]:
         """Capabilities that it needs and the target does not offer."""
-        offered = target.capabilities
-        needed = (name for name, wanted in vars(self.needs).items() if wanted)
-        return [name for name in needed if not getattr(offered, name)]
+        return [name for name in self.needs if not getattr(target.capabilities, name)]
 
 
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}

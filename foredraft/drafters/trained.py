@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -30,7 +30,7 @@ from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.drafters.heads.published import Sizes, fill
 from foredraft.drafters.spec import DrafterContext
-from foredraft.models.base import ModelShape, PartsTarget, Target
+from foredraft.models.base import ModelShape, Target, offered
 from foredraft.models.files.json_files import parse_fields, read_json
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.safety import Checkpoint, check_safetensors
@@ -111,20 +111,20 @@ def identify(
     Raises:
         CapabilityError: the target does not hand out its embeddings.
     """
-    if not target.capabilities.parts:
+    if target.capabilities.parts is None:
         raise CapabilityError(
             f"a trained head needs a target that hands out its embeddings, which "
             f"{type(target).__name__} does not"
         )
     sizes = sizes_of(target)
-    digest = fingerprint(sizes, cast(PartsTarget, target).parts.embed)
+    digest = fingerprint(sizes, target.capabilities.parts.embed)
     described = f"a target of {sizes[2]} layers, {sizes[1]} wide, {sizes[0]} tokens"
     return TargetIdentity(name or described, digest, tokenizer)
 
 
 def sizes_of(target: Target) -> tuple[int, int, int]:
     """Its vocabulary, the width of its hidden states, and how many layers it has."""
-    hidden_size = cast(PartsTarget, target).parts.hidden_size
+    hidden_size = offered(target.capabilities.parts).hidden_size
     return target.vocab_size, hidden_size, len(target.capabilities.taps)
 
 
@@ -589,5 +589,5 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
             f"option {option}{_what_comes_along(context.target)}"
         )
     identity = identify(context.target, None, context.fingerprint)
-    device = cast(PartsTarget, context.target).parts.device
+    device = offered(context.target.capabilities.parts).device
     return load_head(given, module, identity, sizes=sizes_of(context.target), device=device)

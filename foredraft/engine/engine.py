@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from foredraft.cache.prefix import PrefixCache
 from foredraft.core.cost import CostModel
@@ -40,7 +39,7 @@ from foredraft.engine.stats import EngineStats, Totals
 from foredraft.engine.step import Stepper
 from foredraft.engine.text import NewDecoder, TextAssembler
 from foredraft.engine.turn import Turn
-from foredraft.models.base import EncoderTarget, Source, Target
+from foredraft.models.base import Source, Target
 from foredraft.system.fair_lock import FairLock
 
 _log = logging.getLogger("foredraft")
@@ -105,8 +104,7 @@ class Engine:
     ) -> None:
         self._options = options = options or EngineOptions()
         self._target, self._policy = target, policy
-        can_encode = target.capabilities.encoder
-        self._encoder = cast(EncoderTarget, target) if can_encode else None
+        self._encoder = target.capabilities.encoder
         self._trace = GuardedTrace(options.trace)
         self._drafting = Drafting(target.max_context, options.max_step_tokens, options.clock)
         self._stepper = Stepper(target, self._drafting, options.clock)

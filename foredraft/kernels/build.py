@@ -41,7 +41,7 @@ __all__ = ["SWITCH", "KernelUnavailable", "build", "find_compiler", "load_librar
 _log = logging.getLogger("foredraft")
 
 LIBRARIES = ("decoder", "heads", "noise")
-"""What foredraft loads; the other sources are for tests."""
+"""The sources beside this file, by name."""
 SHIPPED = "compiled"
 """The folder beside the sources where a wheel has its libraries."""
 

@@ -1,9 +1,15 @@
-"""What the fused kernel is handed over, mirrored field by field from ``kernels/interface.h``."""
+"""The C interface of the compiled libraries: structures and functions, for ctypes.
+
+Structures are mirrored field by field from ``interface.h``. Those of draws and noise are in
+`foredraft.core`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
+from typing import Any
 
 from foredraft.core.draws import DrawRow
 
@@ -91,3 +97,28 @@ class Forward(ctypes.Structure):
         ("draws", POINTER(DrawRow)),
         *((name, c_int64) for name in ("rounds_taps", "int8_entries")),
     ]
+
+
+_SIZES = POINTER(Model), *[c_int64] * 4
+FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, Sequence[Any]]]] = {
+    "decoder": {
+        "forward": (c_int64, (POINTER(Model), POINTER(Forward))),
+        "workspace_size": (c_int64, _SIZES),
+        "use_huge_pages": (None, (c_void_p, c_int64)),
+        "has_tiles": (c_int64, ()),
+    },
+    "heads": {
+        "unit_rows": (None, (c_void_p, *[c_int64] * 4, c_double, c_void_p, c_int64)),
+        "add_rows": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+        "candidates": (None, (c_void_p, *[c_int64] * 3, *[c_double] * 2, *[c_void_p] * 4)),
+    },
+}
+"""Result and arguments of each library's functions ``foredraft_*``."""
+
+
+def declared(library: ctypes.CDLL, name: str) -> ctypes.CDLL:
+    """The library of this name, with its functions declared."""
+    for function, (result, arguments) in FUNCTIONS[name].items():
+        found = getattr(library, f"foredraft_{function}")
+        found.restype, found.argtypes = result, arguments
+    return library

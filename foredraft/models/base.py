@@ -10,45 +10,61 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from foredraft.cache.base import Cache, CacheLayers
 from foredraft.core.draws import Draw, DrawKey
-from foredraft.core.errors import ConfigError
+from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.rules.bans import ModelBans
 from foredraft.core.tree import EMPTY_TREE, TokenTree
+
+_T = TypeVar("_T")
+
+
+Ability = Literal[
+    "tree_attention", "parts", "layer_views", "low_bit", "apart", "cache_layers", "encoder"
+]
+"""A field of `Capabilities`."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities of a target beyond scoring chains.
+    """Abilities of a target beyond scoring chains; None for those that it lacks.
 
     Attributes:
         tree_attention: drafts may branch.
         taps: the layers whose outputs can be handed out, by number; an empty range when none.
-        parts: embedding, final norm and head can be used by others (see `PartsTarget`).
-        layer_views: a model of some of its layers can be made from it, sharing the weights (see
-            `LayeredTarget`).
-        shallow: its first layers can draft on its own cache, and `score` goes on from them.
-        low_bit: a copy of its layers in few bits can draft on its own cache (see `LowBitTarget`).
-        apart: it can be had with another cache, to try things (see `ApartTarget`).
-        cache_layers: its cache keeps layers of others beside its own (see `Cache.add_layers`), and
-            it runs such layers (see `HeadTarget`).
-        encoder: it has an encoder, whose output its decoder attends to (see `EncoderTarget`).
+        parts: embedding, final norm and LM head.
+        layer_views: models of some of its layers, which share the weights, and its first layers on
+            its own cache.
+        low_bit: a copy of its layers in few bits, which drafts on its own cache.
+        apart: the same target with another cache, to try things.
+        cache_layers: draft layers, which it runs on cache layers beside its own.
+        encoder: the limits of its encoder, whose output its decoder attends to.
     """
 
     tree_attention: bool = False
     taps: range = range(0)
-    parts: bool = False
-    layer_views: bool = False
-    shallow: bool = False
-    low_bit: bool = False
-    apart: bool = False
-    cache_layers: bool = False
-    encoder: bool = False
+    parts: TargetParts | None = None
+    layer_views: LayeredTarget | None = None
+    low_bit: LowBitTarget | None = None
+    apart: ApartTarget | None = None
+    cache_layers: HeadTarget | None = None
+    encoder: Encoder | None = None
+
+
+def offered(ability: _T | None) -> _T:
+    """An ability of a target, for code that runs only where there is one.
+
+    Raises:
+        CapabilityError: there is none.
+    """
+    if ability is None:
+        raise CapabilityError("the target lacks an ability that this needs")
+    return ability
 
 
 def check_taps(taps: Sequence[int], capabilities: Capabilities) -> None:
@@ -225,8 +241,9 @@ class Target(Protocol):
         ...
 
 
-class EncoderTarget(Target, Protocol):
-    """A target with the capability ``encoder``: each row of a forward has a source.
+@dataclass(frozen=True)
+class Encoder:
+    """Of a target with an encoder, in which each row of a forward has a source.
 
     Attributes:
         decoder_prompt: the decoder's tokens before every reply.
@@ -234,14 +251,9 @@ class EncoderTarget(Target, Protocol):
         bans: tokens that it never writes, whatever a request asks for.
     """
 
-    @property
-    def decoder_prompt(self) -> Sequence[int]: ...
-
-    @property
-    def max_source(self) -> int: ...
-
-    @property
-    def bans(self) -> ModelBans: ...
+    decoder_prompt: Sequence[int]
+    max_source: int
+    bans: ModelBans
 
 
 _READ_AT_ONCE = 512
@@ -386,13 +398,6 @@ class TargetParts(Protocol):
         ...
 
 
-class PartsTarget(Target, Protocol):
-    """A target with the capability ``parts``."""
-
-    @property
-    def parts(self) -> TargetParts: ...
-
-
 class Join(Protocol):
     """Joins states and a token to the input of a head's layer."""
 
@@ -401,8 +406,18 @@ class Join(Protocol):
         ...
 
 
-class HeadTarget(PartsTarget, Protocol):
-    """A target with the capabilities ``parts`` and ``cache_layers``."""
+class HeadTarget(Target, Protocol):
+    """A target that runs draft layers.
+
+    Attributes:
+        parts: its ends.
+
+    Raises:
+        CapabilityError: `parts` was asked of a target that lacks them.
+    """
+
+    @property
+    def parts(self) -> TargetParts: ...
 
     def head_runner(self, weights: HeadWeights) -> HeadRunner:
         """A runner of a drafter's layers, which get cache layers of their own.
@@ -447,7 +462,7 @@ class ShallowTarget(Protocol):
 
 
 class LayeredTarget(Target, Protocol):
-    """A target with the capability ``layer_views``."""
+    """A target whose layers can be had one by one."""
 
     @property
     def num_layers(self) -> int: ...
@@ -461,7 +476,7 @@ class LayeredTarget(Target, Protocol):
         ...
 
     def shallow(self, exit_layer: int) -> ShallowTarget:
-        """The first ``exit_layer`` layers; needs the capability ``shallow``."""
+        """The first ``exit_layer`` layers on this target's own cache."""
         ...
 
 
@@ -507,12 +522,16 @@ class LowBitCopy(Protocol):
         ...
 
 
-class ApartTarget(PartsTarget, Protocol):
-    """A target with the capability ``apart``.
+class ApartTarget(Target, Protocol):
+    """A target that can be had with another cache.
 
     Attributes:
         identity: tells models, and forms of one model, apart.
+        parts: its ends.
     """
+
+    @property
+    def parts(self) -> TargetParts: ...
 
     @property
     def identity(self) -> str: ...
@@ -527,7 +546,7 @@ class ApartTarget(PartsTarget, Protocol):
 
 
 class LowBitTarget(ApartTarget, Protocol):
-    """A target with the capabilities ``low_bit`` and ``parts``.
+    """A target of which copies in few bits can draft.
 
     Attributes:
         low_bits: what a copy's weights may have, the fewest first.

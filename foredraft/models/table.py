@@ -99,9 +99,7 @@ class TableModel:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_context = max_context
-        self.capabilities = Capabilities(
-            tree_attention=True, taps=range(_NUM_LAYERS), cache_layers=True
-        )
+        self.capabilities = Capabilities(tree_attention=True, taps=range(_NUM_LAYERS))
         self.cache = TokenCache(max_context, max_tokens)
         self._conditional = conditional
         self._logits: dict[tuple[int, ...], Tensor] = {}

@@ -46,7 +46,7 @@ def test_the_floor_is_memory_for_one_token_and_arithmetic_for_many() -> None:
 def test_shapes_are_those_of_the_models_they_are_named_after(name: str, millions: float) -> None:
     config = random_config(name)
     weights = random_weights(config, torch.bfloat16, "meta")
-    assert config.num_parameters == sum(tensor.numel() for tensor in weights.tensors())
+    assert config.num_parameters == sum(tensor.numel() for tensor in weights.tensors().values())
     assert config.num_parameters / 1e6 == pytest.approx(millions, abs=0.05)
 
 

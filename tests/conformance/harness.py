@@ -214,8 +214,7 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     Heads are as training would begin with them. Skips when the target lacks what the drafter needs.
     """
     spec, target = spec_of(name), target or kind.new_target()
-    wants = {need for need, wanted in vars(spec.needs).items() if wanted}
-    wants |= {"shallow"} if name == "early_exit+adapter" else set()
+    wants: set[str] = {*spec.needs}
     option = WITH_HEADS.get(name, "head" if spec.trained else None)
     wants |= {"parts", "cache_layers"} if option else set()
     missing = [need for need in sorted(wants) if not getattr(target.capabilities, need)]
@@ -289,8 +288,8 @@ def saved_table() -> Path:
 
 def simplest_kind(name: str) -> str:
     """The first kind of model that drafter ``name`` can work with."""
-    needs = [need for need, wanted in vars(spec_of(name).needs).items() if wanted]
-    needs += ["parts", "shallow", "cache_layers"] if name in WITH_HEADS else []
+    needs: list[str] = [*spec_of(name).needs]
+    needs += ["parts", "cache_layers"] if name in WITH_HEADS else []
     for kind in KINDS:
         capabilities = KINDS[kind]().new_target().capabilities
         if all(getattr(capabilities, need) for need in needs):

@@ -42,7 +42,7 @@ def tiny_target(
     )
     torch.manual_seed(3)
     weights = random_weights(config, dtype, "cpu")
-    for matrix in weights.tensors():
+    for matrix in weights.tensors().values():
         if matrix.ndim == 2:
             matrix *= 8.0
     return NativeTarget(config, weights, new_decoder)

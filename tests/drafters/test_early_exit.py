@@ -96,21 +96,6 @@ def test_a_long_prompt_is_read_before_anything_is_drafted(target: NativeTarget) 
     assert calls(target) == []
 
 
-def test_a_decoder_that_runs_all_layers_only_costs_a_cache(target: NativeTarget) -> None:
-    class Whole(EagerDecoder):
-        partial = False
-
-    whole = NativeTarget.load(checkpoint(0.0), new_decoder=Whole)
-    with pytest.raises(ConfigError, match="cannot run only some layers"):
-        whole.shallow(2)
-    tokens = [3, 1, 4, 1, 5]
-    drafter = early_exit(whole, exit_layer=2)
-    drafter.begin(DraftRow.of(0, tokens))
-    (expected,) = early_exit(target, exit_layer=2).propose([row_of(target, tokens, 5)])
-    (actual,) = drafter.propose([row_of(whole, tokens, 5)])
-    assert actual.tree == expected.tree
-
-
 @pytest.mark.parametrize("coupling", ["seeded", "drawn"])
 @pytest.mark.parametrize("options", [{"skip": "1"}, {"skip": "a1,m2"}, {"exit_layer": 2}])
 def test_every_way_to_exit_serves_a_batch(

@@ -25,7 +25,6 @@ from foredraft.drafters.registry import (
 )
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.load import resolve_drafter
-from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 
@@ -42,7 +41,7 @@ FAILING = DrafterSpec(build=_fail, summary="fails")
 HUNGRY = DrafterSpec(
     build=lambda context: NoDrafter(),
     summary="wants more than there is",
-    needs=Capabilities(parts=True, layer_views=True, tree_attention=True),
+    needs=("parts", "layer_views", "tree_attention"),
 )
 
 

@@ -73,7 +73,7 @@ TOKENS = {
 
 
 class Layer(ctypes.Structure):
-    """``ForedraftAttention`` of kernels/attention.cpp."""
+    """``ForedraftAttention`` of attention.cpp."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "group", "head_dim", "block_entries")),

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from foredraft.core.rules.bans import ModelBans
-from foredraft.models.base import Capabilities, RowScores, ScoreRow
+from foredraft.models.base import Capabilities, Encoder, RowScores, ScoreRow
 from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
 from foredraft.models.table import TableModel
 from tests.models.checkpoints import VOCAB_SIZE
@@ -70,15 +70,11 @@ def new_target(kind: str = "t5", seed: int = 0, **options: Any) -> EncoderDecode
 
 
 class SourceTable(TableModel):
-    """A table whose distributions depend on a source: see `foredraft.models.base.EncoderTarget`.
+    """A table whose distributions depend on a source: see `foredraft.models.base.Encoder`.
 
     Args:
         conditional: from a source and the tokens so far to probabilities.
     """
-
-    decoder_prompt = (START,)
-    max_source = 1000
-    bans = ModelBans()
 
     def __init__(
         self,
@@ -89,7 +85,9 @@ class SourceTable(TableModel):
             return conditional(text[: text.index(-1)], text[text.index(-1) + 1 :])
 
         super().__init__(vocab_size, joined)
-        self.capabilities = Capabilities(tree_attention=True, encoder=True)
+        self.capabilities = Capabilities(
+            tree_attention=True, encoder=Encoder((START,), 1000, ModelBans())
+        )
         self._source: tuple[int, ...] = ()
 
     def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:

@@ -191,7 +191,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 def rounded_weights(directory: Path, dtype: torch.dtype, bits: int | None = None) -> DecoderWeights:
     """Weights that were rounded to ``dtype`` or int8, to be computed with in float32."""
     weights = load_weights(directory, read_config(directory), dtype, bits=bits)
-    for tensor in weights.tensors():
+    for tensor in weights.tensors().values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.float()
     return weights

@@ -24,7 +24,7 @@ from foredraft.models.files.gguf_blocks import KINDS
 from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.safety import GGUF_INDEX, Checkpoint
 from foredraft.models.files.store import resolve_model
-from foredraft.models.native.quant import PackedMatrix, StackedMatrix, as_tensor, tensors_of
+from foredraft.models.native.quant import PackedMatrix, StackedMatrix, as_tensor
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import AS_STORED, FORMS, DecoderWeights, load_weights
 from foredraft.options import LoadOptions
@@ -174,7 +174,7 @@ def test_weights_are_kept_as_they_were_packed(tmp_path: Path) -> None:
         weights = load_weights(*arguments)  # type: ignore[arg-type]
         check_weights(weights, expected)
         assert isinstance(weights.layers[0].qkv_weight, StackedMatrix)
-        assert len(tensors_of(weights.layers[0].qkv_weight)) == 3
+        assert len(weights.layers[0].qkv_weight.parts) == 3
         assert weights.dtype == torch.bfloat16
         loads.append(progress)
     assert loads[0].fractions == sorted(loads[0].fractions)

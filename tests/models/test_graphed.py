@@ -193,7 +193,7 @@ def random_tree(generator: random.Random) -> TokenTree:
 
 def test_in_bfloat16_it_is_as_precise_as_the_eager_decoder(checkpoint: Path) -> None:
     precise = load_weights(checkpoint, read_config(checkpoint), torch.bfloat16)
-    for tensor in precise.tensors():
+    for tensor in precise.tensors().values():
         tensor.data = tensor.data.float()
     targets = (
         NativeTarget(read_config(checkpoint), precise),
@@ -418,7 +418,7 @@ def test_the_recorded_work_asks_the_device_for_no_value(checkpoint: Path) -> Non
     cache = KVCache(config.kv_shape, torch.bfloat16, "meta", 512)
     cache.reserve(cache.allocate(), 300)
     bucket = Bucket(rows=2, tokens=8, context=256, taps=(1,))
-    numbers = torch.zeros(8 * bucket.size + 2 * 4, dtype=torch.int64, device="meta")
+    numbers = torch.zeros((8 + 8) * bucket.size + 2 * 4, dtype=torch.int64, device="meta")
     inputs = GridInputs.of(numbers, bucket)
     logits_NV = torch.empty(bucket.size, config.vocab_size, device="meta")
     tapped = decoder._run(inputs, bucket, cache, logits_NV)

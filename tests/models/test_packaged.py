@@ -114,10 +114,9 @@ def test_the_table_is_sound() -> None:
     for name, model in MODELS.items():
         assert model.name == name == name.lower()
         assert model.recipe
-        if model.gguf is not None:
-            assert model.num_bytes == model.gguf.num_bytes
-            assert len(model.gguf.sha256 or "") == 64
-    assert [len(model.packages) for model in MODELS.values()] == [1, 1, 22, 6, 4]
+        assert model.num_bytes == model.gguf.num_bytes
+        assert len(model.gguf.sha256 or "") == 64
+    assert [len(model.packages) for model in MODELS.values()] == [1, 22, 6, 4]
 
 
 def test_a_mistyped_name_gets_the_nearest() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.cuda import Bucket, PagedInputs, paged_bucket, paged_inputs
+from foredraft.models.native.cuda import Bucket, GridInputs, grid_inputs, paged_bucket
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
@@ -42,7 +42,7 @@ def test_paths_lead_through_the_tree(tmp_path_factory: pytest.TempPathFactory) -
     plan = plan_forward([ScoreRow(slot, [5], TREE)], [70])
     bucket = paged_bucket(plan, cache.store.block_size)
     assert not bucket.is_chain
-    inputs = PagedInputs.of(paged_inputs(plan, bucket, cache), bucket)
+    inputs = GridInputs.of(grid_inputs(plan, bucket, cache), bucket)
     assert inputs.token_ids[:6].tolist() == [5, 7, 8, 9, 8, 0]
     assert inputs.lengths.tolist() == [71, 72, 72, 73, 74, *[0] * 11]
     assert [inputs.paths[i, :4].tolist() for i in range(5)] == [

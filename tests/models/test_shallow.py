@@ -34,8 +34,6 @@ class Forward:
 class Spy:
     """A decoder that notes its calls, and can be told to fail."""
 
-    partial = True
-
     def __init__(self, decoder: object) -> None:
         self.inner, self.calls, self.fails = decoder, list[Forward](), False
 

@@ -52,7 +52,7 @@ def new_target(decoder: str) -> NativeTarget:
     )
     torch.manual_seed(3)
     weights = random_weights(config, torch.float32, "cpu")
-    for matrix in weights.tensors():
+    for matrix in weights.tensors().values():
         if matrix.ndim == 2:
             matrix *= 8.0
     return NativeTarget(config, weights, native_decoder(decoder))

@@ -33,7 +33,7 @@ def model() -> tuple[DecoderConfig, DecoderWeights]:
     )
     torch.manual_seed(3)
     weights = random_weights(config, torch.float32, "cpu")
-    for matrix in weights.tensors():
+    for matrix in weights.tensors().values():
         if matrix.ndim == 2:
             matrix *= 6.0
     return config, weights

@@ -141,7 +141,7 @@ class SoMany(Processes):
 def test_a_part_is_a_part_of_every_matrix() -> None:
     config, weights = split_process.model()
     parts = [part_of(config, weights, processes)[1] for processes in (Processes(), SoMany(None, 3))]
-    sizes = [sum(matrix.numel() for matrix in part.layers[0].tensors()) for part in parts]
+    sizes = [sum(matrix.numel() for matrix in part.layers[0].tensors().values()) for part in parts]
     norms = 2 * config.hidden_size
     assert sizes[1] - norms == (sizes[0] - norms) / 3
 

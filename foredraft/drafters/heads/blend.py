@@ -9,7 +9,6 @@ continues. So each token comes from the source that is likelier right; none has 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
@@ -20,7 +19,7 @@ from foredraft.drafters.heads.steps import GROWTH_OPTIONS, StepDrafter, growth_l
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.table import NgramTable, found_table, new_text
 from foredraft.drafters.trained import HEAD_OPTION, trained_head
-from foredraft.models.base import Capabilities, HeadTarget
+from foredraft.models.base import HeadTarget, offered
 
 
 class BlendDrafter(StepDrafter):
@@ -85,7 +84,7 @@ class BlendDrafter(StepDrafter):
 def _build(context: DrafterContext) -> BlendDrafter:
     limits, head = growth_limits(context), trained_head(context, HiddenHeadModule)
     table = found_table(context, "table")
-    return BlendDrafter(head, cast(HeadTarget, context.target), limits, table)
+    return BlendDrafter(head, offered(context.target.capabilities.cache_layers), limits, table)
 
 
 DRAFTER = DrafterSpec(
@@ -97,6 +96,6 @@ DRAFTER = DrafterSpec(
         "table": "directory of a table that joins in (the one that comes with the model, if any)",
     },
     num_draft_tokens=16,
-    needs=Capabilities(parts=True, cache_layers=True),
+    needs=("parts", "cache_layers"),
     trained=HiddenHeadModule.kind,
 )

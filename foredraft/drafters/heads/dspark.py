@@ -51,7 +51,7 @@ from foredraft.drafters.heads.layers import (
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.trained import HEAD_OPTION, trained_head
-from foredraft.models.base import Capabilities, HeadRow, HeadTarget, ModelShape
+from foredraft.models.base import HeadRow, HeadTarget, ModelShape, offered
 
 _CONFIDENCE_STRIDE = 4
 """The confidence head learns at one anchor in this many: its labels need products of all rows."""
@@ -426,7 +426,9 @@ class DsparkDrafter(BaseDrafter):
 
 
 def _build(context: DrafterContext) -> DsparkDrafter:
-    return DsparkDrafter(trained_head(context, DsparkModule), cast(HeadTarget, context.target))
+    return DsparkDrafter(
+        trained_head(context, DsparkModule), offered(context.target.capabilities.cache_layers)
+    )
 
 
 DRAFTER = DrafterSpec(
@@ -434,7 +436,7 @@ DRAFTER = DrafterSpec(
     summary="a trained backbone drafts a block in one forward, fitted together by a Markov head",
     options={**HEAD_OPTION},
     num_draft_tokens=7,
-    needs=Capabilities(parts=True, cache_layers=True),
+    needs=("parts", "cache_layers"),
     trained=DsparkModule.kind,
     head=DsparkModule,
 )

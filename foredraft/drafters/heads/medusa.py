@@ -26,7 +26,7 @@ from foredraft.drafters.heads.layers import RMSNorm, head_weights
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 from foredraft.drafters.trained import HEAD_OPTION, trained_head
-from foredraft.models.base import Capabilities, HeadTarget, ModelShape
+from foredraft.models.base import HeadTarget, ModelShape, offered
 
 
 class _Head(nn.Module):
@@ -191,7 +191,7 @@ class MedusaDrafter(BaseDrafter):
 def _build(context: DrafterContext) -> MedusaDrafter:
     width = checked_count("width", context.options.get("width", 4))
     module = trained_head(context, MedusaModule)
-    return MedusaDrafter(module, cast(HeadTarget, context.target), width)
+    return MedusaDrafter(module, offered(context.target.capabilities.cache_layers), width)
 
 
 DRAFTER = DrafterSpec(
@@ -199,7 +199,7 @@ DRAFTER = DrafterSpec(
     summary="trained heads on the last hidden state guess several later tokens at once",
     options={**HEAD_OPTION, "width": "tokens looked at for each place; 1 drafts chains (4)"},
     num_draft_tokens=8,
-    needs=Capabilities(parts=True, cache_layers=True),
+    needs=("parts", "cache_layers"),
     trained=MedusaModule.kind,
     head=MedusaModule,
 )

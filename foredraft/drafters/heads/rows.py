@@ -9,7 +9,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import c_double, c_int64
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from foredraft.core.noise import Array
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import DraftRow
 from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.kernels.interface import declared
 
 LEAST_CHANCE = 4e-3
 """Less likely tokens are ignored: only once in a thousand times does the noise make one ten times
@@ -77,13 +78,9 @@ class Candidates:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        library = load_library("heads")
+        return declared(load_library("heads"), "heads")
     except KernelUnavailable:
         return None
-    find = library.foredraft_candidates
-    find.argtypes = [c_void_p, *[c_int64] * 3, c_double, c_double, *[c_void_p] * 4]
-    find.restype = None
-    return library
 
 
 _CANDIDATES = 64

@@ -30,7 +30,7 @@ from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
 from foredraft.drafters.trained import HEAD_OPTION, named_folder, trained_head
-from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights
+from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, offered
 
 _HOTTEST = 2.0
 """Higher temperatures count as this one."""
@@ -397,7 +397,7 @@ def stepwise_drafter(
     """
 
     def build(context: DrafterContext) -> Drafter:
-        limits, target = growth_limits(context), cast(HeadTarget, context.target)
+        limits, target = growth_limits(context), offered(context.target.capabilities.cache_layers)
         directory = named_folder(context, head.kind, "head")
         if read is not None and directory is not None and is_checkpoint(directory):
             return StepDrafter(read(directory, target), target, limits)
@@ -408,7 +408,7 @@ def stepwise_drafter(
         summary=summary,
         options={**HEAD_OPTION, **GROWTH_OPTIONS},
         num_draft_tokens=num_draft_tokens,
-        needs=Capabilities(parts=True, cache_layers=True),
+        needs=("parts", "cache_layers"),
         trained=head.kind,
         head=head,
     )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import found_table
 from foredraft.drafters.trained import trained_head
 from foredraft.kernels.build import describe_instructions
-from foredraft.models.base import ApartTarget, HeadTarget, ScoreRow, Scores, Target, read
+from foredraft.models.base import ScoreRow, Scores, Target, offered, read
 from foredraft.models.files.kept import recipe_of, this_week
 from foredraft.system.machine import cpu_name
 
@@ -115,9 +115,9 @@ def measured_fit(target: Target, model: Target) -> Fit:
     How often it is right is not measured, for that takes longer than a start may: it is that of a
     usual pair until requests have shown it.
     """
-    if not (target.capabilities.apart and model.capabilities.apart):
+    own, others = target.capabilities.apart, model.capabilities.apart
+    if own is None or others is None:
         return _USUAL_FIT
-    own, others = cast(ApartTarget, target), cast(ApartTarget, model)
     if min(own.max_context, others.max_context) < _CONTEXT + _NUM_VERIFIED:
         return _USUAL_FIT
 
@@ -253,7 +253,7 @@ def _build(context: DrafterContext) -> Drafter:
     if shape is None:
         # Whoever has no parts hands no observations on, or is run where guesses save nothing.
         guesses = checked_flag("guesses", context.options.get("guesses", True))
-        guesses = guesses and context.target.capabilities.parts
+        guesses = guesses and context.target.capabilities.parts is not None
         guesser = text_guesser(found_table(context, "table")) if guesses else None
         fit = measured_fit(context.target, model)
         return DraftModelDrafter(model, fit, guesser, context.target.vocab_size)
@@ -291,7 +291,7 @@ def _build_distilled(context: DrafterContext) -> Drafter:
     if "shape" in context.options or "draft_ms" in context.options:
         raise ConfigError("shape and draft_ms are for draft models that are no head")
     limits, module = growth_limits(context), trained_head(context, DraftModelModule)
-    return StepDrafter(module, cast(HeadTarget, context.target), limits)
+    return StepDrafter(module, offered(context.target.capabilities.cache_layers), limits)
 
 
 def _shape(options: Mapping[str, Any], plain_ms: float | None) -> TreeShape | None:

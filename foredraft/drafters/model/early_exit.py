@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,15 +29,14 @@ from foredraft.drafters.model.staged import MOST_GUESSES, Fit
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.trained import trained_head
 from foredraft.models.base import (
-    Capabilities,
     Computed,
     HeadRow,
-    HeadTarget,
     LayeredTarget,
     ModelShape,
     ScoreRow,
     ShallowTarget,
     Target,
+    offered,
 )
 
 
@@ -166,13 +165,13 @@ class AdaptedPredictor(SharedCachePredictor):
 
     Args:
         module: the trained adapter.
-        target: its target; it has the capabilities ``shallow`` and ``cache_layers``.
+        target: its target; it has the capabilities ``parts`` and ``cache_layers``.
     """
 
     def __init__(self, module: AdapterModule, target: LayeredTarget) -> None:
         super().__init__(target, target.shallow(module.exit_layer))
         weights = head_weights(module.layers, module.norm, module.output, module.shape)
-        self._runner = cast(HeadTarget, target).head_runner(weights)
+        self._runner = offered(target.capabilities.cache_layers).head_runner(weights)
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self._tap = module.exit_layer - 1
         self._slots: dict[int, int] = {}
@@ -281,11 +280,8 @@ def _drafter(target: LayeredTarget, exit_layer: Any, skip: Any, min_confidence: 
     if exit_layer is None:
         exit_layer = max(1, target.num_layers // 4)
     exit_layer = _check_exit_layer(exit_layer, target.num_layers)
-    if target.capabilities.shallow:
-        shared = SharedCachePredictor(target, target.shallow(exit_layer))
-        return SharedCacheDrafter(shared, min_confidence, exit_layer / target.num_layers)
-    share = exit_layer / target.num_layers
-    return _of_view(target.layer_view(range(exit_layer)), share, min_confidence)
+    shared = SharedCachePredictor(target, target.shallow(exit_layer))
+    return SharedCacheDrafter(shared, min_confidence, exit_layer / target.num_layers)
 
 
 def _of_view(view: Target, share: float, min_confidence: float) -> DraftModelDrafter:
@@ -300,7 +296,7 @@ def _build_adapted(
     for name in ("exit_layer", "skip"):
         if name in context.options:
             raise ConfigError(f"adapter and {name} are two ways to draft; give one of them")
-    for name in ("shallow", "parts", "cache_layers"):
+    for name in ("parts", "cache_layers"):
         if not getattr(target.capabilities, name):
             raise CapabilityError(
                 f"an adapter needs a target with {name}, which {type(target).__name__} does not "
@@ -316,7 +312,7 @@ def _build(context: DrafterContext) -> Drafter:
         raise ConfigError(f"min_confidence is {min_confidence!r}; it must be a number")
     if not 0.0 <= min_confidence <= 1.0:
         raise ConfigError(f"min_confidence is {min_confidence}; it must be between 0 and 1")
-    target = cast(LayeredTarget, context.target)  # the registry has checked the capability
+    target = offered(context.target.capabilities.layer_views)
     if "adapter" in options:
         return _build_adapted(context, target, min_confidence)
     return _drafter(target, options.get("exit_layer"), options.get("skip"), min_confidence)
@@ -332,7 +328,7 @@ DRAFTER = DrafterSpec(
         "min_confidence": "end the draft where the likeliest token has less than this (0)",
     },
     num_draft_tokens=4,
-    needs=Capabilities(layer_views=True),
+    needs=("layer_views",),
     head=AdapterModule,
 )
 

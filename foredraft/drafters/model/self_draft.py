@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.drafters.text.table import NgramTable, found_table
 from foredraft.kernels.build import describe_instructions
 from foredraft.models.base import (
-    Capabilities,
     LowBitCopy,
     LowBitTarget,
     ScoreRow,
@@ -263,9 +262,9 @@ def low_bit_target(target: Target) -> LowBitTarget:
     Raises:
         CapabilityError: none can.
     """
-    if not target.capabilities.low_bit:
+    if target.capabilities.low_bit is None:
         raise CapabilityError(f"self_draft needs {DRAFTER.needs_in_words}")
-    return cast(LowBitTarget, target)
+    return target.capabilities.low_bit
 
 
 def _build(context: DrafterContext) -> SelfDrafter:
@@ -289,6 +288,6 @@ DRAFTER = DrafterSpec(
         " if any)",
     },
     num_draft_tokens=8,
-    needs=Capabilities(low_bit=True, parts=True),
+    needs=("low_bit", "parts"),
     needs_in_words="a target in our own kernels on CPU, with weights of more than 4 bits",
 )

@@ -25,7 +25,6 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
-from foredraft.models.base import Capabilities
 
 _STRIDE = 7919
 """Steps through the prompt for the first guesses: any tokens do, and these are no random ones."""
@@ -220,6 +219,6 @@ DRAFTER = DrafterSpec(
         "guesses": "n-grams verified a step (3)",
     },
     num_draft_tokens=LookaheadSizes().num_nodes,
-    needs=Capabilities(tree_attention=True),
+    needs=("tree_attention",),
     drafts_from="steps",
 )

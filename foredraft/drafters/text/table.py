@@ -40,7 +40,6 @@ from foredraft.drafters.trained import (
     read_info,
     shipped_head,
 )
-from foredraft.models.base import Capabilities
 
 KIND = "table"
 BOTH = "with earlier matches"
@@ -305,6 +304,6 @@ DRAFTER = DrafterSpec(
         **NODE_COST,
     },
     num_draft_tokens=16,
-    needs=Capabilities(parts=True),
+    needs=("parts",),
     trained=KIND,
 )

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.models.files.manifest import BLOCK_BYTES, block_sums_of, sums_of_blocks
 from foredraft.models.files.safety import Checkpoint
 from foredraft.system.paths import cache_root
 
@@ -45,11 +46,9 @@ _LINE = 64
 _HUGE_PAGE = 2 << 20
 _READ_BYTES = 16 << 20
 _READERS = 2
-_BLOCK_BYTES = 64 << 10
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.uint8)}
 _WEEK_SECONDS = 7 * 24 * 3600
 _LOG = logging.getLogger("foredraft")
-Sums = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def this_week() -> int:
@@ -251,7 +250,7 @@ def _write_tensors(path: Path, recipe: str, tensors: Mapping[str, Tensor]) -> No
                 file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
                 file.write(bytes(-file.tell() % _LINE))
             size = file.tell()
-        sums = _hash_of(_sums_of_file(unfinished))
+        sums = block_sums_of(unfinished)
     content = {"recipe": recipe, "bytes": size, "sums": sums, "tensors": index}
     _write_json(path.with_suffix(".index"), content)
 
@@ -285,7 +284,7 @@ def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
 
 def _read_whole(path: Path, size: int) -> tuple[mmap.mmap, str]:
     """The file in memory that begins at a huge page, and a hash of the sums of its blocks."""
-    room = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+    room = -(-size // BLOCK_BYTES) * BLOCK_BYTES
     memory = mmap.mmap(-1, room + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the system may have none
@@ -296,29 +295,8 @@ def _read_whole(path: Path, size: int) -> tuple[mmap.mmap, str]:
         starts = range(0, size, _READ_BYTES)
         pieces = [place[start : start + _READ_BYTES] for start in starts]
         list(readers.map(partial(_read_piece, file.fileno()), pieces, starts))
-    return memory, _hash_of([_sums(np.frombuffer(memory, np.uint8, room, first))])
-
-
-def _sums_of_file(path: Path) -> Iterator[Sums]:
-    """Sums of a file's blocks, some at a time: the weights are in memory already, once."""
-    with path.open("rb") as file:
-        while piece := file.read(_READ_BYTES):
-            yield _sums(np.frombuffer(piece + bytes(-len(piece) % _BLOCK_BYTES), np.uint8))
-
-
-def _sums(content: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
-    """Sums of whole blocks."""
-    blocks = content.view(np.uint64).reshape(-1, _BLOCK_BYTES // 8)
-    sums: Sums = blocks.sum(axis=1, dtype=np.uint64)
-    return sums
-
-
-def _hash_of(sums: Iterable[Sums]) -> str:
-    """It detects accidental damage (zeroed pages, flipped bits), not deliberate forgery."""
-    found = hashlib.sha256()
-    for some in sums:
-        found.update(some.tobytes())
-    return found.hexdigest()
+    sums = sums_of_blocks(memoryview(memory)[first : first + room])
+    return memory, hashlib.sha256(sums).hexdigest()
 
 
 def _read_piece(file: int, piece: memoryview, start: int) -> None:

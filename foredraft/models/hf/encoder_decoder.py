@@ -25,7 +25,7 @@ from foredraft.cache.memory import CacheMemory
 from foredraft.core.errors import CapabilityError
 from foredraft.core.rules.bans import ModelBans
 from foredraft.core.tree import TokenTree
-from foredraft.models.base import Capabilities, ScoreRow, Source
+from foredraft.models.base import Capabilities, Encoder, ScoreRow, Source
 from foredraft.models.hf.cache import HFCache
 from foredraft.models.hf.sizes import NO_LIMIT
 from foredraft.models.hf.target import HFTarget
@@ -105,7 +105,7 @@ class SourceCache(HFCache):
 
 
 class EncoderDecoderTarget(HFTarget):
-    """See `foredraft.models.base.EncoderTarget`.
+    """An encoder-decoder as a `foredraft.models.base.Target`.
 
     A row without a source has one of the decoder's first tokens: enough to measure with.
 
@@ -138,7 +138,6 @@ class EncoderDecoderTarget(HFTarget):
     ) -> None:
         super().__init__(model, max_context, trees=False, parts=False, cache_memory=cache_memory)
         generation = model.generation_config
-        self.capabilities = Capabilities(encoder=True)
         self.decoder_prompt = decoder_prompt or _decoder_prompt(model, generation)
         self.max_source = int(getattr(model.config, "max_position_embeddings", None) or NO_LIMIT)
         self.bans = bans or ModelBans(
@@ -146,6 +145,10 @@ class EncoderDecoderTarget(HFTarget):
             (0, tuple(generation.begin_suppress_tokens or ())),
             last=_one_token("forced_eos_token_id", generation.forced_eos_token_id),
         )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(encoder=Encoder(self.decoder_prompt, self.max_source, self.bans))
 
     def check_loaded(self) -> None:
         """Check that tokens get the same scores together and one by one, and log unsupported

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +93,18 @@ class HFTarget:
         may_try = trees and "position_ids" in self._arguments and _masks_are_known(config)
         prompt = _distinct_tokens(self.vocab_size)
         self._parts = find_parts(model, prompt) if parts else None
+        self._takes_trees = False
+        self._takes_trees = may_try and self._scores_trees()
+
+    @property
+    def capabilities(self) -> Capabilities:
         has_parts = self._parts is not None
-        self.capabilities = Capabilities(
+        return Capabilities(
+            tree_attention=self._takes_trees,
             taps=range(self._num_layers if has_parts else self._num_layers - 1),
-            parts=has_parts,
-            cache_layers=True,
+            parts=self._parts,
+            cache_layers=self,
         )
-        if may_try and self._scores_trees():
-            self.capabilities = replace(self.capabilities, tree_attention=True)
 
     @classmethod
     def load(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,10 +33,9 @@ from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.cpu import MOST_TOKENS, FusedDecoder, PreparedChain
 from foredraft.models.native.model import Decoder, DecoderFactory, scored
 from foredraft.models.native.plan import announce, plan_forward
-from foredraft.models.native.quant import PACKED, Int4Matrix, Matrix, PackedMatrix, Stack, tensor_of
+from foredraft.models.native.quant import Int4Matrix, Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.weights import (
     DecoderWeights,
-    LayerWeights,
     load_weights,
     rounded,
     weight_bytes,
@@ -45,7 +44,6 @@ from foredraft.models.native.weights import (
 _BITS = (4, 8)
 """Of a copy."""
 _TUNED_BITS = 4
-_HEAD_BITS = 8
 _SCREEN_BITS = 4
 _LIKELIEST = DrawKey(0, 0, 0.0)
 _LONG, _NEAR = 3072, 1024
@@ -98,7 +96,10 @@ class NativeLowBitCopy:
         self._decoder = new_decoder(config, weights)
         self._chain = prepared_chain(self._decoder, cache)
         self.bits = weights.bits
-        self.num_bytes = sum(matrix.nbytes for matrix in matrices_of(weights).values())
+        own = [*packed_tensors(weights).values()]
+        if weights.screen_VE is not None:
+            own.append(weights.screen_VE.packed_GCN)
+        self.num_bytes = sum(tensor.nbytes for tensor in own)
         last = tensor_of(weights.layers[-1].output_weight)
         kind = weights.screen_VE is not None, weights.activation_bits
         self.identity = recipe_of(self.bits, last, *kind)
@@ -210,7 +211,7 @@ class Copies:
             )
         self._check_memory(_TUNED_BITS)
         weights = compensated(self.config, self.weights, texts, advance)
-        self.kept.keep(_name(_TUNED_BITS, True), self._recipe(), matrices_of(weights))
+        self.kept.keep(_name(_TUNED_BITS, True), self._recipe(), packed_tensors(weights))
         copy = self._made[_TUNED_BITS] = self._of(weights)
         return copy
 
@@ -219,13 +220,13 @@ class Copies:
         for is_tuned in (True, False):
             tensors = self.kept.tensors(_name(bits, is_tuned), self._recipe())
             if tensors is not None:
-                return self._of(_with_matrices(self.weights, tensors, bits))
+                return self._of(self.weights.with_tensors(tensors))
         weights = (
             rounded(self.weights, bits)
             if self.checkpoint is None
             else load_weights(self.checkpoint, self.config, self.weights.dtype, bits=bits)
         )
-        self.kept.keep(_name(bits, False), self._recipe(), matrices_of(weights))
+        self.kept.keep(_name(bits, False), self._recipe(), packed_tensors(weights))
         return self._of(weights)
 
     def _of(self, weights: DecoderWeights) -> NativeLowBitCopy:
@@ -275,32 +276,10 @@ def _name(bits: int, is_tuned: bool) -> str:
     return f"copy-{bits}-tuned" if is_tuned else f"copy-{bits}"
 
 
-def matrices_of(weights: DecoderWeights) -> dict[str, Tensor]:
-    """The packed matrices by name: what a copy has of its own."""
-    found = {
-        f"{index}.{field.name}": getattr(layer, field.name)
-        for index, layer in enumerate(weights.layers)
-        for field in fields(LayerWeights)
-    } | {"head": weights.head_VE, "screen": weights.screen_VE}
+def packed_tensors(weights: DecoderWeights) -> dict[str, Tensor]:
+    """The tensors that a copy has of its own; it shares embeddings, norms and biases."""
     return {
-        name: matrix.packed_GCN
-        for name, matrix in found.items()
-        if isinstance(matrix, PackedMatrix)
+        name: tensor
+        for name, tensor in weights.tensors().items()
+        if tensor.dtype == torch.uint8 and not name.startswith("embedding")
     }
-
-
-def _with_matrices(
-    weights: DecoderWeights, tensors: Mapping[str, Tensor], bits: int
-) -> DecoderWeights:
-    """A target's weights with the kept matrices in place of its own."""
-
-    def matrix(name: str, weight: Stack, num_parts: int, bits: int = bits) -> PackedMatrix:
-        rows, inputs = weight.shape
-        return PACKED[bits](tensors[name], (rows // num_parts,) * num_parts, inputs)
-
-    layers = tuple(
-        layer.with_matrices(lambda name, *of, index=i: matrix(f"{index}.{name}", *of))
-        for i, layer in enumerate(weights.layers)
-    )
-    head_VE = matrix("head", weights.head_VE, 1, _HEAD_BITS)
-    return replace(weights, layers=layers, head_VE=head_VE)

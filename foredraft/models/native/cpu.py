@@ -75,7 +75,6 @@ class FusedDecoder:
     """
 
     name = "fused"
-    partial = True
     reads_packed = True
     reads_unseen = False
     draws = True
@@ -93,7 +92,7 @@ class FusedDecoder:
         self._most_threads = num_threads or min(torch.get_num_threads(), available_cpus())
         self._chooser = ThreadChooser(self._most_threads)
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
-        library = self._library = load_library()
+        library = self._library = interface.declared(load_library(), "decoder")
         layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
         self._layers = (interface.Layer * len(layers))(*layers)
         self._model = self._describe_model()
@@ -105,13 +104,9 @@ class FusedDecoder:
         self._phase_seconds = (c_double * len(PHASES))()
         self._process, self._lock = os.getpid(), threading.Lock()
         self._forward = library.foredraft_forward
-        self._forward.argtypes = [POINTER(interface.Model), POINTER(interface.Forward)]
-        self._forward.restype = c_int64
         self._workspace_size = library.foredraft_workspace_size
-        self._workspace_size.argtypes = [POINTER(interface.Model), *[c_int64] * 4]
-        self._workspace_size.restype = c_int64
         for begin, end in _memory_ranges(self._kept):
-            library.foredraft_use_huge_pages(c_void_p(begin), c_int64(end - begin))
+            library.foredraft_use_huge_pages(begin, end - begin)
 
     @property
     def workspace_bytes(self) -> int:
@@ -392,8 +387,7 @@ def work_bytes(config: DecoderConfig, is_bf16: bool, form: int, num_tokens: int)
         is_bf16: whether the cache, and matrices that are no packed ones, are bfloat16.
         form: a ``ForedraftForm``.
     """
-    size = load_library().foredraft_workspace_size
-    size.argtypes, size.restype = [POINTER(interface.Model), *[c_int64] * 4], c_int64
+    size = interface.declared(load_library(), "decoder").foredraft_workspace_size
     windows, names = (0, *config.windows), config.family.names
     layer = interface.Layer(attention_post_norm=1 if names.attention_post_norm else None)
     model = interface.Model(

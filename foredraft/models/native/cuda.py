@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,36 +120,40 @@ _MIN_CONTEXT = 256
 
 
 class GridInputs(NamedTuple):
-    """What differs between two forwards of one shape; int64, each [N] but for the last.
+    """What differs between two forwards of one shape; int64, each [N] but for the last two.
 
     Attributes:
         token_ids: vocabulary ids.
         positions: for rotary embedding.
         blocks: the cache block that a token writes to.
         offsets: the entry of that block.
-        visible: bit u says whether a token sees token u of its own row.
         heads: tokens of the grid whose logits are wanted, in the plan's order.
         places: where the plan's tokens are in the grid.
         starts: the first R: how many entries a row's tokens all see before their own.
-        tables: [R M] the blocks that each row attends to.
+        lengths: how many entries a token sees, its own included; 0: padding.
+        paths: [N, T] what a token sees of its row's own, in their order.
+        tables: [R, M] the blocks that each row attends to.
     """
 
     token_ids: Tensor
     positions: Tensor
     blocks: Tensor
     offsets: Tensor
-    visible: Tensor
     heads: Tensor
     places: Tensor
     starts: Tensor
+    lengths: Tensor
+    paths: Tensor
     tables: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, bucket: Bucket) -> GridInputs:
         """Views of what `grid_inputs` laid out."""
-        num_kinds = len(cls._fields) - 1
-        kinds_IN = numbers[: num_kinds * bucket.size].view(num_kinds, -1)
-        return cls._make([*kinds_IN, numbers[num_kinds * bucket.size :]])
+        size, own = bucket.size, bucket.size * bucket.tokens
+        kinds_IN = numbers[: 8 * size].view(8, -1)
+        paths, tables = numbers[8 * size : 8 * size + own], numbers[8 * size + own :]
+        views = (*kinds_IN, paths.view(size, -1), tables.view(bucket.rows, -1))
+        return cls._make(views)
 
 
 @dataclass(frozen=True)
@@ -205,35 +208,39 @@ def choose_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) 
 
 def grid_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
     """The plan's numbers, padded: all of `GridInputs` one after another, int64 on the CPU."""
-    size, block_size = bucket.size, cache.store.block_size
-    numbers = {name: [0] * size for name in GridInputs._fields}
-    numbers["blocks"] = [cache.store.num_blocks] * size
-    numbers["visible"] = [_signed(1 << token) for token in range(bucket.tokens)] * bucket.rows
-    numbers["tables"] = []
+    size, tokens, block_size = bucket.size, bucket.tokens, cache.store.block_size
+    num_blocks = bucket.context // block_size
+    numbers = np.zeros(8 * size + size * tokens + bucket.rows * num_blocks, np.int64)
+    kinds = numbers[: 8 * size].reshape(8, size)
+    paths = numbers[8 * size : 8 * size + size * tokens].reshape(size, tokens)
+    tables = numbers[8 * size + size * tokens :].reshape(bucket.rows, num_blocks)
+    kinds[2] = cache.store.num_blocks
+    if bucket.is_chain:
+        paths[:] = np.arange(tokens)
     places: list[int] = []
     for grid_row, row in enumerate(plan.rows):
-        first, count = grid_row * bucket.tokens, len(row)
-        here, there = slice(row.start, row.stop), slice(first, first + count)
-        table, entries = cache.table(plan.slot(row)), plan.entries[here]
-        numbers["token_ids"][there] = plan.token_ids[here]
-        numbers["positions"][there] = plan.positions[here]
-        numbers["blocks"][there] = [table[entry // block_size] for entry in entries]
-        numbers["offsets"][there] = [entry % block_size for entry in entries]
-        numbers["visible"][there] = [_visible(plan, entries[0], token) for token in row]
-        numbers["starts"][grid_row] = entries[0]
-        numbers["tables"] += _padded_table(table, bucket.context // block_size)
-        places.extend(range(first, first + count))
-    numbers["tables"] += numbers["tables"][-1:] * (
-        (bucket.rows - len(plan.rows)) * (bucket.context // block_size)
-    )
-    numbers["places"][: len(places)] = places
-    numbers["heads"][: len(plan.heads)] = [places[token] for token in plan.heads]
-    return torch.tensor([number for name in GridInputs._fields for number in numbers[name]])
-
-
-def _padded_table(table: array[int], count: int) -> list[int]:
-    """The first ``count`` blocks; behind the last one itself, which is as finite as it is."""
-    return [*table[:count], *table[-1:] * (count - len(table))]
+        first, start = grid_row * tokens, plan.entries[row.start]
+        here, there = slice(row.start, row.stop), slice(first, first + len(row))
+        table = np.frombuffer(cache.table(plan.slot(row)), np.int32)
+        entries = np.asarray(plan.entries[here])
+        kinds[0, there] = plan.token_ids[here]
+        kinds[1, there] = plan.positions[here]
+        kinds[2, there] = table[entries // block_size]
+        kinds[3, there] = entries % block_size
+        kinds[6, grid_row] = start
+        kinds[7, there] = plan.prefixes[here]
+        if not bucket.is_chain:
+            for place, token in enumerate(row, first):
+                seen = [*range(start, plan.prefixes[token]), *plan.extras[token]]
+                paths[place, : len(seen)] = [entry - start for entry in seen]
+        kinds[7, there] += [len(extra) for extra in plan.extras[here]]
+        # Behind its last block that block itself, which is as finite as it is.
+        tables[grid_row:] = table[-1]
+        tables[grid_row:, : min(num_blocks, len(table))] = table[:num_blocks]
+        places.extend(range(first, first + len(row)))
+    kinds[5, : len(places)] = places
+    kinds[4, : len(plan.heads)] = [places[token] for token in plan.heads]
+    return torch.from_numpy(numbers)
 
 
 def attention_bias(
@@ -249,7 +256,11 @@ def attention_bias(
     starts_R11 = inputs.starts[:rows, None, None]
     own_T = torch.arange(tokens, device=device)
     seen_R1C = torch.arange(context, device=device) < starts_R11
-    sees_RTT = (inputs.visible.view(rows, tokens, 1) >> own_T) & 1 != 0
+    num_own_RT1 = inputs.lengths.view(rows, tokens, 1) - starts_R11
+    zeros_RTT = torch.zeros(rows, tokens, tokens, dtype=torch.int64, device=device)
+    paths_RTT = inputs.paths.view(rows, tokens, tokens)
+    seen_RTT = zeros_RTT.scatter_add_(2, paths_RTT, (own_T < num_own_RT1).long())
+    sees_RTT = (seen_RTT != 0) | (own_T[:, None] == own_T)  # padding sees itself
     own_entries_RTT = (starts_R11 + own_T).expand(rows, tokens, tokens)
     seen_RTC = seen_R1C.repeat(1, tokens, 1).scatter_(2, own_entries_RTT, sees_RTT)
     if window is not None:
@@ -259,19 +270,6 @@ def attention_bias(
         seen_RTC &= places_RC[:, None] > positions_RT[..., None] - window
     bias_RTC = torch.zeros(seen_RTC.shape, dtype=dtype, device=device)
     return bias_RTC.masked_fill_(~seen_RTC, float("-inf"))
-
-
-def _visible(plan: ForwardPlan, start: int, token: int) -> int:
-    """The bits of `GridInputs.visible` of a token whose row writes from entry ``start`` on."""
-    bits = (1 << plan.prefixes[token] - start) - 1
-    for entry in plan.extras[token]:
-        bits |= 1 << entry - start
-    return _signed(bits)
-
-
-def _signed(bits: int) -> int:
-    """The int64 with these 64 bits."""
-    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def padded_shape(plan: ForwardPlan) -> tuple[int, int]:
@@ -355,24 +353,23 @@ class GraphedDecoder(EagerDecoder):
         if not isinstance(cache, KVCache) or not self.fits(plan):
             return super().forward(plan, cache, taps)
         cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
-        for row in plan.rows:
-            cache.clear_behind(plan.slot(row), plan.end(row))
-        bucket = choose_bucket(plan, cache.store.block_size, taps)
+        if self.reads_unseen:
+            for row in plan.rows:
+                cache.clear_behind(plan.slot(row), plan.end(row))
+        bucket = self._bucket(plan, cache.store.block_size, taps)
         graph = self._graph(bucket, cache, grid_inputs(plan, bucket, cache))
-        return self._replayed(graph, plan, GridInputs.of(graph.inputs, bucket).places)
+        tapped = graph.replay()
+        self.num_replayed += 1
+        places_T = GridInputs.of(graph.inputs, bucket).places[: len(plan)]
+        logits_NV = graph.logits_NV[: len(plan.heads)].clone()
+        return logits_NV, {i: x.index_select(0, places_T) for i, x in tapped.items()}
 
     def fits(self, plan: ForwardPlan) -> bool:
         """Whether ``plan`` is run as a recording."""
         return self._config.experts is None and fits_grid(plan)
 
-    def _replayed(
-        self, graph: Graph, plan: ForwardPlan, places_N: Tensor
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        tapped = graph.replay()
-        self.num_replayed += 1
-        places_T = places_N[: len(plan)]
-        logits_NV = graph.logits_NV[: len(plan.heads)].clone()
-        return logits_NV, {i: x.index_select(0, places_T) for i, x in tapped.items()}
+    def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
+        return choose_bucket(plan, block_size, taps)
 
     def _graph(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
         """The bucket's recording with these inputs in place, made if there is none."""
@@ -548,37 +545,6 @@ _TABLE_BYTES = 32 << 20
 """Of rotations of all positions, at most."""
 
 
-class PagedInputs(NamedTuple):
-    """What differs between two forwards of one shape; int64, each [N] but for the last two.
-
-    Attributes:
-        token_ids, positions, blocks, offsets, heads, places, starts: as in `GridInputs`.
-        lengths: how many entries a token sees, its own included; 0: padding.
-        paths: [N T] what a token sees of its row's own, in their order.
-        tables: [R M] the blocks that each row attends to.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    blocks: Tensor
-    offsets: Tensor
-    heads: Tensor
-    places: Tensor
-    starts: Tensor
-    lengths: Tensor
-    paths: Tensor
-    tables: Tensor
-
-    @classmethod
-    def of(cls, numbers: Tensor, bucket: Bucket) -> PagedInputs:
-        """Views of what `paged_inputs` laid out."""
-        size, own = bucket.size, bucket.size * bucket.tokens
-        kinds_IN = numbers[: 8 * size].view(8, -1)
-        paths, tables = numbers[8 * size : 8 * size + own], numbers[8 * size + own :]
-        views = (*kinds_IN, paths.view(size, -1), tables.view(bucket.rows, -1))
-        return cls._make(views)
-
-
 def paged_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) -> Bucket:
     """The smallest bucket that ``plan`` fits, of at least `TILE` tokens."""
     rows, tokens = padded_shape(plan)
@@ -598,41 +564,6 @@ def _is_chain(plan: ForwardPlan) -> bool:
     return all(count == entry + 1 for count, entry in zip(seen, plan.entries, strict=True))
 
 
-def paged_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
-    """The plan's numbers, padded: all of `PagedInputs` one after another, int64 on the CPU."""
-    size, tokens, block_size = bucket.size, bucket.tokens, cache.store.block_size
-    num_blocks = bucket.context // block_size
-    numbers = np.zeros(8 * size + size * tokens + bucket.rows * num_blocks, np.int64)
-    kinds = numbers[: 8 * size].reshape(8, size)
-    paths = numbers[8 * size : 8 * size + size * tokens].reshape(size, tokens)
-    tables = numbers[8 * size + size * tokens :].reshape(bucket.rows, num_blocks)
-    kinds[2] = cache.store.num_blocks
-    if bucket.is_chain:
-        paths[:] = np.arange(tokens)
-    places: list[int] = []
-    for grid_row, row in enumerate(plan.rows):
-        first, start = grid_row * tokens, plan.entries[row.start]
-        here, there = slice(row.start, row.stop), slice(first, first + len(row))
-        table = np.frombuffer(cache.table(plan.slot(row)), np.int32)
-        entries = np.asarray(plan.entries[here])
-        kinds[0, there] = plan.token_ids[here]
-        kinds[1, there] = plan.positions[here]
-        kinds[2, there] = table[entries // block_size]
-        kinds[3, there] = entries % block_size
-        kinds[6, grid_row] = start
-        kinds[7, there] = plan.prefixes[here]
-        if not bucket.is_chain:
-            for place, token in enumerate(row, first):
-                seen = [*range(start, plan.prefixes[token]), *plan.extras[token]]
-                paths[place, : len(seen)] = [entry - start for entry in seen]
-        kinds[7, there] += [len(extra) for extra in plan.extras[here]]
-        tables[grid_row, : min(num_blocks, len(table))] = table[:num_blocks]
-        places.extend(range(first, first + len(row)))
-    kinds[5, : len(places)] = places
-    kinds[4, : len(plan.heads)] = [places[token] for token in plan.heads]
-    return torch.from_numpy(numbers)
-
-
 class PagedDecoder(GraphedDecoder):
     """Runs a `ForwardPlan`, that of a decoding step as one recorded graph of our own kernels."""
 
@@ -642,24 +573,11 @@ class PagedDecoder(GraphedDecoder):
         super().__init__(config, weights, **options)
         self._tables: list[tuple[Tensor, Tensor]] | None = None
 
-    def forward(
-        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        if not isinstance(cache, KVCache) or not self.fits(plan):
-            return super().forward(plan, cache, taps)
-        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
-        bucket = paged_bucket(plan, cache.store.block_size, taps)
-        graph = self._graph(bucket, cache, paged_inputs(plan, bucket, cache))
-        return self._replayed(graph, plan, PagedInputs.of(graph.inputs, bucket).places)
+    def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
+        return paged_bucket(plan, block_size, taps)
 
-    def _work(
-        self, fixed: Tensor, bucket: Bucket, cache: KVCache, logits_NV: Tensor
-    ) -> Callable[[], dict[int, Tensor]]:
-        inputs = PagedInputs.of(fixed, bucket)
-        return lambda: self._step(inputs, bucket, cache, logits_NV)
-
-    def _step(
-        self, inputs: PagedInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    def _run(
+        self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
     ) -> dict[int, Tensor]:
         """The forward on fixed buffers; nothing here depends on their values."""
         from foredraft.models.native import triton_ops as ops
@@ -728,7 +646,7 @@ class PagedDecoder(GraphedDecoder):
         qkv: Tensor,
         index: int,
         layer: LayerWeights,
-        inputs: PagedInputs,
+        inputs: GridInputs,
         bucket: Bucket,
         cache: KVCache,
         rotations: Sequence[tuple[Tensor, Tensor]],

@@ -10,7 +10,7 @@ K inputs of a product (P times E), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import CDLL, c_double, c_int64, c_void_p
+from ctypes import c_int64
 from dataclasses import replace
 from typing import cast
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from foredraft.cache.layers import StoredLayers
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import load_library
+from foredraft.kernels.interface import declared
 from foredraft.models.base import HeadRow, HeadWeights, Join, ModelShape
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig, RotaryEmbedding
@@ -360,14 +361,13 @@ class FusedJoin:
     """
 
     def __init__(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> None:
-
         num_rows, num_inputs = weight_EK.shape
         config = replace(NO_LAYERS, vocab_size=num_rows, hidden_size=num_inputs, rms_norm_eps=eps)
         packed = Int8Matrix.of_weight(weight_EK.float())
         no_embedding = torch.empty(1, num_inputs, dtype=weight_EK.dtype)
         weights = DecoderWeights(no_embedding, (), torch.ones(num_inputs), packed)
         self._product = PreparedForward(FusedDecoder(config, weights, num_threads=1))
-        self._library = _library()
+        self._library = declared(load_library("heads"), "heads")
         self._num_inputs, self._eps = num_inputs, eps
         self._table_VE = None if table_VE is None else table_VE.bfloat16().contiguous()
 
@@ -404,13 +404,3 @@ class FusedJoin:
                 self._num_inputs,
             )
         return x_TK
-
-
-def _library() -> CDLL:
-    library = load_library("heads")
-    sizes = [c_int64] * 4
-    library.foredraft_unit_rows.argtypes = [c_void_p, *sizes, c_double, c_void_p, c_int64]
-    library.foredraft_unit_rows.restype = None
-    library.foredraft_add_rows.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_void_p]
-    library.foredraft_add_rows.restype = None
-    return library

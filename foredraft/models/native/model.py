@@ -41,11 +41,6 @@ class Decoder(Protocol):
     def name(self) -> str: ...
 
     @property
-    def partial(self) -> bool:
-        """Whether it heeds `ForwardPlan.layers`; False costs early exit its shared cache."""
-        ...
-
-    @property
     def reads_unseen(self) -> bool:
         """Whether it reads entries that no token sees, with weight 0: they must be finite."""
         ...
@@ -103,7 +98,6 @@ class EagerDecoder:
     """Runs a `ForwardPlan` layer by layer."""
 
     name = "eager"
-    partial = True
     reads_packed = False
     reads_unseen = False
     draws = False

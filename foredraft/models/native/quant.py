@@ -453,6 +453,8 @@ QUANTISED: Sequence[type[QuantisedMatrix]] = (
 )
 """By ``ForedraftFormat``."""
 
+_FORMS: Sequence[type[PackedMatrix]] = (TiledMatrix, *QUANTISED)
+_BY_NAME = {form.__name__: form for form in _FORMS}
 
 Matrix = Tensor | PackedMatrix
 """Weights [R, K] of a product, as stored."""
@@ -489,11 +491,37 @@ def rows_of(matrix: Matrix, indices_R: Tensor, dtype: torch.dtype) -> Tensor:
     return F.embedding(indices_R.to(matrix.device), matrix)
 
 
-def tensors_of(matrix: Stack) -> list[Tensor]:
-    """The tensors that hold the weights."""
+def to_tensors(name: str, matrix: Stack) -> dict[str, Tensor]:
+    """The tensors that hold the weights, by names that say their layout: see `of_tensors`."""
+    if isinstance(matrix, Tensor):
+        return {name: matrix}
     if isinstance(matrix, StackedMatrix):
-        return [part.packed_GCN for part in matrix.parts]
-    return [tensor_of(matrix)]
+        parts = (to_tensors(f"{name}/{i}", part) for i, part in enumerate(matrix.parts))
+        return {key: tensor for part in parts for key, tensor in part.items()}
+    rows, *others = matrix.part_rows
+    layout = type(matrix).__name__, rows, 1 + len(others), matrix.num_inputs
+    return {":".join(map(str, (name, *layout))): matrix.packed_GCN}
+
+
+def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Stack]:
+    """The matrices by the names that `to_tensors` was given."""
+    found: dict[str, list[Matrix]] = {}
+    for key, tensor in tensors.items():
+        name, *layout = key.split(":")
+        matrix: Matrix = tensor
+        if layout:
+            rows, num_parts, num_inputs = map(int, layout[1:])
+            matrix = _BY_NAME[layout[0]](tensor, (rows,) * num_parts, num_inputs)
+        found.setdefault(name.partition("/")[0], []).append(matrix)
+    return {
+        name: parts[0] if len(parts) == 1 else StackedMatrix(tuple(map(_packed, parts)))
+        for name, parts in found.items()
+    }
+
+
+def _packed(matrix: Matrix) -> PackedMatrix:
+    assert isinstance(matrix, PackedMatrix)
+    return matrix
 
 
 def tensor_of(matrix: Matrix) -> Tensor:

@@ -73,16 +73,6 @@ class NativeTarget:
             cache_memory,
         )
         self._copies = Copies(config, weights, new_decoder, self.cache, kept, checkpoint)
-        self.capabilities = Capabilities(
-            tree_attention=True,
-            taps=range(config.num_hidden_layers),
-            parts=True,
-            layer_views=True,
-            apart=True,
-            shallow=self.decoder.partial,
-            cache_layers=True,
-            low_bit=self.decoder.reads_packed and bool(self._copies.bits),
-        )
         if self.decoder.reads_unseen:
             self.cache.keep_clean()
 
@@ -125,6 +115,19 @@ class NativeTarget:
             cache_dtype=cache_dtype,
         )
 
+    @property
+    def capabilities(self) -> Capabilities:
+        # Made anew each time: an object that holds the target would outlive it.
+        return Capabilities(
+            tree_attention=True,
+            taps=range(self.config.num_hidden_layers),
+            parts=self.parts,
+            layer_views=self,
+            apart=self,
+            cache_layers=self,
+            low_bit=self if self.low_bits else None,
+        )
+
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
@@ -163,7 +166,7 @@ class NativeTarget:
 
     @property
     def low_bits(self) -> tuple[int, ...]:
-        return self._copies.bits if self.capabilities.low_bit else ()
+        return self._copies.bits if self.decoder.reads_packed else ()
 
     def low_bit_copy(self, bits: int) -> NativeLowBitCopy:
         return self._copies.copy(bits)
@@ -213,11 +216,9 @@ class NativeTarget:
         """The first ``exit_layer`` layers on this target's own cache.
 
         Raises:
-            ConfigError: there are not that many layers, or the decoder cannot run some only.
+            ConfigError: there are not that many layers.
         """
         self._check_layers([exit_layer - 1])
-        if not self.capabilities.shallow:
-            raise ConfigError(f"the {self.decoder.name} decoder cannot run only some layers")
         return ShallowView(self.decoder, self.cache, exit_layer)
 
     def _check_layers(self, layers: Sequence[int]) -> None:

