@@ -53,6 +53,8 @@ class Tokenizer:
     Attributes:
         eos_token_ids: every id that ends the model's text.
         chat_template: the source of the chat template; None when the model has none.
+        sampling_defaults: sampling parameters that the model's makers name, as `SamplingParams` has
+            them.
         tool_template: the source of the template for conversations with tools, where the model has
             one of its own; else the chat template.
 
@@ -80,6 +82,10 @@ class Tokenizer:
             self._config |= _read_optional(directory / "special_tokens_map.json")
         self._named = _named_tokens(self._config, directory / "tokenizer_config.json")
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
+        generation = directory / "generation_config.json"
+        self.sampling_defaults: Mapping[str, float] = {}
+        if generation.exists():
+            self.sampling_defaults = read_fields(generation, GenerationFields).sampling
         self.eos_token_ids = self._eos_token_ids()
         templates = self._chat_templates()
         self.chat_template = templates.get("default")
@@ -93,6 +99,12 @@ class Tokenizer:
     def definition(self) -> str:
         """All of it, as ``tokenizer.json`` has it."""
         return str(self._fast.to_str())
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens by their text."""
+        added = self._fast.get_added_tokens_decoder()
+        return {added[i].content: i for i in self._special if added[i].content}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; with the model's own start token, where it has one.
@@ -156,7 +168,10 @@ class Tokenizer:
         return _Spelling(self._fast)
 
     def encode_chat(
-        self, messages: Iterable[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Iterable[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, bool | str] | None = None,
     ) -> list[int]:
         """Ids of a conversation in the model's own format, ready for the assistant's reply.
 
@@ -166,6 +181,7 @@ class Tokenizer:
             messages: the conversation.
             tools: that the model may call, as plain data in OpenAI's form. A template without a
                 place for them leaves them out.
+            variables: of the template, such as ``enable_thinking``; see `template_variables`.
 
         Raises:
             ConfigError: a malformed message, a conversation that the model's template refuses, or
@@ -175,7 +191,16 @@ class Tokenizer:
         checked = checked_messages(messages)
         self.require_chat_template()
         encoder = self._tool_encoder if tools else self._chat_encoder
-        return encoder.encode(checked, tools)
+        return encoder.encode(checked, tools, variables or {})
+
+    def template_variables(self, tools: bool = False) -> frozenset[str]:
+        """The variables of the chat template that a request may set.
+
+        Args:
+            tools: of the template for conversations with tools.
+        """
+        self.require_chat_template()
+        return (self._tool_encoder if tools else self._chat_encoder).variables
 
     def require_chat_template(self) -> None:
         """See that conversations can be encoded.

@@ -86,7 +86,7 @@ async def create_completion(
     special = body.add_special_tokens is not False
     wanted = await read_prompts(context, body, body.prompts(), special, key_id)
     writer = CompletionWriter(context, replace(wanted, scores_only=body.is_empty), body)
-    return await respond(writer, body.stream, body.ignored(), context, request)
+    return await respond(writer, body, wanted, context, request)
 
 
 class CompletionWriter(ChoicesWriter):
