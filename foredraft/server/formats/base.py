@@ -39,6 +39,8 @@ class Format:
         between: stands between two calls of a reply.
         before_call: stands before the first call.
         after_call: stands behind the last one.
+        beside_answer: stands before the first call where a reply may be an answer as well: no
+            grammar can tell two that begin alike apart.
         before_answer: stands before what a reply says.
         after_thoughts: stands behind thoughts that a reply has opened itself.
     """
@@ -52,6 +54,7 @@ class Format:
     between: ClassVar[str] = "\n"
     before_call: ClassVar[str] = ""
     after_call: ClassVar[str] = ""
+    beside_answer: ClassVar[str] = ""
     before_answer: ClassVar[str] = ""
     after_thoughts: ClassVar[str] = ""
 
@@ -219,7 +222,7 @@ def reply_grammar(
     bodies = [] if answer is None else [f"{spell(form.before_answer)} @answer"]
     rules = ""
     if calls:
-        bodies.append("calls")
+        bodies.append("calls" if answer is None else f"{spell(form.beside_answer)} calls")
         rules = _calls_rules(form, spell, calls, parallel)
     before = ""
     if is_open:

@@ -18,6 +18,7 @@ class Llama3Json(Format):
     shows = ('"parameters": dictionary',)
     begins = (PYTHON,)
     between = "; "
+    beside_answer = PYTHON
 
     def reply(self, text: Text, tools: Sequence[Tool], thinks: bool, is_open: bool) -> Reads[None]:
         if tools and (yield from _begins_a_call(text, tools)):

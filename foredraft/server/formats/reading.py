@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeVar
 from pydantic_core import from_json, to_json
 
 _HEAD = re.compile(
-    r'[\s,;\[}]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+    r'(?:\s*,\s*"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[\w.+-]+))*[\s,;\[}]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*',
     re.DOTALL,
 )
-"""How a call in JSON usually begins: the function's name, then the arguments."""
+"""How a call in JSON usually begins: the function's name, then the arguments. Before it may come
+what is left of the call before, such as its id."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _FOREIGN_ESCAPE = re.compile(r'\\(?!["\\/bfnrtu])')
 _NO_JSON = re.compile(r"-?(NaN|Infinity)")
