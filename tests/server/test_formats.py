@@ -233,17 +233,18 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     directory: Path = tmp_path_factory.mktemp("formats")
     save_tokenizer(directory)
     if request.param == "as special tokens":
-        marks = {mark for form in FORMS.values() for mark in form.marks() if "\n" not in mark}
-        _add_special(directory / "tokenizer.json", sorted(marks))
+        add_special(directory / "tokenizer.json", *FORMS)
     return Tokenizer(directory)
 
 
-def _add_special(path: Path, marks: list[str]) -> None:
+def add_special(path: Path, *names: str) -> None:
+    """Make the marks of some forms special tokens."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as FastTokenizer
 
     fast = FastTokenizer.from_file(str(path))
-    fast.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    marks = {mark for name in names for mark in FORMS[name].marks() if "\n" not in mark}
+    fast.add_special_tokens([AddedToken(mark, special=True) for mark in sorted(marks)])
     fast.save(str(path))
 
 

@@ -190,6 +190,22 @@ def schema_rule(rule: str, schema: Mapping[str, Any]) -> str:
     return f"{rule}: %json {json.dumps({**schema, 'x-guidance': _COMPACT}, allow_nan=False)}\n"
 
 
+def is_text(schema: object) -> bool:
+    """Whether a value is text as it stands: by its schema, or because nothing says otherwise."""
+    if not isinstance(schema, Mapping):
+        return True
+    if (kind := schema.get("type")) is not None:
+        return bool(kind == "string")
+    is_open = not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "properties", "items"}
+    return is_open and all(isinstance(choice, str) for choice in choices_of(schema))
+
+
+def choices_of(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """The values that a schema names; none: it names none."""
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    return choices if isinstance(choices, list) else []
+
+
 def call_parts(name: str, arguments: str) -> tuple[Part, Part]:
     """A call that is read in one piece."""
     return Part("call", name), Part("arguments", arguments)

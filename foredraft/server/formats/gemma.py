@@ -12,6 +12,8 @@ from foredraft.server.formats.base import (
     Spell,
     Tool,
     call_parts,
+    choices_of,
+    is_text,
     literal,
     name_of,
     parameters_of,
@@ -85,14 +87,14 @@ class Gemma4(Format):
         kind = schema.get("type")
         if kind == "object" and "properties" in schema:
             return self._object(rule, schema, spell)
-        if kind in ("number", "integer", "boolean", "null"):
-            return rule, schema_rule(rule, schema)
-        if isinstance(choices := schema.get("enum"), list):
-            texts = " | ".join(spell(f"{self.quote}{choice}{self.quote}") for choice in choices)
-            return f"({texts})", ""
         if kind == "array":
             inner, rules = self._value(f"{rule}_item", schema.get("items"), spell)
             return f'"[" ({inner} ("," {inner})*)? "]"', rules
+        if not is_text(schema):
+            return rule, schema_rule(rule, schema)
+        if choices := choices_of(schema):
+            texts = " | ".join(spell(f"{self.quote}{choice}{self.quote}") for choice in choices)
+            return f"({texts})", ""
         return f"{spell(self.quote)} {rule}", spell.free_up_to(rule, self.quote)
 
 

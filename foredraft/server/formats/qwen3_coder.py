@@ -8,7 +8,16 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from foredraft.server.formats.base import Format, Spell, Tool, name_of, parameters_of, schema_rule
+from foredraft.server.formats.base import (
+    Format,
+    Spell,
+    Tool,
+    choices_of,
+    is_text,
+    name_of,
+    parameters_of,
+    schema_rule,
+)
 from foredraft.server.formats.hermes import CALL, END_CALL
 from foredraft.server.formats.reading import Part, Reads, Text, held
 
@@ -77,7 +86,7 @@ def _value(text: Text, schema: Mapping[str, Any]) -> Reads[bool]:
     """A parameter's value as JSON, and the mark behind it. False: it was cut."""
     ends = (f"\n{END_PARAMETER}", END_PARAMETER)
     yield from text.takes("\n")
-    if not _is_text(schema):
+    if not is_text(schema):
         found = yield from text.up_to(*ends)
         value = text.rest if found is None else found[0]
         text.at = len(text.whole) if found is None else text.at
@@ -103,11 +112,11 @@ def _value(text: Text, schema: Mapping[str, Any]) -> Reads[bool]:
 def _value_rules(rule: str, schema: Mapping[str, Any]) -> tuple[str, str]:
     """An expression of a value with the mark behind it, and the rules that it needs."""
     end = f"\n{END_PARAMETER}\n"
-    choices = schema.get("enum")
-    if _is_text(schema) and not choices:
+    choices = choices_of(schema)
+    if is_text(schema) and not choices:
         return rule, f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/\n"
-    if _is_text(schema):
-        texts = " | ".join(json.dumps(str(each), ensure_ascii=False) for each in choices or ())
+    if is_text(schema):
+        texts = " | ".join(json.dumps(str(each), ensure_ascii=False) for each in choices)
         return f"({texts}) {json.dumps(end)}", ""
     return f"{rule} {json.dumps(end)}", schema_rule(rule, schema)
 
@@ -115,18 +124,6 @@ def _value_rules(rule: str, schema: Mapping[str, Any]) -> tuple[str, str]:
 def _properties(tool: Tool) -> Mapping[str, Any]:
     properties = parameters_of(tool).get("properties")
     return properties if isinstance(properties, Mapping) else {}
-
-
-def _is_text(schema: object) -> bool:
-    """Whether a value is text as it stands: by its schema, or because nothing says otherwise."""
-    if not isinstance(schema, Mapping):
-        return True
-    kind = schema.get("type")
-    if kind is None:
-        choices = schema.get("enum", [schema.get("const", "")])
-        is_open = not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "properties", "items"}
-        return is_open and all(isinstance(choice, str) for choice in choices)
-    return bool(kind == "string")
 
 
 def _as_json(value: str) -> str:
