@@ -100,6 +100,11 @@ class Tokenizer:
         """All of it, as ``tokenizer.json`` has it."""
         return str(self._fast.to_str())
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name; None: there is none."""
+        found: int | None = self._fast.token_to_id(token)
+        return found
+
     @property
     def special_tokens(self) -> dict[str, int]:
         """Ids of special tokens by their text."""

@@ -46,7 +46,7 @@ class ChatRequest(ChoicesFields, ConversationFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
-    chat_template_kwargs: dict[str, bool | str] | None = None
+    suffix: Annotated[Any, Refused("use /v1/completions", "")] = None
     echo: Annotated[Any, Refused("use /v1/completions", False)] = None
 
     def parameters(self) -> dict[str, tuple[str, Any]]:

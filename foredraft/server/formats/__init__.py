@@ -36,7 +36,8 @@ def format_of(template: str | None, name: str = "auto") -> Format:
     Raises:
         ConfigError: there is no format of that name.
     """
-    named: dict[str, type[Format]] = {each.name: each for each in [*FORMATS, Format]}
+    every: tuple[type[Format], ...] = (*FORMATS, Format)
+    named = {each.name: each for each in every}
     if name != "auto":
         if name not in named:
             raise unknown("tool format", name, ["auto", *named])
