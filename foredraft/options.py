@@ -70,8 +70,9 @@ class LoadOptions:
             keep the pace of their replies, more read prompts sooner. None takes the engine's 512.
         cache_memory: bytes that all caches together may take, or a size such as "2GB": the
             target's, a draft model's and a head's keys and values of running requests, and of texts
-            that may come again. None: a quarter of the machine's memory, or of its cgroup's limit
-            (of a GPU's, of what is free). None of it is taken before it is needed.
+            that may come again. None: a quarter of the machine's memory, or of its cgroup's limit,
+            and at most half of what weights and work leave (of a GPU's, half of what is free). None
+            of it is taken before it is needed.
         prefix_caching: keep what was read, as far as there is room: a request that begins as an
             earlier one of the same tenant reads only what is new.
         revision: of a hub id.

@@ -48,7 +48,7 @@ class Thinking:
         for name, value in self.variables.items():
             if name not in known:
                 there = ", ".join(sorted(known)) or "none"
-                raise _wrong(f"{name} is no variable of the model's template (there: {there})")
+                raise _wrong(f"{name} is no variable of the model's template, which has {there}")
             if isinstance(value, str) and not _SHORT_TEXT.fullmatch(value):
                 raise _wrong(f"{name} is {shown(value)}; it may be a flag or a short text")
         is_on = self.is_on
@@ -89,4 +89,4 @@ class Thinking:
 
 
 def _wrong(problem: str) -> ConfigError:
-    return ConfigError(problem, field="chat_template_kwargs")
+    return ConfigError(f"chat_template_kwargs: {problem}", field="chat_template_kwargs")

@@ -25,15 +25,8 @@ _SUFFIX_FIRST = ("[PREFIX]", "[SUFFIX]")
 """Codestral: the suffix, then the prefix, behind which it goes on."""
 _REPOSITORIES = ("<|repo_name|>", "<reponame>", "<repo_name>")
 _FILES = ("<|file_sep|>", "<file_sep>")
-_ENDS = (
-    "<|fim_pad|>",
-    "<fim_pad>",
-    "<fim-pad>",
-    "▁<EOT>",
-    "<|endoftext|>",
-    *_REPOSITORIES,
-    *_FILES,
-)
+_PADS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<|endoftext|>")
+_ENDS = (*_PADS, *_REPOSITORIES, *_FILES)
 
 
 @dataclass(frozen=True)

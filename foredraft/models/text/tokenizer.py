@@ -34,6 +34,14 @@ _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"),
 )
+_NEUTRAL = {
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_length"), 0),
+    **dict.fromkeys(("num_beams", "typical_p"), 1),
+}
+"""Fields of a generation config that no decoder-only model here honours, with the values that ask
+for nothing."""
 _NUM_BEFORE = 4
 """Tokens of the text before a reply that its first tokens are decoded behind."""
 _SAMPLE = "Read it back: é 東 1\n"
@@ -55,6 +63,7 @@ class Tokenizer:
         chat_template: the source of the chat template; None when the model has none.
         sampling_defaults: sampling parameters that the model's makers name, as `SamplingParams` has
             them.
+        not_honoured: fields of the generation config that would change a reply, and do not here.
         tool_template: the source of the template for conversations with tools, where the model has
             one of its own; else the chat template.
 
@@ -86,6 +95,10 @@ class Tokenizer:
         self.sampling_defaults: Mapping[str, float] = {}
         if generation.exists():
             self.sampling_defaults = read_fields(generation, GenerationFields).sampling
+        config = _read_optional(generation)
+        self.not_honoured = tuple(
+            n for n, v in _NEUTRAL.items() if config.get(n, v) not in (None, [], v)
+        )
         self.eos_token_ids = self._eos_token_ids()
         templates = self._chat_templates()
         self.chat_template = templates.get("default")
