@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
@@ -29,12 +30,14 @@ class Thinking:
         effort: how much thought, such as "low"; "none": no thoughts.
         budget: most tokens of the thoughts; None: no limit.
         variables: of the chat template, by name.
+        field: of the request, that says whether there are to be any.
     """
 
     is_on: bool | None = None
     effort: str | None = None
     budget: int | None = None
-    variables: Mapping[str, bool | str] = field(default_factory=dict)
+    variables: Mapping[str, bool | str] = dataclasses.field(default_factory=dict)
+    field: str = "enable_thinking"
 
     def of_template(self, known: Set[str]) -> dict[str, bool | str]:
         """The template's variables to set.

@@ -58,7 +58,10 @@ class ChatRequest(ChoicesFields, ConversationFields):
         return parameters
 
     def asked_thinking(self) -> Thinking:
-        return replace(super().asked_thinking(), effort=self.reasoning_effort)
+        found = super().asked_thinking()
+        if self.reasoning_effort is None:
+            return found
+        return replace(found, effort=self.reasoning_effort, field="reasoning_effort")
 
     def chat_messages(self) -> list[dict[str, Any]]:
         return self.messages

@@ -108,7 +108,7 @@ class MessagesRequest(MessageFields, ConversationFields):
         if not (budget is None or (type(budget) is int and budget >= 0)):
             raise ConfigError(f"thinking.budget_tokens is {shown(budget)}", field="thinking")
         if kind in ("enabled", "disabled"):
-            found = replace(found, is_on=kind == "enabled")
+            found = replace(found, is_on=kind == "enabled", field="thinking")
         return found if budget is None else replace(found, budget=budget)
 
     def ignored(self) -> list[str]:

@@ -209,7 +209,7 @@ async def read_conversation(
         body.prompt_cache_key or _opening(messages),
         names,
         given.left_to(defaults),
-        ("thinking",) if thinking.unheeded(known) else (),
+        (thinking.field,) if thinking.unheeded(known) else (),
         context.form,
         await _prediction(context, params),
         tools,

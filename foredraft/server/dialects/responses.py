@@ -95,7 +95,8 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
         effort = (self.reasoning or {}).get("effort")
         if not isinstance(effort, str | None):
             raise ConfigError(f"reasoning.effort is {shown(effort)}, no text", field="reasoning")
-        return replace(super().asked_thinking(), effort=effort)
+        found = super().asked_thinking()
+        return replace(found, effort=effort, field="reasoning") if effort else found
 
     def chat_messages(self) -> list[dict[str, Any]]:
         messages = [*_instructions(self.instructions), *_messages(self.input or "")]
