@@ -374,7 +374,8 @@ class AsyncLLM:
         options: RequestOptions,
     ) -> list[Request]:
         requests: list[Request] = []
-        for prompt, params in asked:
+        for prompt, given in asked:
+            params = given.by(self.llm.sampling_defaults)
             own = replace(options, policy=options.policy or self.llm.policy_for(params))
             requests += self.llm.engine.prepare(self.llm.encode(prompt), params, own)
         return requests

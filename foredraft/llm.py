@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -70,6 +70,8 @@ class LLM:
         engine: runs the requests.
         policy: who drafts for the requests of this LLM, and how much.
         drafter_name: the drafter in use; with "auto" the best of those that are loaded.
+        sampling_defaults: the model's own, for parameters that a request does not give; None: they
+            are not wanted.
         grammars: compiles those that requests name; None without a tokenizer.
     """
 
@@ -88,6 +90,9 @@ class LLM:
         self.target, self.tokenizer, self.options = target, tokenizer, options
         self._draft, self.plan, self.cost = draft, plan, cost
         self._experience = experience_of(plan, draft.plan if draft else None)
+        self.sampling_defaults: Mapping[str, float] | None = None
+        if options.sampling_defaults == "model":
+            self.sampling_defaults = tokenizer.sampling_defaults if tokenizer else {}
         self._building = threading.Lock()
         self._for_predictions: Policy | None = None
         self.grammars = Grammars(tokenizer, target.vocab_size) if tokenizer else None
@@ -137,6 +142,12 @@ class LLM:
         loaded, draft = load_models(asked, progress)
         for note in loaded.plan.notes:
             _say_once(note)
+        if loaded.tokenizer.not_honoured and not loaded.plan.encoder:
+            _log.warning(
+                "the generation config of %s names %s, which is left out",
+                loaded.plan.name,
+                ", ".join(loaded.tokenizer.not_honoured),
+            )
         weighs = asked.calibrate and resolve_drafter(asked) != "none"
         return cls(
             loaded.target,
@@ -314,7 +325,7 @@ class LLM:
             PromptError: the prompt is empty or too long.
             ConfigError: the reply cannot go on (with the first event).
         """
-        params = checked_params(params)
+        params = self._params(params)
         options = self.request_options(tenant, session=session, params=params)
         return self._stream(self._encode(prompt), params, replace(options, so_far=so_far))
 
@@ -325,7 +336,7 @@ class LLM:
         session: Session | None = None,
     ) -> Iterator[Event]:
         """Like `chat`, streamed. A session takes one reply at a time."""
-        tokens, params = self._tokenizer().encode_chat(messages), checked_params(params)
+        tokens, params = self._tokenizer().encode_chat(messages), self._params(params)
         return self._stream(tokens, params, self.request_options(session=session, params=params))
 
     def open_session(self) -> Session:
@@ -353,10 +364,13 @@ class LLM:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[GenerationResult]:
-        params = checked_params(params)
+        params = self._params(params)
         events = self._streams.open(prompts, params, self.request_options(params=params))
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.request_id)
+
+    def _params(self, params: SamplingParams | None) -> SamplingParams:
+        return checked_params(params).by(self.sampling_defaults)
 
     def _stream(
         self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions

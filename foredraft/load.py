@@ -18,7 +18,7 @@ import torch
 
 from foredraft.cache.base import KVShape
 from foredraft.cache.blocks import in_blocks
-from foredraft.cache.memory import CacheMemory, checked_memory
+from foredraft.cache.memory import CacheMemory, check_fits, checked_memory
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_draft_model
@@ -140,6 +140,11 @@ class ModelPlan:
             return NOTHING_KEPT
         return KeptFiles.of(self.checkpoint)
 
+    @property
+    def to_come_bytes(self) -> int:
+        """Memory that loading takes beside the cache."""
+        return self.weight_bytes + self.work_bytes
+
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
         return self.cache_bytes_per_token * in_blocks(num_tokens)
@@ -176,6 +181,7 @@ def load_models(
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     plan, draft_plan = plan_models(asked, progress)
+    _check_memory(plan, draft_plan)
     tokenizer = Tokenizer(plan.directory)
     if draft_plan is None:
         return LoadedModel(
@@ -187,13 +193,27 @@ def load_models(
     is_shared = spec.draft_model != "any vocabulary"
     if is_shared:
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
-    weights = plan.weight_bytes + draft_plan.weight_bytes
-    memory = CacheMemory.of(plan.cache_memory, plan.device, weights)  # for both
+    to_come = plan.to_come_bytes + draft_plan.to_come_bytes
+    memory = CacheMemory.of(plan.cache_memory, plan.device, to_come)  # for both
     target = load_target(plan, asked.threads, memory, progress)
     # Rows beyond are for no token.
     num_rows = min(target.vocab_size, tokenizer.vocab_size) if is_shared else None
     draft = load_draft_model(draft_plan, num_rows, asked.threads, memory, progress)
     return LoadedModel(plan, target, tokenizer), LoadedModel(draft_plan, draft, draft_tokenizer)
+
+
+def _check_memory(plan: ModelPlan, draft_plan: ModelPlan | None) -> None:
+    """Refuse what the machine cannot hold. A GPU says so itself.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if plan.device == "cpu":
+        plans = [plan, draft_plan] if draft_plan else [plan]
+        name = " and ".join(each.name for each in plans)
+        check_fits(
+            name, sum(each.weight_bytes for each in plans), sum(each.work_bytes for each in plans)
+        )
 
 
 def _have_one_tokenizer(plan: ModelPlan, draft_plan: ModelPlan) -> bool:
@@ -282,7 +302,7 @@ def load_target(
     if plan.checkpoint is None:
         raise ConfigError(f"{plan.name!r} has no checkpoint to load; its weights are made up")
     dtype = getattr(torch, plan.dtype)
-    memory = memory or CacheMemory.of(plan.cache_memory, plan.device, plan.weight_bytes)
+    memory = memory or CacheMemory.of(plan.cache_memory, plan.device, plan.to_come_bytes)
     if plan.backend == "hf":
         return _hf_class(plan.encoder).load(
             plan.checkpoint, dtype, plan.device, plan.max_context, memory

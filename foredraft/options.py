@@ -19,6 +19,7 @@ CACHE_DTYPES = ("auto", "int8")
 ACTIVATIONS = ("auto", "int16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
+SAMPLING_DEFAULTS = ("model", "none")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _LOWEST = {
     "threads": 1,
@@ -69,11 +70,15 @@ class LoadOptions:
             keep the pace of their replies, more read prompts sooner. None takes the engine's 512.
         cache_memory: bytes that all caches together may take, or a size such as "2GB": the
             target's, a draft model's and a head's keys and values of running requests, and of texts
-            that may come again. None: a quarter of the machine's memory, or of its cgroup's limit
-            (of a GPU's, of what is free). None of it is taken before it is needed.
+            that may come again. None: a quarter of the machine's memory, or of its cgroup's limit,
+            and at most half of what weights and work leave (of a GPU's, half of what is free). None
+            of it is taken before it is needed.
         prefix_caching: keep what was read, as far as there is room: a request that begins as an
             earlier one of the same tenant reads only what is new.
         revision: of a hub id.
+        sampling_defaults: "model" takes temperature, top_p, top_k, min_p and repetition_penalty
+            from the model's own generation config where a request does not give them; a model that
+            names none is greedy. "none" leaves them out.
         exact: insist that texts are the same bit for bit whatever is scored together. The fused
             kernel always keeps that; elsewhere it costs speed, and load fails where it cannot be
             kept. Without it, a near-tie between two tokens may fall the other way.
@@ -100,11 +105,13 @@ class LoadOptions:
     cache_memory: int | str | None = None
     prefix_caching: bool = True
     revision: str | None = None
+    sampling_defaults: str = "model"
     exact: bool = False
     calibrate: bool = True
 
     def __post_init__(self) -> None:
         choices = {"dtype": DTYPES, "cache_dtype": CACHE_DTYPES, "weights": WEIGHTS}
+        choices |= {"sampling_defaults": SAMPLING_DEFAULTS}
         choices |= {"draft_weights": WEIGHTS, "activations": ACTIVATIONS, "backend": BACKENDS}
         for name, known in choices.items():
             if getattr(self, name) not in known:

@@ -19,8 +19,9 @@ UNLIMITED = 2**31 - 1
 
 _SHARE = 4
 """By default caches take at most this fraction (1 / value) of the memory."""
-_GPU_SHARE = 2
-"""On a GPU, of the memory that weights leave free."""
+_FREE_SHARE = 2
+"""And at most this fraction of the memory that weights and work leave free."""
+_LEAST = 64 << 20
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?)b?\s*", re.IGNORECASE)
 
@@ -90,15 +91,33 @@ def default_memory(device: torch.device | str, to_come: int = 0) -> int:
     """Default limit in bytes of the caches on ``device``.
 
     Args:
-        to_come: bytes of weights that a GPU does not hold yet.
+        to_come: bytes of weights and work that are not taken yet.
     """
     import torch  # slow to import, and sizes are checked without it
 
     device = torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return max(int(free) - to_come, 0) // _GPU_SHARE
-    return machine_memory() // _SHARE
+        return max(int(free) - to_come, 0) // _FREE_SHARE
+    left = available_memory() - to_come
+    return max(min(machine_memory() // _SHARE, left // _FREE_SHARE), _LEAST)
+
+
+def check_fits(name: str, weights: int, work: int) -> None:
+    """Refuse a model that this machine's memory cannot hold, before it is loaded.
+
+    Args:
+        weights, work: in bytes.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if weights + work + _LEAST > (there := machine_memory()):
+        raise ConfigError(
+            f"{name} takes {weights / 1e9:.1f} GB for weights and {work / 1e9:.1f} GB for work, "
+            f"and this machine has {there / 1e9:.1f} GB for us: take a file in fewer bits "
+            "(such as Q4_K_M), weights='int4', or a smaller model"
+        )
 
 
 def machine_memory(root: Path = Path("/")) -> int:

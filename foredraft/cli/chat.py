@@ -34,7 +34,7 @@ _PASTE_SECONDS = 0.05
 
 @o.with_options
 def chat(
-    load: Annotated[LoadOptions, o.loading(max_batch_size=1)],
+    load: Annotated[LoadOptions, o.loading(max_batch_size=1, samples=True)],
     params: Annotated[SamplingParams, o.sampling(max_tokens=512)],
     grammar: Annotated[o.GrammarOptions, o.Derived("Sampling")],
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,

@@ -25,7 +25,7 @@ _SMALLER = 0.9
 
 @o.with_options
 def doctor(
-    load: Annotated[LoadOptions, o.loading()],
+    load: Annotated[LoadOptions, o.loading(samples=True)],
     tokens: Annotated[
         int, typer.Option(min=1, help="Predict memory for this many tokens of prompt and reply.")
     ] = 1024,
@@ -130,6 +130,7 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "weights": plan.weights,
         "number_format": plan.number_format,
         "exact": plan.is_exact,
+        **_of_replies(plan, options),
         "max_context": plan.max_context,
         "weight_bytes": plan.weight_bytes,
         "read_bytes": plan.read_bytes,
@@ -140,6 +141,23 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "total_bytes": plan.memory_bytes(length),
         "notes": list(plan.notes),
         "remarks": list(plan.remarks),
+    }
+
+
+def _of_replies(plan: ModelPlan, options: LoadOptions) -> dict[str, Any]:
+    """The form of its thoughts and tool calls, and the sampling defaults of its makers."""
+    from foredraft.models.text.tokenizer import Tokenizer
+    from foredraft.server.formats import format_of, takes_tools
+
+    tokenizer = Tokenizer(plan.directory)
+    template = tokenizer.tool_template
+    form = format_of(template)
+    is_asked = options.sampling_defaults == "model"
+    return {
+        "tool_format": form.name if takes_tools(form, template) else None,
+        "thinks": form.thinks(template or ""),
+        "sampling_defaults": dict(tokenizer.sampling_defaults) if is_asked else {},
+        "not_honoured": list(tokenizer.not_honoured),
     }
 
 
@@ -227,6 +245,9 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         ("runs on", f"{model['device']}, {model['number_format']}"),
         ("kernels", f"{model['kernels']} ({model['backend']})"),
         ("exactness", "bit for bit" if model["exact"] else "up to near-ties of two tokens"),
+        ("tool calls", model["tool_format"] or "none: its chat template has no place for tools"),
+        ("thoughts", "read apart" if model["thinks"] else "none"),
+        ("sampling", _sampling(model)),
         ("context", f"{model['max_context']} tokens"),
         ("weights", _megabytes(model["weight_bytes"])),
         ("a step", _step(model)),
@@ -244,6 +265,13 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
 def _family(model: dict[str, Any]) -> str:
     formats = f", GGUF in {' and '.join(model['formats'])}" if model["formats"] else ""
     return f"{model['family']}{formats}"
+
+
+def _sampling(model: dict[str, Any]) -> str:
+    named = [f"{name} {value:g}" for name, value in model["sampling_defaults"].items()]
+    said = f"the model's own: {', '.join(named)}" if named else "greedy unless a request says more"
+    left_out = model["not_honoured"]
+    return f"{said}; left out: {', '.join(left_out)}" if left_out else said
 
 
 def _speed(model: dict[str, Any]) -> str:

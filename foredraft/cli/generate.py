@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @o.with_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")],
-    load: Annotated[LoadOptions, o.loading(max_batch_size=1)],
+    load: Annotated[LoadOptions, o.loading(max_batch_size=1, samples=True)],
     params: Annotated[SamplingParams, o.sampling()],
     grammar: Annotated[o.GrammarOptions, o.Derived("Sampling")],
     chat: Annotated[

@@ -89,13 +89,16 @@ def parse_count(text: str) -> int:
         raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
 
 
-def loading(*, only: Sequence[str] | None = None, **fixed: Any) -> Derived:
+def loading(*, only: Sequence[str] | None = None, samples: bool = False, **fixed: Any) -> Derived:
     """How commands show `LoadOptions`.
 
     Args:
         only: the fields that are options.
+        samples: whether the model's own sampling defaults count; a measurement names its own.
         **fixed: values of the command's own, which are no options then.
     """
+    if not samples:
+        fixed["sampling_defaults"] = "none"
     drafting = ("drafter", "draft_model", "num_draft_tokens", "drafter_options")
     return Derived("Model", {"Drafting": drafting}, fixed=fixed, only=only)
 
@@ -106,7 +109,7 @@ def sampling(**defaults: Any) -> Derived:
     Args:
         **defaults: defaults of the command's own.
     """
-    without = ("n", "grammar", "prediction", "logprobs", "prompt_logprobs")
+    without = ("n", "grammar", "prediction", "logprobs", "prompt_logprobs", "skip_special_tokens")
     return Derived("Sampling", defaults=defaults, without=without)
 
 

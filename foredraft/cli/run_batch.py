@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 NewApp = Callable[..., "FastAPI"]
 
 _LOADING = replace(
-    o.loading(), defaults={"max_batch_size": 16}, names={"max_batch_size": "--concurrency"}
+    o.loading(samples=True),
+    defaults={"max_batch_size": 16},
+    names={"max_batch_size": "--concurrency"},
 )
 
 

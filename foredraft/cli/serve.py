@@ -38,7 +38,7 @@ _PANELS = {
 }  # fmt: skip
 _NAMES = {"request_metrics": "--per-request-spec-decode-metrics"}
 _INTERRUPTED = 130
-_LOADING = replace(o.loading(), defaults={"max_batch_size": 16})
+_LOADING = replace(o.loading(samples=True), defaults={"max_batch_size": 16})
 
 
 def _settings(given: Mapping[str, Any]) -> ServerSettings:

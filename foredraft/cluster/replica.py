@@ -46,6 +46,7 @@ class RemoteModel:
     max_context: int
     vocab_size: int
     drafter_name: str
+    sampling_defaults: Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ModelCard:
     """The description of a model for gates, which do not have its files.
 
     Attributes:
-        name, max_context, vocab_size, drafter_name: see `ServedModel`.
+        name, max_context, vocab_size, drafter_name, sampling_defaults: see `ServedModel`.
         tokenizer_files: of the tokenizer, by name.
     """
 
@@ -61,12 +62,14 @@ class ModelCard:
     max_context: int
     vocab_size: int
     drafter_name: str
+    sampling_defaults: Mapping[str, float] | None
     tokenizer_files: Mapping[str, bytes]
 
     @classmethod
     def of(cls, llm: LLM) -> ModelCard:
         files = llm.tokenizer.files if llm.tokenizer else {}
-        return cls(llm.name, llm.max_context, llm.vocab_size, llm.drafter_name, files)
+        facts = llm.max_context, llm.vocab_size, llm.drafter_name, llm.sampling_defaults
+        return cls(llm.name, *facts, files)
 
     def model(self) -> RemoteModel:
         """The described model with a tokenizer in this process."""
@@ -76,7 +79,7 @@ class ModelCard:
                 for name, content in self.tokenizer_files.items():
                     Path(directory, name).write_bytes(content)
                 tokenizer = Tokenizer(Path(directory))
-        facts = self.max_context, self.vocab_size, self.drafter_name
+        facts = self.max_context, self.vocab_size, self.drafter_name, self.sampling_defaults
         return RemoteModel(self.name, tokenizer, *facts)
 
 

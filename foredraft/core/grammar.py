@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from foredraft.core.checks import checked_list, checked_text, shown
@@ -29,8 +29,8 @@ class Grammar:
         kind: how ``source`` is written.
         source: a JSON schema, a regular expression or a Lark grammar as text; for a choice the
             texts as a JSON list; for any JSON object nothing.
-        begins_after: the reply begins with free text up to and with this mark (such as
-            ``</think>``), and the grammar describes what follows. Empty: it describes all.
+        frame: a Lark grammar of the whole reply, in which ``@answer`` is what this grammar
+            describes. Empty: that is all of the reply.
 
     Raises:
         ConfigError: an unknown kind, or a source that is too long, too deep or no text. Whether the
@@ -39,17 +39,17 @@ class Grammar:
 
     kind: GrammarKind
     source: str = ""
-    begins_after: str = ""
+    frame: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise unknown("kind of grammar", str(self.kind), _KINDS)
         checked_text(f"grammar ({self.kind})", self.source)
-        checked_text("grammar (begins_after)", self.begins_after)
-        if len(self.source) > _MAX_CHARACTERS:
+        checked_text("grammar (frame)", self.frame)
+        size = len(self.source) + len(self.frame)
+        if size > _MAX_CHARACTERS:
             raise ConfigError(
-                f"grammar ({self.kind}) has {len(self.source)} characters; it may have "
-                f"{_MAX_CHARACTERS}"
+                f"grammar ({self.kind}) has {size} characters; it may have {_MAX_CHARACTERS}"
             )
 
     @classmethod
@@ -92,6 +92,12 @@ class Grammar:
     def lark(cls, source: str) -> Grammar:
         """Text that a grammar in Lark's syntax derives."""
         return cls("lark", source)
+
+    def behind(self, mark: str) -> Grammar:
+        """The same behind free text up to and with a mark, such as ``</think>``."""
+        text = json.dumps(mark, ensure_ascii=False)
+        start = "start: before /[ \\n]{0,4}/ @answer\n"
+        return replace(self, frame=f"{start}before[suffix={text}]: /(?s:.*)/\n")
 
     @property
     def choices(self) -> list[str]:

@@ -36,6 +36,33 @@ _REFUSED = {
 """Parameters of other engines that are not supported, each with the reason."""
 
 
+class _ByModel:
+    """A default that gives way to the model's own (`SamplingParams.by`)."""
+
+
+class _Real(_ByModel, float):
+    """Such a number."""
+
+
+class _Whole(_ByModel, int):
+    """Such a number."""
+
+
+@dataclass(frozen=True)
+class ThinkingLimit:
+    """The most tokens of a reply's thoughts.
+
+    Attributes:
+        num_tokens: of the thoughts, with the mark that opens them.
+        begin: the mark that opens them; empty: the prompt has done so.
+        end: what is written behind so many, if the first of these tokens is not among them.
+    """
+
+    num_tokens: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The distribution to draw from, and when to stop.
@@ -71,6 +98,8 @@ class SamplingParams:
         include_stop: whether the text ends with the stop string or the stop id's own text (what
             others call ``include_stop_str_in_output``).
         ignore_eos: go on past the model's own end-of-text ids.
+        skip_special_tokens: whether special tokens are no text of the reply.
+        thinking: the most tokens of the reply's thoughts; None: no limit.
         logprobs: report log probabilities of the reply's tokens, and of this many likeliest ones at
             each position, 0 to 20; None reports none. They are those of the model's own
             distribution (`TokenLogprobs`).
@@ -84,6 +113,9 @@ class SamplingParams:
             loaded drafter. It never changes a seeded reply.
         max_draft_tokens: most draft tokens of a step, at least 0; None: the controller decides.
 
+    The model's own defaults stand for temperature, top_k, top_p, min_p and repetition_penalty where
+    they are not given (`LoadOptions.sampling_defaults`).
+
     Numbers and flags of numpy are taken, and kept as Python's. docs/start/sampling.md has every
     parameter beside every way of drafting and verifying.
 
@@ -91,11 +123,11 @@ class SamplingParams:
         ConfigError: a value is out of range or of the wrong type.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = _Real(0.0)
+    top_k: int = _Whole(0)
+    top_p: float = _Real(1.0)
+    min_p: float = _Real(0.0)
+    repetition_penalty: float = _Real(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -110,6 +142,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    thinking: ThinkingLimit | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     coupling: Coupling = "seeded"
@@ -141,7 +175,8 @@ class SamplingParams:
         if self.coupling not in ("seeded", "drawn"):
             raise unknown("coupling", str(self.coupling), ("seeded", "drawn"))
         for name, value in checked.items():
-            object.__setattr__(self, name, value)
+            if not isinstance(getattr(self, name), _ByModel):
+                object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, **options: Any) -> SamplingParams:
@@ -153,6 +188,20 @@ class SamplingParams:
             if name not in known:
                 raise unknown("sampling option", name, known)
         return cls(**options)
+
+    def by(self, defaults: Mapping[str, float] | None) -> SamplingParams:
+        """A copy with a model's own defaults for parameters that were not given.
+
+        Args:
+            defaults: of parameters by name; None: the model's are not wanted.
+        """
+        unset = self.left_to(defaults or {})
+        return replace(self, **unset) if unset else self  # type: ignore[arg-type]
+
+    def left_to(self, defaults: Mapping[str, float]) -> dict[str, float]:
+        """Those of a model's own defaults that count, because nothing else was given."""
+        items = defaults.items()
+        return {name: value for name, value in items if isinstance(getattr(self, name), _ByModel)}
 
     def of_length(self, max_tokens: int) -> SamplingParams:
         """A copy with another ``max_tokens``; ``min_tokens`` is lowered to it if it is larger."""
@@ -265,6 +314,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _checked_ids,
     "include_stop": checked_flag,
     "ignore_eos": checked_flag,
+    "skip_special_tokens": checked_flag,
     "logprobs": _int(0, _MAX_LOGPROBS),
     "prompt_logprobs": _int(0, _MAX_LOGPROBS),
     "prediction": checked_text,

@@ -355,7 +355,8 @@ class Engine:
         """One of the replies to a prompt."""
         assert params.seed is not None
         new_decoder, eos = self._options.new_decoder, self._eos_token_ids
-        decode = new_decoder(prompt) if new_decoder else None
+        shown = {} if params.skip_special_tokens else {"skip_special_tokens": False}
+        decode = new_decoder(prompt, **shown) if new_decoder else None
         stop_ids = (frozenset() if params.ignore_eos else eos) | set(params.stop_token_ids)
         policy = options.policy or self._policy
         return Request(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 TokenDecoder = Callable[[int], str | None]
 """Takes a reply's next token; returns the whole characters that it completes, or None."""
-NewDecoder = Callable[[Sequence[int]], TokenDecoder]
-"""Makes the decoder of one reply, given the tokens of its prompt."""
+NewDecoder = Callable[..., TokenDecoder]
+"""Makes the decoder of one reply, given the tokens of its prompt. Special tokens are text with
+``skip_special_tokens=False``."""
 
 
 @dataclass(frozen=True)

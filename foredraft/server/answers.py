@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends
@@ -18,6 +18,7 @@ from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.wire import JsonResponse, event_stream
 
 T = TypeVar("T")
+DEFAULTS_HEADER = "x-foredraft-sampling-defaults"
 IGNORED_HEADER = "x-foredraft-ignored"
 _MAX_IGNORED = 32
 _MAX_NAME = 64
@@ -46,6 +47,26 @@ def now() -> int:
     return int(time.time())
 
 
+class Body(Protocol):
+    """A request's body."""
+
+    @property
+    def stream(self) -> bool | None: ...
+
+    def ignored(self) -> list[str]:
+        """Its fields without effect."""
+        ...
+
+
+class Wanted(Protocol):
+    """The generation that a request asks for; see `GenerationRequest`."""
+
+    @property
+    def ignored(self) -> Sequence[str]: ...
+    @property
+    def model_defaults(self) -> Mapping[str, float]: ...
+
+
 class AnswerWriter(Protocol):
     """Writes the answer to one request in the form of its API."""
 
@@ -64,20 +85,25 @@ class AnswerWriter(Protocol):
 
 async def respond(
     writer: AnswerWriter,
-    streams: bool | None,
-    ignored: Sequence[str],
+    body: Body,
+    wanted: Wanted,
     context: ServerContext,
     request: Request,
 ) -> Response:
     """The answer, whole or as a stream.
 
     Args:
-        streams: whether the request asks for a stream.
-        ignored: its fields without effect, which a header names.
+        body: the request.
+        wanted: what is generated for it. Headers name its fields without effect, and the model's
+            own sampling defaults that count.
     """
+    ignored = sorted([*body.ignored(), *wanted.ignored])
     names = [name for name in ignored if name.isascii() and name.isprintable()][:_MAX_IGNORED]
     headers = {IGNORED_HEADER: ", ".join(name[:_MAX_NAME] for name in names)} if names else {}
-    if streams:
+    if wanted.model_defaults:
+        named = (f"{name}={value:g}" for name, value in wanted.model_defaults.items())
+        headers[DEFAULTS_HEADER] = ", ".join(named)
+    if body.stream:
         return await stream_of(context, writer.stream(), writer.error_event, headers)
     return JsonResponse(await _unless_gone(request, writer.whole()), headers=headers)
 

@@ -20,7 +20,7 @@ from foredraft.llm import LLM
 from foredraft.server import info
 from foredraft.server.answers import IGNORED_HEADER
 from foredraft.server.context import ServerContext, StepFeed
-from foredraft.server.dialects import chat, completions, messages, responses, tokenize
+from foredraft.server.dialects import chat, completions, infill, messages, responses, tokenize
 from foredraft.server.engine import LoadEngine
 from foredraft.server.errors import ApiError, answer
 from foredraft.server.gate import REQUEST_IDS, AccessLog, BodyLimits, Gate
@@ -33,7 +33,7 @@ LoadModel = Callable[[StepFeed], LLM]
 """Loads the model; its engine calls the feed after each step."""
 
 _TITLE = "foredraft"
-_ROUTES = (chat, completions, responses, messages, tokenize, info)
+_ROUTES = (chat, completions, infill, responses, messages, tokenize, info)
 
 
 def create_app(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from foredraft.server.replies import Part
+from foredraft.server.formats.reading import Part
 
 BlockKind = Literal["text", "reasoning", "call"]
 Change = Literal["open", "delta", "close"]

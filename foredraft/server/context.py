@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import re
 import secrets
 import threading
 import time
@@ -20,10 +19,11 @@ from foredraft.core.record import StepRecord
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.engine import LoadEngine, ServedEngine, ServedModel
 from foredraft.server.errors import ApiError, unavailable
+from foredraft.server.formats import format_of, takes_tools
+from foredraft.server.formats.base import Format, Spell
 from foredraft.server.gate import ApiKeys
 from foredraft.server.generation import Generation
 from foredraft.server.metrics import Metrics
-from foredraft.server.replies import CALL, THINK
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import spans_to
 
@@ -176,15 +176,24 @@ class ServerContext:
         return self.settings.served_model_names or (self.llm.name or "foredraft",)
 
     @cached_property
+    def form(self) -> Format:
+        """How the model writes thoughts and tool calls."""
+        return format_of(self.tokenizer.tool_template, self.settings.tool_format)
+
+    @cached_property
+    def spell(self) -> Spell:
+        """Writes texts in grammars for the model's tokenizer."""
+        return Spell(self.tokenizer.special_tokens)
+
+    @cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template shows tools, and how a call is written."""
-        source = self.tokenizer.tool_template or ""
-        return CALL in source and re.search(r"\btools\b", source) is not None
+        """Whether the chat template shows tools, and calls are read."""
+        return takes_tools(self.form, self.tokenizer.tool_template)
 
     @cached_property
     def thinks(self) -> bool:
         """Whether replies may begin with thoughts."""
-        return THINK in (self.tokenizer.chat_template or "")
+        return self.form.thinks(self.tokenizer.chat_template or "")
 
     def check_model(self, name: object) -> str:
         """The name to answer with.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from foredraft.core.params import SamplingParams
@@ -23,6 +23,7 @@ class ServedModel(Protocol):
         max_context: tokens of a text.
         vocab_size: ids are below it.
         drafter_name: the drafter in use.
+        sampling_defaults: see `foredraft.llm.LLM`.
     """
 
     @property
@@ -35,6 +36,8 @@ class ServedModel(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def drafter_name(self) -> str: ...
+    @property
+    def sampling_defaults(self) -> Mapping[str, float] | None: ...
 
 
 class ServedReplies(Protocol):

@@ -83,10 +83,13 @@ class ReplyLogprobs:
     Args:
         tokenizer: the model's.
         prompt: the tokens that the reply continues.
+        skip_special_tokens: whether special tokens are no text of the reply.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._offsets = _Offsets(tokenizer, prompt)
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True
+    ) -> None:
+        self._offsets = _Offsets(tokenizer, prompt, skip_special_tokens)
         self._waiting: deque[tuple[int, TokenLogprobs]] = deque()
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
@@ -116,8 +119,11 @@ class _Offsets:
     Tokens of one character begin where it does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._decode = tokenizer, tokenizer.new_decoder(prompt)
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._decode = tokenizer.new_decoder(prompt, skip_special_tokens)
         self._num_characters = 0
 
     def of_prompt(self, tokens: Sequence[int]) -> list[int]:

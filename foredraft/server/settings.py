@@ -116,8 +116,10 @@ class ServerSettings(BaseSettings):
     compared; 0: none."""
     request_metrics: Literal["none", "summary", "detailed"] = "summary"
     """Figures of speculation in each reply."""
-    reasoning_content: bool = False
-    """Send thoughts under their old name as well."""
+    reasoning_content: bool = True
+    """Send thoughts of chat as ``reasoning_content`` as well, the name that most clients read."""
+    tool_format: str = "auto"
+    """How the model writes tool calls, such as hermes; auto: its chat template says."""
     share_between_keys: bool = False
     """Text of one key may draft for another."""
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None

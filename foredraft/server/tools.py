@@ -1,21 +1,14 @@
-"""Tools of a request, forced calls, and the grammar for them."""
+"""The tools that a request offers, and those of which one must be called."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
-from foredraft.core.grammar import Grammar
-from foredraft.server.replies import CALL, END_CALL
-
-Tool = Mapping[str, Any]
-
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Option of llguidance: without it a model may write spaces without end."""
+from foredraft.server.formats.base import Tool, name_of
 
 
 @dataclass(frozen=True)
@@ -33,18 +26,9 @@ class ToolUse:
     parallel: bool = True
 
     @property
-    def grammar(self) -> Grammar | None:
-        """The grammar of a reply that makes the forced calls."""
-        if not self.forced:
-            return None
-        calls = [_call_schema(tool) for tool in self.tools if _name(tool) in self.forced]
-        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        try:
-            Grammar.json_schema(schema)  # is it a schema within bounds?
-        except ConfigError as error:
-            raise ConfigError(f"tools: {error}", field="tools") from error
-        source = json.dumps(schema | {"x-guidance": _COMPACT}, allow_nan=False)
-        return Grammar.lark(f'start: "{CALL}\\n" call "\\n{END_CALL}"\ncall: %json {source}\n')
+    def to_call(self) -> tuple[Tool, ...]:
+        """The tools of which one must be called."""
+        return tuple(tool for tool in self.tools if name_of(tool) in self.forced)
 
 
 NO_TOOLS = ToolUse()
@@ -67,7 +51,7 @@ def read_tools(fields: Mapping[str, Any], takes_tools: bool) -> ToolUse:
     choice = fields.get("tool_choice")
     if choice is None:
         choice = "auto" if checked else "none"
-    names = tuple(map(_name, checked))
+    names = tuple(map(name_of, checked))
     forced = _forced(choice, names)
     if choice == "none" or not checked:
         return NO_TOOLS
@@ -99,10 +83,6 @@ def _checked(number: int, tool: object) -> Tool:
     return tool
 
 
-def _name(tool: Tool) -> str:
-    return str(tool["function"]["name"])
-
-
 def _forced(choice: object, names: Sequence[str]) -> tuple[str, ...]:
     if choice in ("none", "auto"):
         return ()
@@ -126,13 +106,3 @@ def _forced(choice: object, names: Sequence[str]) -> tuple[str, ...]:
             f"tool_choice names {shown(wanted)}, which is not in tools", field="tool_choice"
         )
     return tuple(wanted)
-
-
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    parameters = tool["function"].get("parameters") or {"type": "object"}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": _name(tool)}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.server.formats.base import Format
 from foredraft.server.generation import ReplyState
-from foredraft.server.replies import END_THINK, THINK
 
 _MAX_MASKS = 256
 """Most distinct tokens of a prediction whose bit masks are cached."""
@@ -49,21 +49,23 @@ class Thoughts:
     """Counts the tokens of a reply that is over up to the end of its thoughts.
 
     Args:
+        form: the model's form of them.
         in_thoughts: whether the prompt has opened them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, in_thoughts: bool) -> None:
-        self._tokenizer, self._in_thoughts = tokenizer, in_thoughts
+    def __init__(self, tokenizer: Tokenizer, form: Format, in_thoughts: bool) -> None:
+        self._tokenizer, self._form, self._in_thoughts = tokenizer, form, in_thoughts
 
     def __call__(self, reply: ReplyState) -> int:
         tokens = reply.result.token_ids if reply.result is not None else ()
         text = self._text(tokens)
-        if not (self._in_thoughts or text.lstrip().startswith(THINK)):
+        if not (self._in_thoughts or text.lstrip().startswith(self._form.think)):
             return 0
-        if END_THINK not in text:
+        end = self._form.end_think
+        if end not in text:
             return len(tokens)
         sizes = range(len(tokens) + 1)
-        return bisect_left(sizes, True, key=lambda size: END_THINK in self._text(tokens[:size]))
+        return bisect_left(sizes, True, key=lambda size: end in self._text(tokens[:size]))
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from foredraft.cache.kv import KVCache, KVShape
-from foredraft.cache.memory import CacheMemory, checked_memory, default_memory, machine_memory
+from foredraft.cache.memory import (
+    CacheMemory,
+    available_memory,
+    check_fits,
+    checked_memory,
+    default_memory,
+    machine_memory,
+)
 from foredraft.core.errors import CacheFullError, ConfigError
 from foredraft.options import LoadOptions
 from tests.drafters.heads import tiny_target
@@ -118,3 +125,18 @@ def test_the_limits_of_cgroups_are_seen(
         path.write_text(text + "\n")
     there = machine_memory(tmp_path / "nowhere")
     assert machine_memory(tmp_path) == (there if expected is None else expected)
+
+
+def test_caches_take_a_share_of_what_is_left() -> None:
+    there = machine_memory()
+    left = available_memory() - there // 2
+    found = default_memory("cpu", to_come=there // 2)
+    assert found <= max(there // 4, 64 << 20)
+    assert found == pytest.approx(max(min(there // 4, left // 2), 64 << 20), rel=0.3)
+    assert default_memory("cpu", to_come=2 * there) == 64 << 20
+
+
+def test_a_model_that_does_not_fit_is_refused_in_words() -> None:
+    check_fits("small", 1 << 20, 1 << 20)
+    with pytest.raises(ConfigError, match=r"huge takes 5000\.0 GB .* Q4_K_M"):
+        check_fits("huge", 5 * 10**12, 0)

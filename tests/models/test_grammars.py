@@ -6,7 +6,6 @@ import json
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +285,7 @@ def test_a_grammar_that_failed_is_tried_again(grammars: Grammars) -> None:
 def test_a_grammar_may_begin_after_a_mark(
     grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, text: str, before: str
 ) -> None:
-    behind = replace(grammar, begins_after="</think>")
+    behind = grammar.behind("</think>")
     rules, seen = rules_of(grammars, tokenizer, behind), [*PROMPT]
     end = tokenizer.eos_token_ids[0]
     for token in tokenizer.encode(f"{before}</think>\n\n{text}", add_special_tokens=False):

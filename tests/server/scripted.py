@@ -23,14 +23,16 @@ def replying(
     script = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_ids[0]]
     before = tokenizer.encode(f"<|im_start|>assistant\n{begin}", add_special_tokens=False)
 
+    vocab_size = max(VOCAB_SIZE, tokenizer.vocab_size)
+
     def conditional(context: tuple[int, ...]) -> list[float]:
         starts = [i for i, token in enumerate(context) if token == before[0]]
         written = len(context) - (starts[-1] if starts else 0) - len(before)
         token = script[min(max(written, 0), len(script) - 1)]
-        return [1.0 if each == token else 1e-9 for each in range(VOCAB_SIZE)]
+        return [1.0 if each == token else 1e-9 for each in range(vocab_size)]
 
     def load(trace: Any) -> LLM:
-        target = TableModel(VOCAB_SIZE, conditional)
+        target = TableModel(vocab_size, conditional)
         return LLM(target, tokenizer, LoadOptions(**{"drafter": "suffix"} | options), trace=trace)
 
     return load

@@ -361,7 +361,7 @@ def test_no_route_administers_anything(client: httpx.Client) -> None:
     assert set(paths) == {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
         *("/v1/messages/count_tokens", "/v1/models", "/v1/models/{model}"),
-        *("/tokenize", "/detokenize", "/tokenizer_info"),
+        *("/tokenize", "/detokenize", "/tokenizer_info", "/infill"),
         *("/live", "/health", "/ready", "/version", "/metrics"),
     }
     for path in ("/docs", "/redoc", "/invocations", "/pause", "/update_weights"):

@@ -19,6 +19,7 @@ from tests.server.events import data_of
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Where is the ferry?"}]
 BODY: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 24, "seed": 7, "ignore_eos": True}
+BODY |= {"temperature": 1.0}
 
 
 def text_of(chunks: list[Any], index: int = 0) -> str:

@@ -85,11 +85,11 @@ def test_best_of_may_be_n(model: type[RequestBody]) -> None:
 
 def test_two_names_of_one_parameter_may_not_differ() -> None:
     body = ChatRequest.model_validate({"messages": USER, "max_tokens": 5})
-    assert body.sampling()[0].max_tokens == 5
+    assert body.sampling({})[0].max_tokens == 5
     same = {"messages": USER, "max_tokens": 5, "max_completion_tokens": 5}
-    assert ChatRequest.model_validate(same).sampling()[0].max_tokens == 5
+    assert ChatRequest.model_validate(same).sampling({})[0].max_tokens == 5
     with pytest.raises(ValueError, match="exclude each other"):
-        ChatRequest.model_validate(same | {"max_completion_tokens": 6}).sampling()
+        ChatRequest.model_validate(same | {"max_completion_tokens": 6}).sampling({})
 
 
 @pytest.mark.parametrize(

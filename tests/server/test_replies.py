@@ -6,11 +6,15 @@ import json
 import random
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 import pytest
 
-from foredraft.server.replies import Part, ReplyParser
+from foredraft.server.formats.hermes import Hermes
+from foredraft.server.formats.reading import Part
+from foredraft.server.replies import ReplyParser
 
+TOOL = {"type": "function", "function": {"name": "look"}}
 Told = list[tuple[str, int, str]]
 THOUGHT = "<think>\nHm, <b>x</b> or </thin?\n</think>\n\nSo be it. "
 CALL = (
@@ -30,9 +34,10 @@ def cut(text: str, seed: int) -> Iterator[str]:
         text = text[size:]
 
 
-def parts_of(steps: Iterator[str], **options: bool) -> Told:
+def parts_of(steps: Iterator[str], **options: Any) -> Told:
     """By kind and number of the call the text, whatever the steps."""
-    parser = ReplyParser(**{"reasoning": True, "tools": True} | options)
+    given = {"thinks": True, "tools": (TOOL,)} | options
+    parser = ReplyParser(Hermes(), **given)  # type: ignore[arg-type]
     parts = [part for step in steps for part in parser.feed(step)] + parser.close()
     assert sum(part.kind == "call" for part in parts) <= parser.num_calls
     return [
@@ -41,7 +46,7 @@ def parts_of(steps: Iterator[str], **options: bool) -> Told:
     ]
 
 
-def parts(text: str, **options: bool) -> Told:
+def parts(text: str, **options: Any) -> Told:
     whole = parts_of(iter([text]), **options)
     for seed in range(30):
         assert parts_of(cut(text, seed), **options) == whole
@@ -68,8 +73,8 @@ def test_thoughts_content_and_calls() -> None:
 
 
 def test_what_is_not_looked_for_is_content() -> None:
-    assert parts(CALL, tools=False) == [("content", 0, CALL)]
-    assert parts(THOUGHT, reasoning=False) == [("content", 0, THOUGHT)]
+    assert parts(CALL, tools=()) == [("content", 0, CALL)]
+    assert parts(THOUGHT, thinks=False) == [("content", 0, THOUGHT)]
     assert parts("a</think>\nb", in_thoughts=True) == [("reasoning", 0, "a"), ("content", 0, "b")]
     assert [each[1] for each in parts(CALL + CALL, only_first=True)] == [0, 0]
 
@@ -77,7 +82,7 @@ def test_what_is_not_looked_for_is_content() -> None:
 def test_parts_say_where_they_are() -> None:
     text = f"{THOUGHT}\n{CALL} and <tool_call>that</tool_call>"
     for seed in range(30):
-        parser = ReplyParser(True, True)
+        parser = ReplyParser(Hermes(), (TOOL,), True)
         told: list[Part] = []
         for step in cut(text, seed):
             told += parser.feed(step)
@@ -102,6 +107,18 @@ def test_calls_that_are_cut() -> None:
     assert calls('<tool_call>{"name": "a", "arguments": {"x": 12') == [("a", '{"x": 12')]
     assert calls('<tool_call>{"name": "a", "arguments": "{\\"x') == [("a", '{"x')]
     assert calls('<tool_call>{"name": "a", "argu') == []
+
+
+def test_marks_in_a_string_are_text_and_cut_a_call_elsewhere() -> None:
+    code = json.dumps({"code": "x # </tool_call> }{"})
+    for order in ('{"name": "a", "arguments": %s}', '{"arguments": %s, "name": "a"}'):
+        told = parts(f"<tool_call>{order % code}</tool_call> so")
+        assert json.loads(told[1][2]) == json.loads(code)
+        assert told[2] == ("content", 0, " so")
+    cut_short = '<tool_call>\n{"name": "a", "arguments": {"x": 1}</tool_call> so'
+    assert parts(cut_short)[1:] == [("arguments", 0, '{"x": 1}'), ("content", 0, " so")]
+    unclosed = '<tool_call>\n{"name": "a", "arguments": {"x": 1</tool_call> so'
+    assert parts(unclosed)[1:] == [("arguments", 0, '{"x": 1'), ("content", 0, " so")]
 
 
 def test_arguments_have_no_nan() -> None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from foredraft.core.params import ThinkingLimit
+
 Array: TypeAlias = npt.NDArray[Any]
 
 
@@ -125,6 +127,31 @@ class OnlyAt:
 
     def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
         return num_reply != self._place or token == self._token
+
+
+class ThinkingEnds:
+    """Behind the most tokens of thoughts comes what ends them, unless they are over."""
+
+    def __init__(self, limit: ThinkingLimit) -> None:
+        self._limit = limit
+        self.num_ending = limit.num_tokens + len(limit.end)
+
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
+        token = self._required(num_reply, ending)
+        if token is not None:
+            logits_V[:token] = logits_V[token + 1 :] = -np.inf
+
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
+        return self._required(num_reply, ending) in (None, token)
+
+    def _required(self, num_reply: int, reply: Sequence[int]) -> int | None:
+        """The only token that may come; the reply so far is whole where that matters."""
+        limit = self._limit
+        place = num_reply - limit.num_tokens
+        if not 0 <= place < len(limit.end) or limit.end[0] in reply[: limit.num_tokens]:
+            return None
+        is_thinking = tuple(reply[: len(limit.begin)]) == limit.begin
+        return limit.end[place] if is_thinking else None
 
 
 class NeverAt:

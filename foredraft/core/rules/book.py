@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
-from foredraft.core.rules.bans import AllowedTokens, BadWords, Ban, ModelBans, NoEndYet
+from foredraft.core.rules.bans import (
+    AllowedTokens,
+    BadWords,
+    Ban,
+    ModelBans,
+    NoEndYet,
+    ThinkingEnds,
+)
 from foredraft.core.rules.base import Rules, SamplingRules
 from foredraft.core.rules.grammar import GrammarRule, Matcher
 from foredraft.core.rules.penalties import Bias, Penalties
@@ -66,6 +73,9 @@ class RuleBook:
             bans.append(AllowedTokens(params.allowed_token_ids, self.vocab_size))
         if params.bad_words:
             bans.append(BadWords(self._spelled(params.bad_words)))
+        if params.thinking is not None:
+            self._check_ids("thinking", params.thinking.end)
+            bans.append(ThinkingEnds(params.thinking))
         if params.min_tokens and stop_ids:
             bans.append(NoEndYet(params.min_tokens, stop_ids))
         return bans

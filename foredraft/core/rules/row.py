@@ -101,5 +101,6 @@ class RowRules:
             "allowed_token_ids": self.params.allowed_token_ids,
             "bad_words": self.params.bad_words,
             "min_tokens": self.params.min_tokens,
+            "thinking": self.params.thinking,
         }
         return [name for name, value in given.items() if value]

@@ -27,7 +27,12 @@ from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.gguf_tokenizer import write_tokenizer
 from foredraft.models.files.json_files import parse_fields
 from foredraft.models.files.safety import GGUF_INDEX
-from foredraft.models.files.schema import DecoderFields, GgufFields, GgufTokenizerFields
+from foredraft.models.files.schema import (
+    DecoderFields,
+    GgufFields,
+    GgufSamplingFields,
+    GgufTokenizerFields,
+)
 from foredraft.models.files.stored import half_split_rows
 
 if TYPE_CHECKING:
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     from foredraft.models.native.config import DecoderConfig
     from foredraft.models.native.quant import Blocks
 
-RECIPE = "GGUF converter 3"
+RECIPE = "GGUF converter 4"
 """Raise it when conversions change: older copies are converted again."""
 _MOST_BYTES = 2 << 30
 """Largest file of weights; a conversion holds one file in memory."""
@@ -152,7 +157,9 @@ def _write_description(files: Sequence[GgufFile], into: Path) -> list[_Found]:
     weights = _weights(first, tensors, read_config(into))
     special = {key: index for key, index in tokenizer.special_ids().items() if key in config}
     ends = {"eos_token_id": tokenizer.end_ids()} if len(tokenizer.end_ids()) > 1 else {}
-    _write_json(into / "generation_config.json", special | ends)
+    sampling = parse_fields(first.path, first.metadata, GgufSamplingFields)
+    named = sampling.model_dump(exclude_none=True)
+    _write_json(into / "generation_config.json", special | ends | named)
     write_tokenizer(first.path, tokenizer, config["max_position_embeddings"], into)
     return weights
 

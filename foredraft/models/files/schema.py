@@ -60,6 +60,27 @@ class GenerationFields(_Schema):
     """``generation_config.json``, and its fields in ``config.json``."""
 
     eos_token_id: TokenIds = ()
+    do_sample: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Sampling parameters that the model's makers name, as `SamplingParams` has them.
+
+        As in transformers, tokens are drawn only where ``do_sample`` says so, or a temperature is
+        named without it.
+        """
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        named = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.do_sample is False:
+            named = {name: named[name] for name in names[-1:] if name in named}
+        elif self.do_sample:
+            named.setdefault("temperature", 1.0)
+        return named
 
 
 Factors = Annotated[tuple[Factor, ...], BeforeValidator(_as_tuple)]
@@ -309,6 +330,16 @@ ENDS_BY_TEXT = frozenset(
 id alone. llama.cpp knows them by their text, too (src/llama-vocab.cpp)."""
 _HARMONY = {"<|return|>", "<|call|>"}
 """In vocabularies with these, ``<|end|>`` ends a part of a reply and not the reply."""
+
+
+class GgufSamplingFields(_Schema):
+    """The sampling defaults of a GGUF file, under the names of ``generation_config.json``."""
+
+    temperature: float | None = _said("general.sampling.temp", None)
+    top_k: int | None = _said("general.sampling.top_k", None)
+    top_p: float | None = _said("general.sampling.top_p", None)
+    min_p: float | None = _said("general.sampling.min_p", None)
+    repetition_penalty: float | None = _said("general.sampling.penalty_repeat", None)
 
 
 class GgufTokenizerFields(_Schema):

@@ -34,10 +34,12 @@ class _Asked(NamedTuple):
 
     messages: Messages
     tools: Messages
+    variables: Mapping[str, bool | str]
 
     def mapped(self, change: Callable[[str], str]) -> _Asked:
         """The same with all text in it changed but the roles, which are names and no text."""
-        return _Asked(_mapped(self.messages, change), _mapped(self.tools, change))
+        messages, tools = _mapped(self.messages, change), _mapped(self.tools, change)
+        return _Asked(messages, tools, self.variables)
 
     def texts(self) -> list[str]:
         """All that text."""
@@ -67,23 +69,34 @@ class ChatEncoder:
         self._special = special_tokens(fast)
         self._spelled = lru_cache(maxsize=1)(self._spelled_from)
 
-    def encode(self, messages: Messages, tools: Messages = ()) -> list[int]:
+    @property
+    def variables(self) -> frozenset[str]:
+        """Variables of the template that a conversation does not set."""
+        return self._template.variables - self._named.keys()
+
+    def encode(
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        variables: Mapping[str, bool | str] | None = None,
+    ) -> list[int]:
         """Ids of a conversation of plain data, ready for the assistant's reply.
 
         Args:
             tools: descriptions of the tools that the model may call. Like messages, they are
                 content.
+            variables: of the template.
 
         Raises:
             ConfigError: the template refuses the conversation.
         """
-        asked = _Asked(messages, tools)
+        asked = _Asked(messages, tools, variables or {})
         text = self._render(asked)
         ids = self._ids(self._fast, text)
         edges = {edge for token in self._special.values() for edge in (token[0], token[-1])}
         stand_ins = _stand_ins(edges, [text, self._template.source, *asked.texts()])
         marked_asked = asked.mapped(lambda content: content.translate(stand_ins))
-        if marked_asked == (list(messages), list(tools)):
+        if marked_asked[:2] == (list(messages), list(tools)):
             return ids
         restore = {ord(stand_in): chr(char) for char, stand_in in stand_ins.items()}
         marked = self._render_if_it_takes(marked_asked)
@@ -96,7 +109,9 @@ class ChatEncoder:
         return self._encode_with(found, marked.translate(restore))
 
     def _render(self, asked: _Asked) -> str:
-        return self._template.render(asked.messages, self._named, asked.tools)
+        return self._template.render(
+            asked.messages, {**self._named, **asked.variables}, asked.tools
+        )
 
     def _render_if_it_takes(self, asked: _Asked) -> str | None:
         try:

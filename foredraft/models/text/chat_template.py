@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -50,6 +50,7 @@ _LISTING = {"split", "rsplit", "splitlines", "list"}
 _HARMLESS = {"default", "d", "int", "float", "abs", "string"}
 _WIDTH = re.compile(r"\d+")
 _NESTED = re.compile(r"\{[^{}]*\{")
+_OF_A_CONVERSATION = {"messages", "tools", "documents", "add_generation_prompt"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -79,17 +80,24 @@ class ChatTemplate:
         except Exception as error:  # the template may hold any text
             raise ModelLoadError(f"the chat template of {name} cannot be used: {error}") from error
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that the template reads and does not set, but those of every conversation."""
+        parsed = self._environment.parse(self.source)
+        found = meta.find_undeclared_variables(parsed)
+        return frozenset(found) - self._environment.globals.keys() - _OF_A_CONVERSATION
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        special: Mapping[str, str],
+        special: Mapping[str, bool | str],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The conversation as text, up to where the assistant's reply begins.
 
         Args:
             messages: plain data: text, numbers, flags, None, lists and mappings of those.
-            special: texts that templates may name, such as ``bos_token``.
+            special: what else templates may name, such as ``bos_token``.
             tools: that the model may call, as plain data in OpenAI's form.
 
         Raises:

@@ -295,11 +295,10 @@ def _spelled_vocabulary(tokenizer: Tokenizer, n_vocab: int) -> TokenizerWrapper 
 def _source(grammar: Grammar) -> str:
     """A grammar in llguidance's form: a list of grammars, of which the first one is the start."""
     described = _description(grammar)
-    if not grammar.begins_after:
+    if not grammar.frame:
         return json.dumps({"grammars": [described]})
-    mark = json.dumps(grammar.begins_after, ensure_ascii=False)
-    start = f"start: before /[ \\n]{{0,4}}/ @answer\nbefore[suffix={mark}]: /(?s:.*)/\n"
-    return json.dumps({"grammars": [{"lark_grammar": start}, described | {"name": "answer"}]})
+    frame = {"lark_grammar": grammar.frame}
+    return json.dumps({"grammars": [frame, described | {"name": "answer"}]})
 
 
 def _description(grammar: Grammar) -> dict[str, Any]:

@@ -34,6 +34,14 @@ _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"),
 )
+_NEUTRAL = {
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_length"), 0),
+    **dict.fromkeys(("num_beams", "typical_p"), 1),
+}
+"""Fields of a generation config that no decoder-only model here honours, with the values that ask
+for nothing."""
 _NUM_BEFORE = 4
 """Tokens of the text before a reply that its first tokens are decoded behind."""
 _SAMPLE = "Read it back: é 東 1\n"
@@ -53,6 +61,9 @@ class Tokenizer:
     Attributes:
         eos_token_ids: every id that ends the model's text.
         chat_template: the source of the chat template; None when the model has none.
+        sampling_defaults: sampling parameters that the model's makers name, as `SamplingParams` has
+            them.
+        not_honoured: fields of the generation config that would change a reply, and do not here.
         tool_template: the source of the template for conversations with tools, where the model has
             one of its own; else the chat template.
 
@@ -80,6 +91,14 @@ class Tokenizer:
             self._config |= _read_optional(directory / "special_tokens_map.json")
         self._named = _named_tokens(self._config, directory / "tokenizer_config.json")
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
+        generation = directory / "generation_config.json"
+        self.sampling_defaults: Mapping[str, float] = {}
+        if generation.exists():
+            self.sampling_defaults = read_fields(generation, GenerationFields).sampling
+        config = _read_optional(generation)
+        self.not_honoured = tuple(
+            n for n, v in _NEUTRAL.items() if config.get(n, v) not in (None, [], v)
+        )
         self.eos_token_ids = self._eos_token_ids()
         templates = self._chat_templates()
         self.chat_template = templates.get("default")
@@ -93,6 +112,17 @@ class Tokenizer:
     def definition(self) -> str:
         """All of it, as ``tokenizer.json`` has it."""
         return str(self._fast.to_str())
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name; None: there is none."""
+        found: int | None = self._fast.token_to_id(token)
+        return found
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens by their text."""
+        added = self._fast.get_added_tokens_decoder()
+        return {added[i].content: i for i in self._special if added[i].content}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; with the model's own start token, where it has one.
@@ -156,7 +186,10 @@ class Tokenizer:
         return _Spelling(self._fast)
 
     def encode_chat(
-        self, messages: Iterable[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Iterable[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, bool | str] | None = None,
     ) -> list[int]:
         """Ids of a conversation in the model's own format, ready for the assistant's reply.
 
@@ -166,6 +199,7 @@ class Tokenizer:
             messages: the conversation.
             tools: that the model may call, as plain data in OpenAI's form. A template without a
                 place for them leaves them out.
+            variables: of the template, such as ``enable_thinking``; see `template_variables`.
 
         Raises:
             ConfigError: a malformed message, a conversation that the model's template refuses, or
@@ -175,7 +209,16 @@ class Tokenizer:
         checked = checked_messages(messages)
         self.require_chat_template()
         encoder = self._tool_encoder if tools else self._chat_encoder
-        return encoder.encode(checked, tools)
+        return encoder.encode(checked, tools, variables or {})
+
+    def template_variables(self, tools: bool = False) -> frozenset[str]:
+        """The variables of the chat template that a request may set.
+
+        Args:
+            tools: of the template for conversations with tools.
+        """
+        self.require_chat_template()
+        return (self._tool_encoder if tools else self._chat_encoder).variables
 
     def require_chat_template(self) -> None:
         """See that conversations can be encoded.

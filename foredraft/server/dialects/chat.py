@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
@@ -27,9 +28,10 @@ from foredraft.server.dialects.request import (
     read_conversation,
 )
 from foredraft.server.dialects.sampling import Tools
+from foredraft.server.formats.reading import Part
 from foredraft.server.generation import finish_reason
 from foredraft.server.logprobs import chat_logprobs
-from foredraft.server.replies import Part
+from foredraft.server.thinking import Thinking
 
 router = APIRouter()
 
@@ -43,6 +45,8 @@ class ChatRequest(ChoicesFields, ConversationFields):
     tools: Tools = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
+    suffix: Annotated[Any, Refused("use /v1/completions", "")] = None
     echo: Annotated[Any, Refused("use /v1/completions", False)] = None
 
     def parameters(self) -> dict[str, tuple[str, Any]]:
@@ -52,6 +56,12 @@ class ChatRequest(ChoicesFields, ConversationFields):
         elif self.top_logprobs is not None:
             raise ConfigError("top_logprobs needs logprobs: true", field="top_logprobs")
         return parameters
+
+    def asked_thinking(self) -> Thinking:
+        found = super().asked_thinking()
+        if self.reasoning_effort is None:
+            return found
+        return replace(found, effort=self.reasoning_effort, field="reasoning_effort")
 
     def chat_messages(self) -> list[dict[str, Any]]:
         return self.messages
@@ -90,8 +100,9 @@ async def create_chat_completion(
 ) -> Response:
     """Reply to a conversation."""
     options = body.check_stream_options()
-    writer = ChatWriter(context, await read_conversation(context, body, key_id), options)
-    return await respond(writer, body.stream, body.ignored(), context, request)
+    wanted = await read_conversation(context, body, key_id)
+    writer = ChatWriter(context, wanted, options)
+    return await respond(writer, body, wanted, context, request)
 
 
 class ChatWriter(ChoicesWriter):

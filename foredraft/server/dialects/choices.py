@@ -56,14 +56,10 @@ class ChoicesFields(OpenAIFields):
     function_call: Annotated[Any, Refused("use tool_choice", "none", "auto")] = None
     store: Annotated[Any, Refused("nothing is stored", False)] = None
     best_of: Annotated[Any, Refused("ask for n replies and choose yourself", 1, same_as="n")] = None
-    suffix: Annotated[Any, Refused("text is only continued, not filled in", "")] = None
     use_beam_search: Annotated[Any, Refused(_NO_BEAMS, False)] = None
     beam_width: Annotated[Any, Refused(_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Refused(_NO_BEAMS, 1, 1.0)] = None
     chat_template: Annotated[Any, Refused("a template is a program; the model's own is used")] = (
-        None
-    )
-    chat_template_kwargs: Annotated[Any, Refused("the model's template is used as it is", {})] = (
         None
     )
     documents: Annotated[Any, Refused("put them into a message", [])] = None

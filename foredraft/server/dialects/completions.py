@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,12 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from foredraft.core.errors import ConfigError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.engine.request import Event, GenerationResult
+from foredraft.models.text.infill import Infill, required_infill
 from foredraft.server.answers import Context, KeyId, error_responses, respond, streamed
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import ChoicesAnswer, ChoicesFields, ChoicesWriter
-from foredraft.server.dialects.fields import Items
+from foredraft.server.dialects.fields import Items, Refused
 from foredraft.server.dialects.request import GenerationRequest, read_prompts
 from foredraft.server.generation import Generation, finish_reason
 from foredraft.server.logprobs import CompletionLogprobs
@@ -32,7 +35,9 @@ class CompletionRequest(ChoicesFields):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: str | None = None
     echo: bool | None = None
+    chat_template_kwargs: Annotated[Any, Refused("there is no conversation", {})] = None
     add_special_tokens: bool | None = None
 
     @property
@@ -84,9 +89,32 @@ async def create_completion(
     """Continue prompts: text, texts, token ids, or lists of token ids."""
     body.check_stream_options()
     special = body.add_special_tokens is not False
-    wanted = await read_prompts(context, body, body.prompts(), special, key_id)
+    prompts, ends = body.prompts(), tuple[int, ...]()
+    if body.suffix:
+        marks = required_infill(context.tokenizer)
+        prompts, ends = await asyncio.to_thread(_with_hole, context, body, marks), marks.ends
+    wanted = await read_prompts(context, body, prompts, special, key_id)
+    if ends:
+        stops = (*wanted.params.stop_token_ids, *ends)
+        wanted = replace(wanted, params=replace(wanted.params, stop_token_ids=stops))
     writer = CompletionWriter(context, replace(wanted, scores_only=body.is_empty), body)
-    return await respond(writer, body.stream, body.ignored(), context, request)
+    return await respond(writer, body, wanted, context, request)
+
+
+def _with_hole(
+    context: ServerContext, body: CompletionRequest, marks: Infill
+) -> list[str | list[int]]:
+    """The prompts of texts that go on with the suffix behind what is filled in.
+
+    Raises:
+        ConfigError: a prompt is no text, or is to be echoed.
+    """
+    prompts: list[str | list[int]] = []
+    for prompt in body.prompts():
+        if not isinstance(prompt, str) or body.echo:
+            raise ConfigError("suffix goes with prompts of text, without echo", field="suffix")
+        prompts.append(marks.prompt(context.tokenizer, prompt, body.suffix or ""))
+    return prompts
 
 
 class CompletionWriter(ChoicesWriter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -42,8 +43,9 @@ from foredraft.server.dialects.sampling import (
     response_grammar,
 )
 from foredraft.server.errors import ApiError
+from foredraft.server.formats.reading import Part
 from foredraft.server.generation import ReplyState, finish_reason
-from foredraft.server.replies import Part
+from foredraft.server.thinking import Thinking
 from foredraft.server.tools import read_tools
 from foredraft.server.usage import num_cached, speculation_of
 from foredraft.server.wire import JsonResponse, named_event
@@ -86,8 +88,9 @@ class MessagesRequest(MessageFields, ConversationFields):
     output_config: Annotated[Schema, Sets("grammar", format_grammar)] = None
     output_format: Annotated[Schema, Sets("grammar", response_grammar)] = None
 
+    thinking: dict[str, Any] | None = None
+
     metadata: Ignored = None
-    thinking: Ignored = None
     service_tier: Ignored = None
     context_management: Ignored = None
     speed: Ignored = None
@@ -96,6 +99,17 @@ class MessagesRequest(MessageFields, ConversationFields):
     container: Annotated[Any, Refused("nothing is kept between requests")] = None
     mcp_servers: Annotated[Any, Refused("this server makes no requests of its own", [])] = None
     inference_geo: Annotated[Any, Refused("there is one machine here")] = None
+
+    def asked_thinking(self) -> Thinking:
+        found, asked = super().asked_thinking(), self.thinking or {}
+        kind, budget = asked.get("type"), asked.get("budget_tokens")
+        if kind not in (None, "enabled", "disabled", "adaptive"):
+            raise ConfigError(f"thinking.type is {shown(kind)}", field="thinking")
+        if not (budget is None or (type(budget) is int and budget >= 0)):
+            raise ConfigError(f"thinking.budget_tokens is {shown(budget)}", field="thinking")
+        if kind in ("enabled", "disabled"):
+            found = replace(found, is_on=kind == "enabled", field="thinking")
+        return found if budget is None else replace(found, budget=budget)
 
     def ignored(self) -> list[str]:
         hosted = [i for i, tool in enumerate(self.tools or ()) if not _is_custom(tool)]
@@ -204,8 +218,8 @@ async def create_message(
     body: MessagesRequest, request: Request, context: Context, key_id: KeyId
 ) -> Response:
     """Reply to a conversation."""
-    writer = MessagesWriter(context, await read_conversation(context, body, key_id))
-    return await respond(writer, body.stream, body.ignored(), context, request)
+    wanted = await read_conversation(context, body, key_id)
+    return await respond(MessagesWriter(context, wanted), body, wanted, context, request)
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=_ERRORS)

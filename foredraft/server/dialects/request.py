@@ -7,17 +7,23 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
+from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.server.context import ServerContext
+from foredraft.server.dialects.fields import excluded
 from foredraft.server.dialects.sampling import SamplingFields
 from foredraft.server.errors import in_words_of
+from foredraft.server.formats.base import Format, reply_grammar
 from foredraft.server.generation import Generation
-from foredraft.server.replies import ReplyParser, after_thoughts, opens_thoughts
+from foredraft.server.replies import ReplyParser, opens_thoughts
 from foredraft.server.spans import Operation
+from foredraft.server.thinking import Thinking
 from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
 from foredraft.server.usage import ExpectedText, Thoughts
 
@@ -45,6 +51,10 @@ class GenerationRequest:
         priority: requests of higher numbers go first.
         session: see `ServedEngine.open_all`.
         names: by sampling parameter the field that it came from.
+        model_defaults: sampling parameters that the model's makers name, where the request does
+            not.
+        ignored: fields without effect on this model.
+        form: the model's form of thoughts and calls.
         prediction: the text that the reply is expected to repeat; None: none is named.
         tools: that a reply may call.
         thinks: whether a reply may begin with thoughts.
@@ -61,6 +71,9 @@ class GenerationRequest:
     priority: int
     session: str | None
     names: Mapping[str, str] = field(default_factory=dict)
+    model_defaults: Mapping[str, float] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    form: Format = field(default_factory=Format)
     prediction: ExpectedText | None = None
     tools: ToolUse = NO_TOOLS
     thinks: bool = False
@@ -69,12 +82,14 @@ class GenerationRequest:
     is_paced: bool = False
 
     def new_parser(self) -> ReplyParser:
-        tools = self.tools
-        return ReplyParser(self.thinks, bool(tools.tools), self.in_thoughts, not tools.parallel)
+        tools, is_one = self.tools.tools, not self.tools.parallel
+        return ReplyParser(self.form, tools, self.thinks, self.in_thoughts, is_one)
 
     def thoughts(self, context: ServerContext) -> Thoughts | None:
         """The counter of reasoning tokens; None: the reply cannot have any."""
-        return Thoughts(context.tokenizer, self.in_thoughts) if self.thinks else None
+        if not self.thinks:
+            return None
+        return Thoughts(context.tokenizer, self.form, self.in_thoughts)
 
     @asynccontextmanager
     async def open(self, context: ServerContext) -> AsyncIterator[Generation]:
@@ -104,6 +119,19 @@ class ConversationFields(SamplingFields):
     """
 
     conversation_field: ClassVar[str] = "messages"
+
+    enable_thinking: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    chat_template_kwargs: dict[str, bool | str] | None = None
+
+    def asked_thinking(self) -> Thinking:
+        """What the request says of the model's thoughts.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        variables = self.chat_template_kwargs or {}
+        return Thinking(self.enable_thinking, None, self.thinking_token_budget, variables)
 
     @abstractmethod
     def chat_messages(self) -> list[dict[str, Any]]:
@@ -147,16 +175,30 @@ async def read_conversation(
     """
     model = context.check_model(body.model)
     body.check_limits(context.settings)
-    tools = read_tools(body.chat_tools(), context.takes_tools)
-    params, names = await asyncio.to_thread(body.sampling, tools.grammar)  # may name many ids
-    _check_replies(1, params.n, context)
+    tools, thinking = read_tools(body.chat_tools(), context.takes_tools), body.asked_thinking()
+    given, names = await asyncio.to_thread(body.sampling, context.llm.sampling_defaults)
+    _check_replies(1, given.n, context)
     with in_words_of({"messages": body.conversation_field}):
         messages = body.chat_messages()
-        prompt = await encode_conversation(context, messages, tools)
+        known = context.tokenizer.template_variables(bool(tools.tools))
+        prompt = await encode_conversation(context, messages, tools, thinking.of_template(known))
     end = context.tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
-    in_thoughts = context.thinks and opens_thoughts(end)
-    if in_thoughts and params.grammar is not None:
-        params = replace(params, grammar=after_thoughts(params.grammar))
+    in_thoughts = context.thinks and opens_thoughts(end, context.form)
+    thinks = context.thinks and not end.rstrip().endswith(context.form.end_think)
+    if tools.forced:
+        if given.grammar is not None:
+            raise excluded(names["grammar"], "tool_choice")
+        names["grammar"] = "tools"
+    defaults = context.llm.sampling_defaults or {}
+    grammar = _grammar(context, given.grammar, tools, thinks, in_thoughts)
+    params = replace(
+        given.by(defaults),
+        grammar=grammar,
+        skip_special_tokens=not _shows_marks(context, tools, thinks),
+        thinking=thinking.limit(context.tokenizer, context.form, in_thoughts, grammar is not None)
+        if thinks
+        else None,
+    )
     return GenerationRequest(
         "chat",
         model,
@@ -166,12 +208,36 @@ async def read_conversation(
         _priority(context, body),
         body.prompt_cache_key or _opening(messages),
         names,
+        given.left_to(defaults),
+        (thinking.field,) if thinking.unheeded(known) else (),
+        context.form,
         await _prediction(context, params),
         tools,
-        context.thinks,
+        thinks,
         in_thoughts,
         is_paced=_is_paced(body),
     )
+
+
+def _grammar(
+    context: ServerContext, answer: Grammar | None, tools: ToolUse, thinks: bool, is_open: bool
+) -> Grammar | None:
+    """The grammar of the whole reply: of its answer, and of the calls that it may or must make."""
+    calls = tools.to_call if answer is None else tools.tools
+    parallel = tools.parallel and not tools.forced
+    return reply_grammar(
+        *(context.form, context.spell, answer, calls),
+        parallel=parallel,
+        thinks=thinks,
+        is_open=is_open,
+    )
+
+
+def _shows_marks(context: ServerContext, tools: ToolUse, thinks: bool) -> bool:
+    """Whether special tokens must be read as text, because they mark calls or thoughts."""
+    form = context.form
+    marks = form.marks() if tools.tools else (form.think, form.end_think) if thinks else ()
+    return any(map(context.spell.is_special, marks))
 
 
 def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -185,16 +251,25 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 async def encode_conversation(
-    context: ServerContext, messages: Sequence[Mapping[str, Any]], tools: ToolUse
+    context: ServerContext,
+    messages: Sequence[Mapping[str, Any]],
+    tools: ToolUse,
+    variables: Mapping[str, bool | str] | None = None,
 ) -> list[int]:
     """The token ids of a conversation as the model is given it.
+
+    Args:
+        variables: of the chat template.
 
     Raises:
         ConfigError, PromptError: the template refuses it.
     """
     known = [{name: each[name] for name in _OF_A_MESSAGE if name in each} for each in messages]
+    adapted = context.form.adapted(known, tools.tools)
     # Templates are programs, and texts may be long: neither is to hold the others up.
-    return await asyncio.to_thread(context.tokenizer.encode_chat, known, list(tools.tools))
+    return await asyncio.to_thread(
+        context.tokenizer.encode_chat, adapted, list(tools.tools), variables
+    )
 
 
 async def read_prompts(
@@ -211,7 +286,9 @@ async def read_prompts(
     """
     model = context.check_model(body.model)
     body.check_limits(context.settings)
-    params, names = await asyncio.to_thread(body.sampling)
+    defaults = context.llm.sampling_defaults
+    given, names = await asyncio.to_thread(body.sampling, defaults)  # may name many ids
+    params = given.by(defaults)
     _check_replies(len(prompts), params.n, context)
 
     def encode(prompt: str | list[int]) -> list[int]:
@@ -234,7 +311,8 @@ async def read_prompts(
         _priority(context, body),
         body.prompt_cache_key,
         names,
-        await _prediction(context, params),
+        given.left_to(defaults or {}),
+        prediction=await _prediction(context, params),
         is_paced=_is_paced(body),
     )
 

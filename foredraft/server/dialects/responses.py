@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
@@ -40,9 +41,10 @@ from foredraft.server.dialects.sampling import (
     format_grammar,
 )
 from foredraft.server.errors import ApiError, as_api_error
+from foredraft.server.formats.reading import Part
 from foredraft.server.generation import Generation, ReplyState
 from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
-from foredraft.server.replies import Part
+from foredraft.server.thinking import Thinking
 from foredraft.server.usage import Thoughts, num_cached, speculation_of
 from foredraft.server.wire import named_event
 
@@ -67,7 +69,7 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
     include: Items[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    reasoning: Ignored = None
+    reasoning: dict[str, Any] | None = None
     store: Ignored = None
     stream_options: Ignored = None
     context_management: Ignored = None
@@ -88,6 +90,13 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
         if _LOGPROBS in (self.include or ()):
             parameters["logprobs"] = ("top_logprobs", self.top_logprobs or 0)
         return parameters
+
+    def asked_thinking(self) -> Thinking:
+        effort = (self.reasoning or {}).get("effort")
+        if not isinstance(effort, str | None):
+            raise ConfigError(f"reasoning.effort is {shown(effort)}, no text", field="reasoning")
+        found = super().asked_thinking()
+        return replace(found, effort=effort, field="reasoning") if effort else found
 
     def chat_messages(self) -> list[dict[str, Any]]:
         messages = [*_instructions(self.instructions), *_messages(self.input or "")]
@@ -195,8 +204,8 @@ async def create_response(
     body: ResponsesRequest, request: Request, context: Context, key_id: KeyId
 ) -> Response:
     """Reply to a conversation. Nothing is stored."""
-    writer = ResponsesWriter(context, await read_conversation(context, body, key_id), body)
-    return await respond(writer, body.stream, body.ignored(), context, request)
+    wanted = await read_conversation(context, body, key_id)
+    return await respond(ResponsesWriter(context, wanted, body), body, wanted, context, request)
 
 
 class ResponsesWriter:
@@ -209,7 +218,9 @@ class ResponsesWriter:
         self._numbers = itertools.count()
         self._blocks = BlockBuilder()
         self._is_cut = False
-        self._entries = ReplyLogprobs(context.tokenizer, request.prompts[0])  # of text to come
+        self._entries = ReplyLogprobs(  # of text to come
+            context.tokenizer, request.prompts[0], request.params.skip_special_tokens
+        )
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of text that has come, by block
         self._has_ended = False
         self._response = _begun(request, body)
@@ -377,7 +388,7 @@ def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]
         "output": [],
         "parallel_tool_calls": request.tools.parallel,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
         "store": False,
         "temperature": params.temperature,
         "text": body.text or {"format": {"type": "text"}},

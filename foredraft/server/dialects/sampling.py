@@ -23,7 +23,6 @@ from foredraft.server.dialects.fields import (
     Sets,
     characters,
     entries,
-    excluded,
     json_characters,
 )
 from foredraft.server.errors import in_words_of
@@ -157,23 +156,22 @@ class SamplingFields(RequestBody):
     prompt_cache_key: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
-    def sampling(self, forced: Grammar | None = None) -> tuple[SamplingParams, dict[str, str]]:
+    def sampling(
+        self, defaults: Mapping[str, float] | None
+    ) -> tuple[SamplingParams, dict[str, str]]:
         """The sampling parameters, and for each the request field that set it.
 
         Args:
-            forced: the grammar of a tool call that ``tool_choice`` asks for.
+            defaults: the model's own, which count later; None: OpenAI's count.
 
         Raises:
             ConfigError, ApiError: values that cannot be used, or contradict each other.
         """
         parameters = self.parameters()
-        if forced is not None:
-            if "grammar" in parameters:
-                raise excluded(parameters["grammar"][0], "tool_choice")
-            parameters["grammar"] = ("tools", forced)
         names = {parameter: name for parameter, (name, _) in parameters.items()}
         values = {parameter: value for parameter, (_, value) in parameters.items()}
-        values.setdefault("temperature", _DEFAULT_TEMPERATURE)
+        if defaults is None:
+            values.setdefault("temperature", _DEFAULT_TEMPERATURE)
         values.setdefault("max_tokens", self.default_max_tokens)
         with in_words_of(names):
             return SamplingParams(**values), names

@@ -1,0 +1,263 @@
+"""The form of a family's replies: its thoughts, its tool calls, the grammar that forces them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.grammar import Grammar
+from foredraft.server.formats.reading import Part, Reads, Text
+
+Tool = Mapping[str, Any]
+"""A tool in OpenAI's form."""
+
+_COMPACT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,
+}
+"""Options of llguidance: without the first a model may write spaces without end, and without the
+last a schema with ``oneOf`` is refused."""
+
+
+class Format:
+    """How the models of a family write thoughts and tool calls.
+
+    This class is the form of models that call no tools. A family overrides what differs.
+
+    Attributes:
+        name: as ``--tool-format`` takes it.
+        shows: texts that a chat template of the family has, all of them.
+        begins: marks of which each begins a call, or several.
+        think: the mark that opens thoughts.
+        end_think: the mark that closes them.
+        stops_thinking: what is written to end thoughts that are too long.
+        between: stands between two calls of a reply.
+        before_call: stands before the first call.
+        after_call: stands behind the last one.
+        beside_answer: stands before the first call where a reply may be an answer as well: no
+            grammar can tell two that begin alike apart.
+        before_answer: stands before what a reply says.
+        after_thoughts: stands behind thoughts that a reply has opened itself.
+    """
+
+    name: ClassVar[str] = "none"
+    shows: ClassVar[tuple[str, ...]] = ()
+    begins: ClassVar[tuple[str, ...]] = ()
+    think: ClassVar[str] = "<think>"
+    end_think: ClassVar[str] = "</think>"
+    stops_thinking: ClassVar[str] = "</think>"
+    between: ClassVar[str] = "\n"
+    before_call: ClassVar[str] = ""
+    after_call: ClassVar[str] = ""
+    beside_answer: ClassVar[str] = ""
+    before_answer: ClassVar[str] = ""
+    after_thoughts: ClassVar[str] = ""
+
+    def thinks(self, template: str) -> bool:
+        """Whether replies may begin with thoughts, by the model's chat template."""
+        return self.think.strip() in template
+
+    def marks(self) -> tuple[str, ...]:
+        """Texts that must reach the reader of a reply, though they may be special tokens."""
+        return (*self.begins, self.think, self.end_think)
+
+    def adapted(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool]
+    ) -> Sequence[dict[str, Any]]:
+        """The conversation as the family's templates want it, beside what all of them want."""
+        return messages
+
+    # --------------------------------------------------------------------------- reading a reply
+
+    def reply(self, text: Text, tools: Sequence[Tool], thinks: bool, is_open: bool) -> Reads[None]:
+        """Read a whole reply.
+
+        Args:
+            tools: that it may call; none: calls are content.
+            thinks: whether it may begin with thoughts.
+            is_open: whether the prompt has opened them.
+        """
+        if is_open or (thinks and (yield from self._opens_thoughts(text))):
+            yield from text.skip("\n")
+            if (yield from text.parts_up_to("reasoning", (self.end_think,))):
+                text.at += len(self.end_think)
+                yield from text.skip("\n")
+        begins = self.begins if tools else ()
+        while (yield from self._content(text, begins, tools)):
+            pass
+
+    def _opens_thoughts(self, text: Text) -> Reads[bool]:
+        start = text.at
+        yield from text.skip()
+        if (yield from text.takes(self.think)):
+            return True
+        text.at = start
+        return False
+
+    def _content(self, text: Text, begins: tuple[str, ...], tools: Sequence[Tool]) -> Reads[bool]:
+        """Content and the call behind it. False: the reply is over."""
+        mark = yield from text.parts_up_to("content", begins)
+        if not mark:
+            return False
+        start = text.at
+        text.at += text.rest.index(mark) + len(mark)
+        if not (yield from self.calls(text, mark, tools)):
+            size, text.at = text.at - start, start
+            yield text.part("content", size)
+        return True
+
+    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+        """Read the calls behind a mark, and the mark that ends them.
+
+        Returns:
+            Whether there were any. If not, what has been read is content.
+        """
+        raise NotImplementedError
+
+    # -------------------------------------------------------------------------------- the grammar
+
+    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
+        """Lark rules of a call of a tool.
+
+        Args:
+            rule: the name of the rule that is a call; others begin with it.
+        """
+        raise NotImplementedError
+
+    def json_call(self, rule: str, tool: Tool, key: str = "arguments") -> tuple[str, str]:
+        """A call as JSON: an expression, and the rules that it needs."""
+        start = f'{{"name": {json.dumps(name_of(tool))}, "{key}": '
+        return f"{literal(start)} {rule}_value {literal('}')}", value_rule(f"{rule}_value", tool)
+
+
+class Spell:
+    """Texts in a grammar, in which special tokens are written as such: no text matches them.
+
+    Args:
+        special: special tokens of the model by their text.
+    """
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+
+    def __call__(self, text: str) -> str:
+        """A Lark expression of a text."""
+        places = [(text.find(token), -len(token), token) for token in self._special]
+        at, size, token = min((each for each in places if each[0] >= 0), default=(len(text), 0, ""))
+        pieces = [literal(text[:at])] if at else []
+        if token:
+            pieces += [f"<[{self._special[token]}]>", self(text[at - size :])]
+        return " ".join(filter(None, pieces))
+
+    def free_up_to(self, rule: str, mark: str) -> str:
+        """The rule of any text up to and with a mark."""
+        if mark in self._special:
+            return f"{rule}: {rule}_text {self(mark)}\n{rule}_text: /(?s:.*)/\n"
+        return f"{rule}[suffix={literal(mark)}]: /(?s:.*)/\n"
+
+    def is_special(self, mark: str) -> bool:
+        """Whether a mark has special tokens in it, which are no text of a reply by themselves."""
+        return any(token in mark for token in self._special)
+
+
+def literal(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def name_of(tool: Tool) -> str:
+    return str(tool["function"]["name"])
+
+
+def parameters_of(tool: Tool) -> Mapping[str, Any]:
+    parameters: Mapping[str, Any] = tool["function"].get("parameters") or {"type": "object"}
+    return parameters
+
+
+def value_rule(rule: str, tool: Tool) -> str:
+    """The rule of a tool's arguments as JSON."""
+    schema = {**parameters_of(tool), "x-guidance": _COMPACT}
+    return f"{rule}: %json {json.dumps(schema, allow_nan=False)}\n"
+
+
+def schema_rule(rule: str, schema: Mapping[str, Any]) -> str:
+    """The rule of one value as JSON."""
+    return f"{rule}: %json {json.dumps({**schema, 'x-guidance': _COMPACT}, allow_nan=False)}\n"
+
+
+def is_text(schema: object) -> bool:
+    """Whether a value is text as it stands: by its schema, or because nothing says otherwise."""
+    if not isinstance(schema, Mapping):
+        return True
+    if (kind := schema.get("type")) is not None:
+        return bool(kind == "string")
+    is_open = not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "properties", "items"}
+    return is_open and all(isinstance(choice, str) for choice in choices_of(schema))
+
+
+def choices_of(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """The values that a schema names; none: it names none."""
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    return choices if isinstance(choices, list) else []
+
+
+def call_parts(name: str, arguments: str) -> tuple[Part, Part]:
+    """A call that is read in one piece."""
+    return Part("call", name), Part("arguments", arguments)
+
+
+def reply_grammar(
+    form: Format,
+    spell: Spell,
+    answer: Grammar | None,
+    calls: Sequence[Tool],
+    *,
+    parallel: bool = False,
+    thinks: bool = False,
+    is_open: bool = False,
+) -> Grammar | None:
+    """The grammar of a reply; None: it is free.
+
+    Args:
+        answer: of what the reply says; None: it only calls.
+        calls: tools of which it may call one; where it says nothing, it must.
+        parallel: whether it may call several.
+        thinks: whether it may begin with thoughts, which are free.
+        is_open: whether the prompt has opened them.
+
+    Raises:
+        ConfigError: a tool's parameters are no schema within bounds.
+    """
+    if not calls and (answer is None or not (thinks or form.before_answer)):
+        return answer
+    bodies = [] if answer is None else [f"{spell(form.before_answer)} @answer"]
+    rules = ""
+    if calls:
+        bodies.append("calls" if answer is None else f"{spell(form.beside_answer)} calls")
+        rules = _calls_rules(form, spell, calls, parallel)
+    before = ""
+    if is_open:
+        before = "thoughts /[ \\n]{0,4}/ "
+    elif thinks:
+        before = f"({spell(form.think)} thoughts {spell(form.after_thoughts)} /[ \\n]{{0,4}}/)? "
+    rules += spell.free_up_to("thoughts", form.end_think) if thinks else ""
+    source = f"start: {before}({' | '.join(bodies)})\n{rules}"
+    return Grammar.lark(source) if answer is None else replace(answer, frame=source)
+
+
+def _calls_rules(form: Format, spell: Spell, tools: Sequence[Tool], parallel: bool) -> str:
+    names = [f"call_{number}" for number in range(len(tools))]
+    for tool in tools:
+        try:
+            Grammar.json_schema(parameters_of(tool))  # is it a schema within bounds?
+        except ConfigError as error:
+            raise ConfigError(f"tools: {error}", field="tools") from error
+    more = f"({spell(form.between)} call)*" if parallel else ""
+    start, end = spell(form.before_call), spell(form.after_call)
+    rules = f"calls: {start} call {more} {end}\ncall: {' | '.join(names)}\n"
+    return rules + "".join(form.call_rules(*each, spell) for each in zip(names, tools, strict=True))

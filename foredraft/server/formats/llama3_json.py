@@ -1,0 +1,51 @@
+"""The reply is a call in JSON, with ``parameters``: Llama 3.1 to 3.3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foredraft.server.formats.base import Format, Spell, Tool, name_of
+from foredraft.server.formats.reading import Reads, Text, held, json_calls
+
+PYTHON = "<|python_tag|>"
+_HEADS = ('{"name":"', '{"type":"function","name":"')
+
+
+class Llama3Json(Format):
+    """See `Format`. A reply that is JSON of another kind is content."""
+
+    name = "llama3_json"
+    shows = ('"parameters": dictionary',)
+    begins = (PYTHON,)
+    between = "; "
+    beside_answer = PYTHON
+
+    def reply(self, text: Text, tools: Sequence[Tool], thinks: bool, is_open: bool) -> Reads[None]:
+        if tools and (yield from _begins_a_call(text, tools)):
+            start = text.at
+            if (yield from json_calls(text)):
+                return
+            size, text.at = text.at - start, start
+            yield text.part("content", size)
+            return
+        yield from super().reply(text, tools, thinks, is_open)
+
+    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+        return (yield from json_calls(text))
+
+    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
+        call, rules = self.json_call(rule, tool, "parameters")
+        return f"{rule}: {call}\n{rules}"
+
+
+def _begins_a_call(text: Text, tools: Sequence[Tool]) -> Reads[bool]:
+    """Whether a reply is a call of one of the tools, as far as its name says."""
+    heads = tuple(f'{head}{name_of(tool)}"' for head in _HEADS for tool in tools)
+    while True:
+        begun = "".join(text.rest.split())
+        if begun.startswith(tuple("".join(head.split()) for head in heads)):
+            return True
+        if begun and held(begun, tuple("".join(head.split()) for head in heads)) < len(begun):
+            return False
+        if not (yield from text.more()):
+            return False

@@ -1,0 +1,39 @@
+"""A list in JSON between ``<|tool_call|>`` marks; tools stand in the system message: Phi-4-mini."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from foredraft.server.formats.base import Tool
+from foredraft.server.formats.granite import Granite
+from foredraft.server.formats.reading import Reads, Text, json_calls
+
+END_CALL = "<|/tool_call|>"
+
+
+class Phi4Mini(Granite):
+    """See `Format`."""
+
+    name = "phi4_mini"
+    shows = ("<|tool|>", "<|/tool|>")
+    after_call = f"]{END_CALL}"
+
+    def marks(self) -> tuple[str, ...]:
+        return (*super().marks(), END_CALL)
+
+    def adapted(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool]
+    ) -> Sequence[dict[str, Any]]:
+        """Its template looks for the tools in the system message."""
+        if not tools:
+            return messages
+        shown = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        first, *others = messages
+        if first.get("role") not in ("system", "developer"):
+            return [{"role": "system", "content": "", "tools": shown}, *messages]
+        return [{**first, "tools": shown}, *others]
+
+    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+        return (yield from json_calls(text, END_CALL))

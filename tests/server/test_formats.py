@@ -1,0 +1,344 @@
+"""The forms of families: replies cut at every character, templates, and the grammars."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.grammar import Grammar
+from foredraft.models.text.grammars import Grammars
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.server.formats import FORMATS, format_of, takes_tools
+from foredraft.server.formats.base import Format, Spell, reply_grammar
+from foredraft.server.replies import ReplyParser
+from tests.models.checkpoints import save_tokenizer
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "units": {"type": "string", "enum": ["C", "F"]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+STOP = {"type": "function", "function": {"name": "stop"}}
+TOOLS = (LOOK, STOP)
+ARGUMENTS = '{"city": "Köln </tool_call> }{", "days": 3}'
+PLAIN = '{"city": "Köln", "days": 3}'
+FORMS: dict[str, Format] = {form.name: form() for form in FORMATS}
+
+Call = tuple[str, Any]
+TWICE: dict[str, str] = {
+    "hermes": (
+        f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=look>\n<parameter=city>\nKöln </tool_call> }{\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+    ),
+    "llama3_json": (
+        f'{{"name": "look", "parameters": {ARGUMENTS}}}; {{"name": "stop", "parameters": {{}}}}'
+    ),
+    "mistral_v3": (
+        f'[TOOL_CALLS] [{{"name": "look", "arguments": {ARGUMENTS}, "id": "abcdefghi"}}, '
+        '{"name": "stop", "arguments": {}}]'
+    ),
+    "mistral_tekken": f"[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}[TOOL_CALLS]stop{{}}",
+    "granite": (
+        f'<|tool_call|>[{{"name": "look", "arguments": {ARGUMENTS}}}, '
+        '{"name": "stop", "arguments": {}}]'
+    ),
+    "phi4_mini": (
+        f'<|tool_call|>[{{"name": "look", "arguments": {ARGUMENTS}}}, '
+        '{"name": "stop", "arguments": {}}]<|/tool_call|>'
+    ),
+    "gemma4": (
+        '<|tool_call>call:look{city:<|"|>Köln </tool_call> }{<|"|>,days:3}<tool_call|>'
+        "<|tool_call>call:stop{}<tool_call|>"
+    ),
+    "functiongemma": (
+        "<start_function_call>call:look{city:<escape>Köln </tool_call> }{<escape>,days:3}"
+        "<end_function_call><start_function_call>call:stop{}<end_function_call>"
+    ),
+    "gpt_oss": (
+        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+        f"{ARGUMENTS}<|call|><|start|>assistant to=functions.stop<|channel|>commentary json"
+        "<|message|>{}"
+    ),
+    "deepseek_v3": (
+        "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>"
+        f"look\n```json\n{ARGUMENTS}\n```<\uff5ctool▁call▁end\uff5c>\n<\uff5ctool▁call▁begin\uff5c>"
+        "function<\uff5ctool▁sep\uff5c>stop\n```json\n{}\n```<\uff5ctool▁call▁end\uff5c>"
+        "<\uff5ctool▁calls▁end\uff5c>"
+    ),
+    "deepseek_v3.1": (
+        "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>look<\uff5ctool▁sep\uff5c>"
+        f"{ARGUMENTS}<\uff5ctool▁call▁end\uff5c><\uff5ctool▁call▁begin\uff5c>stop"
+        "<\uff5ctool▁sep\uff5c>{}<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>"
+    ),
+}
+"""Two calls in each form; the first has the marks of others in its arguments."""
+FREE = {name: text for name, text in TWICE.items() if name != "gpt_oss"}
+
+
+def told(form: Format, steps: list[str], **options: Any) -> list[tuple[str, int, str]]:
+    parser = ReplyParser(form, TOOLS, **options)
+    parts = [part for step in steps for part in parser.feed(step)] + parser.close()
+    return [
+        (kind, index, "".join(part.text for part in group))
+        for (kind, index), group in groupby(parts, lambda part: (part.kind, part.index))
+    ]
+
+
+def everywhere(form: Format, text: str, **options: Any) -> list[tuple[str, int, str]]:
+    """The parts, which are the same wherever the text is cut."""
+    whole = told(form, [text], **options)
+    assert told(form, [*text], **options) == whole
+    for at in range(len(text)):
+        assert told(form, [text[:at], text[at:]], **options) == whole, text[:at]
+    return whole
+
+
+def calls(parts: list[tuple[str, int, str]]) -> list[Call]:
+    names = {index: text for kind, index, text in parts if kind == "call"}
+    arguments = {index: text for kind, index, text in parts if kind == "arguments"}
+    return [(names[index], json.loads(arguments[index])) for index in names]
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_calls_of_a_reply(name: str) -> None:
+    found = everywhere(FORMS[name], TWICE[name])
+    assert calls(found) == [("look", json.loads(ARGUMENTS)), ("stop", {})]
+    assert [kind for kind, *_ in found] == ["call", "arguments"] * 2
+
+
+@pytest.mark.parametrize("name", [name for name in FREE if name != "llama3_json"])
+def test_content_before_calls(name: str) -> None:
+    found = everywhere(FORMS[name], f"Let me see.\n{FREE[name]}")
+    assert found[0] == ("content", 0, "Let me see.")
+    assert calls(found[1:]) == [("look", json.loads(ARGUMENTS)), ("stop", {})]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_thoughts_before_content(name: str) -> None:
+    form = FORMS[name]
+    thought = f"{form.think}Hm, <b>.{form.end_think}\n\nDone."
+    said = [("reasoning", 0, "Hm, <b>."), ("content", 0, "Done.")]
+    assert everywhere(form, thought, thinks=True) == said
+    assert everywhere(form, thought.removeprefix(form.think), in_thoughts=True) == said
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_call_that_is_cut_is_no_error(name: str) -> None:
+    text = FREE[name]
+    for at in range(len(text)):
+        found = told(FORMS[name], [text[:at]])
+        assert len([each for each in found if each[0] == "call"]) <= 2
+    assert "".join(text for *_, text in told(FORMS[name], ["Just { <a> [text]."])) == (
+        "Just { <a> [text]."
+    )
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_mark_without_a_call_is_content(name: str) -> None:
+    form = FORMS[name]
+    if name not in ("mistral_tekken", "mistral_v3", "llama3_json"):
+        text = f"Hm {form.begins[0]} is a mark"
+        assert everywhere(form, text) == [("content", 0, text)]
+
+
+def test_json_that_is_no_call_is_content() -> None:
+    text = '{"name": "Bob", "parameters": {"age": 3}}'
+    assert everywhere(FORMS["llama3_json"], text) == [("content", 0, text)]
+    tagged = f"<|python_tag|>{TWICE['llama3_json']}"
+    assert len(calls(everywhere(FORMS["llama3_json"], tagged))) == 2
+
+
+def test_parameters_are_text_or_json_by_the_schema() -> None:
+    text = (
+        '<function=look>\n<parameter=city>\nline "1"\nline 2\n</parameter>\n'
+        "<parameter=days>\nabout 3\n</parameter>\n<parameter=other>\n[1]\n</parameter></function>"
+    )
+    arguments = {"city": 'line "1"\nline 2', "days": "about 3", "other": "[1]"}
+    assert calls(everywhere(FORMS["qwen3_coder"], text)) == [("look", arguments)]
+
+
+def test_values_of_gemma() -> None:
+    text = '<|tool_call>call:f{a:[1,<|"|>x, y<|"|>],b:{c:true,d:null},e:-2.5,g:"q"}<tool_call|>'
+    value = {"a": [1, "x, y"], "b": {"c": True, "d": None}, "e": -2.5, "g": "q"}
+    assert calls(everywhere(FORMS["gemma4"], text)) == [("f", value)]
+
+
+def test_channels() -> None:
+    form = FORMS["gpt_oss"]
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>It rains."
+    )
+    said = [("reasoning", 0, "Hm."), ("content", 0, "I look.It rains.")]
+    parts = everywhere(form, text, thinks=True)
+    assert [parts[0], ("content", 0, "".join(text for *_, text in parts[1:]))] == said
+    assert everywhere(form, "no channel at all") == [("content", 0, "no channel at all")]
+    call = f"{text[: text.index('commentary')]}{TWICE['gpt_oss'].removeprefix('<|channel|>')}"
+    assert len(calls(everywhere(form, call)[1:])) == 2
+
+
+# -------------------------------------------------------------------------------------- templates
+
+TEMPLATES = {
+    "hermes": "{{ tools }}<tool_call>\n</tool_call><think>",
+    "qwen3_coder": "{{ tools }}<tool_call>\n<function=example>",
+    "llama3_json": '{{ tools }}{"name": function name, "parameters": dictionary of',
+    "mistral_v3": "{{ tools }}[TOOL_CALLS][",
+    "mistral_tekken": "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]",
+    "granite": "{{ tools }}<|tool_call|>",
+    "phi4_mini": "{{ message['tools'] }}<|tool|><|/tool|><|tool_call|>",
+    "gemma4": "{{ tools }}<|tool_call>call:",
+    "functiongemma": "{{ tools }}<start_function_call>",
+    "gpt_oss": "{{ tools }}<|channel|>commentary<|message|>",
+    "deepseek_v3": TWICE["deepseek_v3"],
+    "deepseek_v3.1": TWICE["deepseek_v3.1"],
+    "none": "{{ messages }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_says_which_form(name: str) -> None:
+    template = TEMPLATES[name]
+    assert format_of(template).name == name
+    assert takes_tools(format_of(template), template) == ("tools" in template)
+    assert format_of(None, name).name == name
+
+
+def test_a_form_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="hermes"):
+        format_of(None, "hermess")
+
+
+# --------------------------------------------------------------------------------------- grammars
+
+
+@pytest.fixture(scope="module", params=["as text", "as special tokens"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory: Path = tmp_path_factory.mktemp("formats")
+    save_tokenizer(directory)
+    if request.param == "as special tokens":
+        add_special(directory / "tokenizer.json", *FORMS)
+    return Tokenizer(directory)
+
+
+def add_special(path: Path, *names: str) -> None:
+    """Make the marks of some forms special tokens."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as FastTokenizer
+
+    fast = FastTokenizer.from_file(str(path))
+    marks = {mark for name in names for mark in FORMS[name].marks() if "\n" not in mark}
+    fast.add_special_tokens([AddedToken(mark, special=True) for mark in sorted(marks)])
+    fast.save(str(path))
+
+
+def follows(tokenizer: Tokenizer, grammars: Grammars, grammar: Grammar | None, text: str) -> bool:
+    assert grammar is not None
+    matcher = grammars.new_matcher(grammar)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if not matcher.permits(token) or not matcher.mask()[token] or not matcher.consume(token):
+            return False
+    return matcher.is_complete() or matcher.permits(tokenizer.eos_token_ids[0])
+
+
+def call_in(form: Format, arguments: str) -> str:
+    """A call as the first of `TWICE` is written, with other arguments."""
+    texts = {
+        "qwen3_coder": (
+            "<tool_call>\n<function=look>\n<parameter=city>\nKöln\n</parameter>\n"
+            "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+        ),
+        "gemma4": '<|tool_call>call:look{city:<|"|>Köln<|"|>,days:3}<tool_call|>',
+        "functiongemma": (
+            "<start_function_call>call:look{city:<escape>Köln<escape>,days:3}<end_function_call>"
+        ),
+        "mistral_v3": f'[TOOL_CALLS][{{"name": "look", "arguments": {arguments}}}]',
+        "mistral_tekken": f"[TOOL_CALLS]look[ARGS]{arguments}",
+    }
+    first = TWICE[form.name].replace(ARGUMENTS, arguments)
+    ends = {
+        "hermes": "</tool_call>",
+        "llama3_json": "}}",
+        "granite": "}}",
+        "phi4_mini": "}}",
+        "gpt_oss": "}",
+        "deepseek_v3": "<\uff5ctool▁call▁end\uff5c>",
+        "deepseek_v3.1": "<\uff5ctool▁call▁end\uff5c>",
+    }
+    if form.name in texts:
+        return texts[form.name]
+    end = ends.get(form.name, "")
+    start = first[: first.index(end) + len(end)]
+    return start + form.after_call
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forced_calls(tokenizer: Tokenizer, name: str) -> None:
+    form, spell = FORMS[name], Spell(tokenizer.special_tokens)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    text = call_in(form, PLAIN)
+    forced = reply_grammar(form, spell, None, TOOLS)
+    assert follows(tokenizer, grammars, forced, text), text
+    assert not follows(tokenizer, grammars, forced, f"Hm {text}")
+    assert not follows(tokenizer, grammars, forced, text.replace("look", "leap"))
+    assert not follows(tokenizer, grammars, forced, text.replace("3", "true"))
+    assert calls(everywhere(form, text)) == [("look", json.loads(PLAIN))]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_thoughts_before_a_forced_call(tokenizer: Tokenizer, name: str) -> None:
+    form, spell = FORMS[name], Spell(tokenizer.special_tokens)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    text = call_in(form, PLAIN)
+    thought = f"{form.think}Hm.{form.end_think}{form.after_thoughts}\n{text}"
+    may_think = reply_grammar(form, spell, None, TOOLS, thinks=True)
+    assert follows(tokenizer, grammars, may_think, thought)
+    assert follows(tokenizer, grammars, may_think, text)
+    if not form.after_thoughts:
+        thinking = reply_grammar(form, spell, None, TOOLS, thinks=True, is_open=True)
+        assert follows(tokenizer, grammars, thinking, thought.removeprefix(form.think))
+        assert not follows(tokenizer, grammars, thinking, text)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_answer_by_a_schema_or_calls(tokenizer: Tokenizer, name: str) -> None:
+    form, spell = FORMS[name], Spell(tokenizer.special_tokens)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    answer = Grammar.json_schema(
+        {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    )
+    bound = reply_grammar(form, spell, answer, TOOLS, parallel=True)
+    assert follows(tokenizer, grammars, bound, f'{form.before_answer}{{"n": 3}}')
+    assert follows(tokenizer, grammars, bound, form.beside_answer + call_in(form, PLAIN))
+    assert not follows(tokenizer, grammars, bound, "Hm")
+
+
+def test_schemas_as_pydantic_writes_them(tokenizer: Tokenizer) -> None:
+    """References to definitions, and unions by ``oneOf``."""
+    schema = {
+        "$defs": {"A": {"type": "object", "properties": {"k": {"const": "a"}}}},
+        "type": "object",
+        "properties": {"a": {"oneOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}},
+        "required": ["a"],
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    for name in ("hermes", "llama3_json", "mistral_tekken"):
+        grammar = reply_grammar(FORMS[name], Spell(tokenizer.special_tokens), None, [tool])
+        assert grammars.new_matcher(grammar) is not None  # type: ignore[arg-type]
