@@ -58,7 +58,7 @@ class Body(Protocol):
         ...
 
 
-class Wanted(Protocol):
+class GenerationAsked(Protocol):
     """The generation that a request asks for; see `GenerationRequest`."""
 
     @property
@@ -86,7 +86,7 @@ class AnswerWriter(Protocol):
 async def respond(
     writer: AnswerWriter,
     body: Body,
-    wanted: Wanted,
+    wanted: GenerationAsked,
     context: ServerContext,
     request: Request,
 ) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from foredraft.engine.request import Event
 from foredraft.server.formats.base import Format, Tool
-from foredraft.server.formats.reading import Part, Text
+from foredraft.server.formats.reading import Incoming, Part
 
 
 class ReplyParser:
@@ -35,7 +35,7 @@ class ReplyParser:
         in_thoughts: bool = False,
         only_first: bool = False,
     ) -> None:
-        self._text, self._only_first, self.num_calls = Text(), only_first, 0
+        self._text, self._only_first, self.num_calls = Incoming(), only_first, 0
         self._reading = form.reply(self._text, tools, thinks, in_thoughts)
 
     def feed(self, text: str) -> list[Part]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
-from foredraft.server.formats.reading import Part, Reads, Text
+from foredraft.server.formats.reading import Incoming, Part, Reads
 
 Tool = Mapping[str, Any]
 """A tool in OpenAI's form."""
@@ -74,7 +74,9 @@ class Format:
 
     # --------------------------------------------------------------------------- reading a reply
 
-    def reply(self, text: Text, tools: Sequence[Tool], thinks: bool, is_open: bool) -> Reads[None]:
+    def reply(
+        self, text: Incoming, tools: Sequence[Tool], thinks: bool, is_open: bool
+    ) -> Reads[None]:
         """Read a whole reply.
 
         Args:
@@ -91,7 +93,7 @@ class Format:
         while (yield from self._content(text, begins, tools)):
             pass
 
-    def _opens_thoughts(self, text: Text) -> Reads[bool]:
+    def _opens_thoughts(self, text: Incoming) -> Reads[bool]:
         start = text.at
         yield from text.skip()
         if (yield from text.takes(self.think)):
@@ -99,7 +101,9 @@ class Format:
         text.at = start
         return False
 
-    def _content(self, text: Text, begins: tuple[str, ...], tools: Sequence[Tool]) -> Reads[bool]:
+    def _content(
+        self, text: Incoming, begins: tuple[str, ...], tools: Sequence[Tool]
+    ) -> Reads[bool]:
         """Content and the call behind it. False: the reply is over."""
         mark = yield from text.parts_up_to("content", begins)
         if not mark:
@@ -111,7 +115,7 @@ class Format:
             yield text.part("content", size)
         return True
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         """Read the calls behind a mark, and the mark that ends them.
 
         Returns:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from foredraft.server.formats.base import Format, Spell, Tool, name_of, value_rule
-from foredraft.server.formats.reading import Part, Reads, Text, json_value
+from foredraft.server.formats.reading import Incoming, Part, Reads, json_value
 
 _BAR = "\uff5c"  # a wide vertical line
 CALLS, END_CALLS = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
@@ -27,7 +27,7 @@ class DeepSeek(Format):
     def marks(self) -> tuple[str, ...]:
         return (*super().marks(), SEPARATOR, END_CALL, END_CALLS)
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         found, is_call = False, mark == CALL
         while is_call or (yield from _begins(text)):
             is_call = False
@@ -69,6 +69,6 @@ class DeepSeekV3(DeepSeek):
         return f"{rule}: {start} {rule}_value {spell(_END_FENCE + END_CALL)}\n{value}"
 
 
-def _begins(text: Text) -> Reads[bool]:
+def _begins(text: Incoming) -> Reads[bool]:
     yield from text.skip()
     return (yield from text.takes(CALL))

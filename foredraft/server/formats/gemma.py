@@ -19,7 +19,7 @@ from foredraft.server.formats.base import (
     parameters_of,
     schema_rule,
 )
-from foredraft.server.formats.reading import Reads, Text
+from foredraft.server.formats.reading import Incoming, Reads
 
 _HEAD = re.compile(r"\s*call:([^\s{]+)\s*(?=\{)")
 _WORD = re.compile(r"[^,}\]]*")
@@ -39,7 +39,7 @@ class Gemma4(Format):
     def marks(self) -> tuple[str, ...]:
         return (*self.begins, self.end_call, self.quote, "<|channel>", self.end_think)
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         found = yield from text.up_to(self.end_call)
         if found is None:
             text.at = len(text.whole)

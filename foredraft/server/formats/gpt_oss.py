@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from foredraft.server.formats.base import Format, Spell, Tool, name_of, value_rule
-from foredraft.server.formats.reading import Part, Reads, Text, json_value
+from foredraft.server.formats.reading import Incoming, Part, Reads, json_value
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
@@ -30,7 +30,9 @@ class GptOss(Format):
     def marks(self) -> tuple[str, ...]:
         return (START, CHANNEL, MESSAGE, CONSTRAIN, *_ENDS)
 
-    def reply(self, text: Text, tools: Sequence[Tool], thinks: bool, is_open: bool) -> Reads[None]:
+    def reply(
+        self, text: Incoming, tools: Sequence[Tool], thinks: bool, is_open: bool
+    ) -> Reads[None]:
         if is_open:
             yield from text.parts_up_to("reasoning", _ENDS)
         while True:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from foredraft.server.formats.base import Format, Spell, Tool
-from foredraft.server.formats.reading import Reads, Text, json_calls
+from foredraft.server.formats.reading import Incoming, Reads, json_calls
 
 CALL = "<|tool_call|>"
 
@@ -21,7 +21,7 @@ class Granite(Format):
     before_call = f"{CALL}["
     after_call = "]"
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         return (yield from json_calls(text))
 
     def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:

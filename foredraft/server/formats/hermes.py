@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.server.formats.base import Format, Spell, Tool
-from foredraft.server.formats.reading import Reads, Text, json_calls
+from foredraft.server.formats.reading import Incoming, Reads, json_calls
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
@@ -20,7 +20,7 @@ class Hermes(Format):
     def marks(self) -> tuple[str, ...]:
         return (*super().marks(), END_CALL)
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         return (yield from json_calls(text, END_CALL))
 
     def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.server.formats.base import Format, Spell, Tool, name_of
-from foredraft.server.formats.reading import Reads, Text, held, json_calls
+from foredraft.server.formats.reading import Incoming, Reads, held, json_calls
 
 PYTHON = "<|python_tag|>"
 _HEADS = ('{"name":"', '{"type":"function","name":"')
@@ -20,7 +20,9 @@ class Llama3Json(Format):
     between = "; "
     beside_answer = PYTHON
 
-    def reply(self, text: Text, tools: Sequence[Tool], thinks: bool, is_open: bool) -> Reads[None]:
+    def reply(
+        self, text: Incoming, tools: Sequence[Tool], thinks: bool, is_open: bool
+    ) -> Reads[None]:
         if tools and (yield from _begins_a_call(text, tools)):
             start = text.at
             if (yield from json_calls(text)):
@@ -30,7 +32,7 @@ class Llama3Json(Format):
             return
         yield from super().reply(text, tools, thinks, is_open)
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         return (yield from json_calls(text))
 
     def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
@@ -38,7 +40,7 @@ class Llama3Json(Format):
         return f"{rule}: {call}\n{rules}"
 
 
-def _begins_a_call(text: Text, tools: Sequence[Tool]) -> Reads[bool]:
+def _begins_a_call(text: Incoming, tools: Sequence[Tool]) -> Reads[bool]:
     """Whether a reply is a call of one of the tools, as far as its name says."""
     heads = tuple(f'{head}{name_of(tool)}"' for head in _HEADS for tool in tools)
     while True:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from foredraft.server.formats.base import Format, Spell, Tool, name_of, value_rule
-from foredraft.server.formats.reading import Part, Reads, Text, json_calls, json_value
+from foredraft.server.formats.reading import Incoming, Part, Reads, json_calls, json_value
 
 CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _ID_CHARACTERS = 9
@@ -31,7 +31,7 @@ class MistralV3(Format):
         """The templates take ids of nine letters and digits, and no others."""
         return [_with_short_ids(message) for message in messages]
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         yield from text.skip()
         if text.rest.startswith(("[{", "{", "[ ")) or text.rest == "[":
             return (yield from json_calls(text))

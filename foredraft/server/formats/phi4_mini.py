@@ -8,7 +8,7 @@ from typing import Any
 
 from foredraft.server.formats.base import Tool
 from foredraft.server.formats.granite import Granite
-from foredraft.server.formats.reading import Reads, Text, json_calls
+from foredraft.server.formats.reading import Incoming, Reads, json_calls
 
 END_CALL = "<|/tool_call|>"
 
@@ -35,5 +35,5 @@ class Phi4Mini(Granite):
             return [{"role": "system", "content": "", "tools": shown}, *messages]
         return [{**first, "tools": shown}, *others]
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         return (yield from json_calls(text, END_CALL))

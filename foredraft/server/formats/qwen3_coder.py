@@ -19,7 +19,7 @@ from foredraft.server.formats.base import (
     schema_rule,
 )
 from foredraft.server.formats.hermes import CALL, END_CALL
-from foredraft.server.formats.reading import Part, Reads, Text, held
+from foredraft.server.formats.reading import Incoming, Part, Reads, held
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
@@ -36,7 +36,7 @@ class Qwen3Coder(Format):
     def marks(self) -> tuple[str, ...]:
         return (*super().marks(), END_CALL)
 
-    def calls(self, text: Text, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
+    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         if mark == CALL:
             yield from text.skip()
             if not (yield from text.takes(FUNCTION)):
@@ -74,7 +74,7 @@ class Qwen3Coder(Format):
         return f"{rule}: {spell(start)} {' '.join(calls)} {spell(end)}\n{rules}"
 
 
-def _next_parameter(text: Text) -> Reads[str | None]:
+def _next_parameter(text: Incoming) -> Reads[str | None]:
     yield from text.skip()
     if not (yield from text.takes(PARAMETER)):
         return None
@@ -82,7 +82,7 @@ def _next_parameter(text: Text) -> Reads[str | None]:
     return None if found is None else found[0].strip()
 
 
-def _value(text: Text, schema: Mapping[str, Any]) -> Reads[bool]:
+def _value(text: Incoming, schema: Mapping[str, Any]) -> Reads[bool]:
     """A parameter's value as JSON, and the mark behind it. False: it was cut."""
     ends = (f"\n{END_PARAMETER}", END_PARAMETER)
     yield from text.takes("\n")

@@ -54,7 +54,7 @@ Reads = Generator[Part | None, None, T]
 """Reads the next stretch of a reply, and returns what it has found out."""
 
 
-class Text:
+class Incoming:
     """A reply so far.
 
     Attributes:
@@ -148,7 +148,7 @@ def held(text: str, marks: tuple[str, ...]) -> int:
 # ------------------------------------------------------------------------------------------- JSON
 
 
-def json_calls(text: Text, end: str = "") -> Reads[bool]:
+def json_calls(text: Incoming, end: str = "") -> Reads[bool]:
     """Calls as JSON, one or a list of them, up to a mark, which is read.
 
     Args:
@@ -179,7 +179,7 @@ def json_calls(text: Text, end: str = "") -> Reads[bool]:
     return found or bool(calls)
 
 
-def json_value(text: Text, end: str = "") -> Reads[None]:
+def json_value(text: Incoming, end: str = "") -> Reads[None]:
     """The value of a call's arguments, to where it ends, or to a mark that cuts it.
 
     Args:
