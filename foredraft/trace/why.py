@@ -60,10 +60,10 @@ def _rounded(x: float) -> float:
 
 def why(row: RowStep, texts: TokenTexts) -> tuple[f.Why | None, f.TracedDraft]:
     """The evidence for a row's verdict, and its draft with the target's probabilities."""
-    verdict, proposal = row.verdict, row.proposal
+    verdict = row.verdict
     if verdict is None or verdict.evidence is None:
-        return None, _draft(proposal, texts, {})
-    evidence = verdict.evidence
+        return None, _draft(row.proposal, texts, {})
+    evidence, proposal = verdict.evidence, verdict.evidence.proposal
     laws = {node: _Probs(law) for node, law in _laws(proposal, verdict, evidence)}
     rule = "target-only"
     if isinstance(proposal, DrawnProposal):
@@ -178,7 +178,7 @@ def _draft(proposal: Proposal, texts: TokenTexts, laws: dict[int, _Probs]) -> f.
             laws[parent].target(token) if parent in laws else None
             for token, parent in zip(tree.tokens, tree.parents, strict=True)
         )
-    if isinstance(proposal, DrawnProposal):
+    if isinstance(proposal, DrawnProposal) and len(proposal.draft_probs_NV):
         drawn_N = proposal.draft_probs_NV[range(len(tree)), tree.tokens]
         totals_N = proposal.draft_probs_NV.sum(1)
         draft_probs = tuple(map(_rounded, (drawn_N / totals_N).tolist()))
