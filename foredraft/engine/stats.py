@@ -45,6 +45,7 @@ class EngineStats:
     prefix_cached_tokens: int = 0
 
     def add_step(self, batch: Sequence[Turn]) -> None:
+        """Count a step by the turns of its rows."""
         self.steps += 1
         for turn in batch:
             self.prompt_tokens += turn.num_prefill

@@ -194,4 +194,4 @@ def test_it_notices_a_drafter_that_an_interrupt_left_behind(
 
     monkeypatch.setattr(Engine, "_end_drafting", forgetful)
     monkeypatch.setattr("tests.simulator.simulation.INTERRUPTED", 1.0)
-    assert notices(first=440)
+    assert notices(first=390)
