@@ -54,4 +54,5 @@ class EngineStats:
             self.accepted += turn.num_accepted
 
     def add_finished(self, reason: FinishReason) -> None:
+        """Count a request that is over."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
