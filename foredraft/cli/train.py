@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -380,14 +380,14 @@ def _tuned_copies(llm: LLM, tokens: int) -> list[dict[str, Any]]:
     """Make the copy; how well all there are draft."""
     from foredraft.cli.display import progress_bar
     from foredraft.drafters.model.self_draft import copy_figures, low_bit_target
-    from foredraft.models.base import LayeredTarget
+    from foredraft.models.base import offered
 
     target = low_bit_target(llm.target)
     figures = copy_figures(target, llm.tokenizer, "as it comes")
     if figures[0]["greedy"] >= _AGREES_ANYWAY:
         return figures
     texts = _drawn_texts(llm, tokens)
-    with progress_bar(cast(LayeredTarget, llm.target).num_layers) as advance:
+    with progress_bar(offered(llm.target.capabilities.layer_views).num_layers) as advance:
         target.tune_copy(texts, advance)
     return [*copy_figures(target, llm.tokenizer, "rounded for its text")[:1], *figures]
 
