@@ -21,19 +21,14 @@ if TYPE_CHECKING:
     from foredraft.load import ModelPlan
 
 
+_SHOWN = ("model", "drafter", "draft_model", "weights", "device", "max_context")
 _SMALLER = 0.9
 """A format is suggested only if a step reads less than this share of the bytes."""
 
 
 @o.with_options
 def doctor(
-    load: Annotated[
-        LoadOptions,
-        o.model(
-            shown=("model", "drafter", "draft_model", "weights", "device", "max_context"),
-            samples=True,
-        ),
-    ],
+    load: Annotated[LoadOptions, o.model(shown=_SHOWN, samples=True)],
     tokens: Annotated[
         int, typer.Option(min=1, help="Predict memory for this many tokens of prompt and reply.")
     ] = 1024,
