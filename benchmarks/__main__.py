@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import typer
 
 from benchmarks.affinity import affinity
@@ -12,7 +16,6 @@ from benchmarks.contexts import contexts
 from benchmarks.drafters import drafters
 from benchmarks.grammar import grammar
 from benchmarks.memory import memory
-from benchmarks.plan_error import plan_error
 from benchmarks.prefix import prefix, prefix_hits
 from benchmarks.priors import priors
 from benchmarks.prompts import prompts
@@ -35,19 +38,29 @@ _TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load", "prefix-h
 
 
 @app.callback()
-def _alone(context: typer.Context) -> None:
+def _group() -> None:
     """Measure foredraft on this machine: interleaved, with medians. Trainings stand still."""
-    if context.invoked_subcommand not in _TIMES_NOTHING:
-        context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
+
+
+def _alone(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which waits for other measurements once its options are read."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        with measuring(lambda text: typer.echo(text, err=True)):
+            command(**given)
+
+    return run
 
 
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster, affinity),
     *(prefix, prefix_hits, contexts, grammar, quality, gguf, memory, priors, revisions),
-    *(plan_error, report),
+    report,
 )
 for command in COMMANDS:
-    app.command()(command)
+    name = command.__name__.replace("_", "-")
+    app.command(name)(command if name in _TIMES_NOTHING else _alone(command))
 
 
 if __name__ == "__main__":

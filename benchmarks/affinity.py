@@ -81,13 +81,13 @@ def affinity(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 32,
     replicas: Annotated[int, typer.Option(min=2, help="Engines of the cluster.")] = 2,
     threads: Annotated[int, typer.Option(min=1, help="Of each engine.")] = 1,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Prefix-cache hits of chats with one engine, and with several by who is sent where.
 
     It needs foredraft[ray].
     """
-    check_outputs(json_file)
+    check_outputs(output)
     routings = {1: ["beginning"], replicas: ["beginning", "prompt_cache_key", "random"]}
     figures = []
     for engines, ways in routings.items():
@@ -95,7 +95,7 @@ def affinity(
             figures += [
                 routing_hits(server.url, way, engines, chats, clients, max_tokens) for way in ways
             ]
-    routing_report(figures).give(json_file)
+    routing_report(figures).give(output)
 
 
 def routing_report(figures: Sequence[RoutingHits]) -> Report:

@@ -153,10 +153,10 @@ def gguf(
         list[Path] | None, typer.Argument(help="GGUF files; none: a tiny one of each family.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each greedy text.")] = 48,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Greedy texts of GGUF files, as our kernel and as llama.cpp write them."""
-    check_outputs(json_file)
+    check_outputs(output)
     with tempfile.TemporaryDirectory() as folder:
         named = [(path.name, path) for path in files or ()] or _synthetic(Path(folder))
         found: list[Comparison] = []
@@ -166,7 +166,7 @@ def gguf(
             typer.echo(found[-1].line)
     facts: dict[str, Any] = {"files": [asdict(one) for one in found]}
     equal = sum(one.is_equal for one in found)
-    Report(facts=facts, lines=[f"{equal} of {len(found)} equal up to near-ties"]).give(json_file)
+    Report(facts=facts, lines=[f"{equal} of {len(found)} equal up to near-ties"]).give(output)
 
 
 def _prompt_for(path: Path) -> list[int]:

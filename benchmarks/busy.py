@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.contenders import Contender
+from benchmarks.course import Rounds
+from benchmarks.forwards import text
 from benchmarks.plain import PLAINLY, Against, load_plain
-from foredraft.bench.contenders import Contender
+from benchmarks.timing import Figure, take_turns
 from foredraft.bench.report import Report, Table, check_outputs
-from foredraft.bench.step import text
-from foredraft.bench.timing import Figure, take_turns
 from foredraft.cli import options as o
-from foredraft.cli.bench import Rounds
 from foredraft.cli.display import progress_bar
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
@@ -93,10 +93,10 @@ def busy(
     tokens: Annotated[int, typer.Option(min=16, help="Decoded in one turn.")] = 96,
     rounds: Rounds = 4,
     against: Against = None,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Plain decoding beside busy processes: threads that follow, each fixed number, peers."""
-    check_outputs(json_file)
+    check_outputs(output)
     counts = o.numbers("--neighbours", neighbours, int)
     if not 0 <= min(counts) <= max(counts) <= 64:
         raise ConfigError(f"--neighbours {neighbours!r}: from 0 to 64 busy processes")
@@ -107,4 +107,4 @@ def busy(
     assert llm.plan is not None
     columns = {"beside": "{neighbours:d}", "who": "{name}", "tokens/s": "{tokens_per_s:.1f}"}
     facts = {"model": llm.plan.name, "weights": llm.plan.weights}
-    Report([Table("figures", [f.as_dict() for f in figures], columns)], facts).give(json_file)
+    Report([Table("figures", [f.as_dict() for f in figures], columns)], facts).give(output)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.clients import Task, compare, serving_report
 from benchmarks.server_process import served
 from foredraft.bench.prompts import load_prompts
 from foredraft.bench.report import check_outputs
-from foredraft.bench.serve import Task, compare, serving_report
 from foredraft.cli import options as o
 
 _NAMES = ("one process", "gate and engine")
@@ -23,7 +23,7 @@ def cluster(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, after one that warms up.")] = 5,
     replicas: Annotated[int, typer.Option(min=1, help="Engines of the cluster.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Of each engine.")] = 1,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Compare `foredraft serve` with a cluster on this machine, in rotating order.
 
@@ -31,7 +31,7 @@ def cluster(
     engine the tier's cost is measured, if its threads leave a core to the gate; with several also
     what batches lose that are split.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     task = Task([prompt.text for prompt in load_prompts(None, limit)], max_tokens, 0.0)
     counts = o.numbers("--clients", clients, int, low=1)
     own, together = (["--threads", str(number)] for number in (threads, threads * replicas))
@@ -46,4 +46,4 @@ def cluster(
         f"first token {two.first_token_ms - one.first_token_ms:+.1f} ms"
         for one, two in pairs
     ]
-    replace(report, lines=lines).give(json_file)
+    replace(report, lines=lines).give(output)

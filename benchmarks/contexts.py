@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.compare import comparison_report, summaries
+from benchmarks.contenders import our_contenders
+from benchmarks.course import ENTERED, Course, Field, run_course, variants_of
 from benchmarks.plots import plot_lines
-from foredraft.bench.compare import comparison_report, summaries
-from foredraft.bench.contenders import our_contenders
 from foredraft.bench.prompts import load_prompts
 from foredraft.bench.report import check_outputs
 from foredraft.cli import options as o
-from foredraft.cli.bench import ENTERED, Course, Field, run_course, variants_of
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
 
@@ -32,7 +32,7 @@ def contexts(
         "250,500,1000,2000,4000,8000"
     ),
     each: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 2,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
     plot: Annotated[str | None, typer.Option(help="Draw tokens a second into this PNG.")] = None,
 ) -> None:
     """Compare drafters with plain decoding behind prompts of several lengths.
@@ -40,7 +40,7 @@ def contexts(
     A prompt is texts of --prompts one after another, up to its length, and a task. Lengths that
     leave no room for a reply are left out.
     """
-    check_outputs(json_file, plot)
+    check_outputs(output, plot)
     counts = o.numbers("--lengths", lengths, int, low=50)
     llm = o.load_llm(load)
     contenders = our_contenders(llm, load, variants_of(entered, load.draft_model))
@@ -48,7 +48,7 @@ def contexts(
         path = Path(folder) / "prompts.jsonl"
         path.write_text("\n".join(map(json.dumps, _prompts(llm, course.prompts, counts, each))))
         trials = run_course(llm, contenders, Course(**vars(course) | {"prompts": str(path)}))
-    comparison_report(llm, trials, course.seed).give(json_file)
+    comparison_report(llm, trials, course.seed).give(output)
     if plot:
         plot_lines(summaries(trials, "none"), plot)
 

@@ -3,7 +3,7 @@
 In corrections a reply is its source but for a few words, so they are where copies pay most; and
 there is no small corrector in a package. ``python -m benchmarks.corrector FOLDER`` trains one for
 so many minutes, goes on with what the folder holds, and says how many new texts it corrects without
-a fault. Beside the model it writes ``prompts.jsonl``, those texts for ``foredraft bench drafters``.
+a fault. Beside the model it writes ``prompts.jsonl``, those texts for ``foredraft measure``.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _padded(rows: list[list[int]], filler: int) -> Tensor:
 
 
 def write_prompts(path: Path, count: int) -> dict[str, str]:
-    """Texts with faults for `foredraft bench drafters`; these with what is right."""
+    """Texts with faults for `foredraft measure`; these with what is right."""
     draw, texts = random.Random("texts to measure with"), dict[str, str]()
     while len(texts) < count:
         right = correct_text(draw)

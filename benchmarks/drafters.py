@@ -9,16 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.noisy_model import add_noise
-from benchmarks.peers import LLAMA_PEERS, open_contender, peer_names
-from benchmarks.plots import plot_speedups
-from benchmarks.random_model import load_llm
-from benchmarks.trial_log import TrialLog
-from foredraft.bench.compare import Trial, comparison_report, summaries
-from foredraft.bench.contenders import Contender, our_contenders
-from foredraft.bench.report import check_outputs
-from foredraft.cli import options as o
-from foredraft.cli.bench import (
+from benchmarks.compare import Trial, comparison_report, summaries
+from benchmarks.contenders import Contender, our_contenders
+from benchmarks.course import (
     ENTERED,
     Course,
     Field,
@@ -26,6 +19,13 @@ from foredraft.cli.bench import (
     variants_of,
     with_draft_model,
 )
+from benchmarks.noisy_model import add_noise
+from benchmarks.peers import LLAMA_PEERS, open_contender, peer_names
+from benchmarks.plots import plot_speedups
+from benchmarks.random_model import load_llm
+from benchmarks.trial_log import TrialLog
+from foredraft.bench.report import check_outputs
+from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.params import Coupling, SamplingParams
 from foredraft.llm import LLM
@@ -72,7 +72,7 @@ def drafters(
     entered: Field,
     course: Course,
     others: Others,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
     log: Annotated[
         Path | None,
         typer.Option(help="Keep each run in this file as it is made, and go on from it."),
@@ -85,16 +85,14 @@ def drafters(
     text is compared with the plain one. The exit status is 1 if one of ours differs; with coupling
     "drawn" texts may.
     """
-    check_outputs(json_file, plot)
+    check_outputs(output, plot)
     params = course.params()
     _check(load, others, course)
     llm, variants, contenders = _loaded(load, entered, others)
     kept = None if log is None else _opened(log, llm, contenders, params, course.prompts)
     trials = run_course(llm, contenders, course, kept)
     peers = [c.name for c in contenders if c.name.startswith(_FAMILIES) and "ngram" not in c.name]
-    comparison_report(llm, trials, course.seed, peers, _failures(contenders, trials)).give(
-        json_file
-    )
+    comparison_report(llm, trials, course.seed, peers, _failures(contenders, trials)).give(output)
     if plot:
         plot_speedups(summaries(trials, "none"), plot)
     if any(not t.identical and t.contender in variants for t in trials):

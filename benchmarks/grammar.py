@@ -149,13 +149,13 @@ def grammar(
     replies: Annotated[int, typer.Option(min=1, help="How many replies to draw.")] = 500,
     timed: Annotated[int, typer.Option(min=1, help="How many beside free text.")] = 100,
     temperature: Annotated[float, typer.Option(help="Of the replies.")] = 1.0,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Draw JSON by a schema, check each reply, and time some against free text of the same length.
 
     The exit status is 1 if a reply is not what the schema describes.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     llm = o.load_llm(load)
     runs = []
     with progress_bar(replies) as advance:
@@ -165,7 +165,7 @@ def grammar(
     figures = summary(runs)
     name = llm.plan.name if llm.plan else None
     facts = {"model": name, "drafter": llm.drafter_name, "temperature": temperature}
-    Report(facts=facts | figures, lines=_lines(figures, llm, temperature)).give(json_file)
+    Report(facts=facts | figures, lines=_lines(figures, llm, temperature)).give(output)
     if figures["invalid"]:
         raise typer.Exit(1)
 

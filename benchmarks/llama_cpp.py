@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.contenders import ContenderRun
-from foredraft.bench.step import Size, text
-from foredraft.bench.timing import Stopwatch
+from benchmarks.contenders import ContenderRun
+from benchmarks.forwards import Size, text
+from benchmarks.timing import Stopwatch
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.system.machine import package_version

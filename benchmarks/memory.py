@@ -165,13 +165,13 @@ def memory(
             "behind a colon the form of --weights."
         ),
     ] = "safetensors",
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Peak memory of target and cache in a new process, beside what `doctor` predicts.
 
     Twice: as the model's files are read for the first time, and as what was kept of them is.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     rows, lines = list[dict[str, Any]](), list[str]()
     for each in o.names(kind) if shape else [""]:
         file, _, form = each.partition(":")
@@ -185,7 +185,7 @@ def memory(
                 lines.append(
                     f"{', '.join(rows[-1][key] for key in (*name, 'numbers'))}: {figure.line}"
                 )
-    Report(facts={"tokens": tokens, "figures": rows}, lines=lines).give(json_file)
+    Report(facts={"tokens": tokens, "figures": rows}, lines=lines).give(output)
 
 
 def memory_table(folder: Path) -> str:

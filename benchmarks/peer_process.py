@@ -18,9 +18,9 @@ from typing import Any, TextIO
 
 import torch
 
-from foredraft.bench.contenders import ContenderRun
-from foredraft.bench.step import Size
-from foredraft.bench.timing import PeerFailed
+from benchmarks.contenders import ContenderRun
+from benchmarks.forwards import Size
+from benchmarks.timing import PeerFailed
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.kernels.threads import OPENMP_SPIN

@@ -9,8 +9,8 @@ from foredraft.cli.options import names
 from foredraft.core.errors import unknown
 
 if TYPE_CHECKING:
-    from foredraft.bench.contenders import Contender
-    from foredraft.bench.step import TimedStepper
+    from benchmarks.contenders import Contender
+    from benchmarks.forwards import TimedStepper
     from foredraft.llm import LLM
 
 _LLAMA, _LOOKUP = "llama.cpp-", "-ngram"

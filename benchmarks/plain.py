@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.contenders import Contender, OurContender
 from benchmarks.peers import LLAMA_PEERS, open_contender, peer_names
 from benchmarks.variants import load_variants
-from foredraft.bench.contenders import Contender, OurContender
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foredraft.bench.compare import Summary
+from benchmarks.compare import Summary
+from benchmarks.forwards import StepFigure
 from foredraft.bench.report import pyplot
-from foredraft.bench.step import StepFigure
 
 
 def plot_speedups(rows: Sequence[Summary], path: str) -> None:

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.course import Rounds
 from benchmarks.random_model import load_llm
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cli import options as o
-from foredraft.cli.bench import Rounds
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
@@ -136,13 +136,13 @@ def conversation_hits(llm: LLM, speculation: str, params: SamplingParams) -> Hit
 def prefix_hits(
     load: Annotated[LoadOptions, o.loading()],
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each reply.")] = 96,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Prefix-cache hits of a conversation, with drafts and without: they must be the same.
 
     The exit status is 1 if they are not.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     llm = load_llm(load, None)
     rows = []
     for temperature in (0.0, 0.8):
@@ -158,7 +158,7 @@ def prefix_hits(
         "cached": "{cached_tokens:d}",
         "share": "{share:.1%}",
     }
-    Report([Table("hits", rows, columns)]).give(json_file)
+    Report([Table("hits", rows, columns)]).give(output)
     if any(off["share"] != on["share"] for off, on in zip(rows[::2], rows[1::2], strict=True)):
         raise typer.Exit(1)
 
@@ -173,19 +173,19 @@ def prefix(
     random_weights: Annotated[
         str | None, typer.Option(help="Instead: this shape, random weights, for timing only.")
     ] = None,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Time to the first token of a new prompt, and of one that shares its beginning.
 
     The exit status is 1 if a reply is another one with the cache than without.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     figure = measure_prefix(load_llm(load, random_weights), shared, rounds)
     line = (
         f"first token of {figure.shared_tokens} shared tokens and some: {figure.cold_ms:.1f} ms, "
         f"with {figure.cached_tokens} of them cached {figure.warm_ms:.1f} ms "
         f"({figure.speedup:.1f}x sooner); texts {'equal' if figure.same_text else 'DIFFER'}"
     )
-    Report(facts=vars(figure) | {"speedup": figure.speedup}, lines=[line]).give(json_file)
+    Report(facts=vars(figure) | {"speedup": figure.speedup}, lines=[line]).give(output)
     if not figure.same_text:
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from torch import Tensor
 
+from benchmarks.course import Limit, Prompts
 from foredraft.bench.prompts import BenchPrompt, load_prompts, prompt_ids
 from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
@@ -138,8 +139,8 @@ def _rounded(shares: Sequence[float]) -> tuple[float, ...]:
 @o.with_options
 def priors(
     load: Annotated[LoadOptions, o.loading(drafter="none", draft_model=None, max_batch_size=8)],
-    prompts: o.Prompts = None,
-    limit: o.Limit = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 512,
     write: Annotated[
         Path | None, typer.Option(help="Where to put them, as JSON; printed otherwise.")

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.contenders import Contender
+from benchmarks.course import Rounds
 from benchmarks.plain import PLAINLY, Against, load_plain
-from foredraft.bench.contenders import Contender
+from benchmarks.timing import Figure, take_turns
 from foredraft.bench.report import Report, Table, check_outputs
-from foredraft.bench.timing import Figure, take_turns
 from foredraft.cli import options as o
-from foredraft.cli.bench import Rounds
 from foredraft.cli.display import progress_bar
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
@@ -85,10 +85,10 @@ def prompts(
     against: Against = None,
     rounds: Rounds = 5,
     seed: Annotated[int, typer.Option(help="Of the prompts' random tokens.")] = 0,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Time prompts until their first token, each format of weights beside peers, in turns."""
-    check_outputs(json_file)
+    check_outputs(output)
     counts = o.numbers("--lengths", lengths, int)
     if min(counts) < 2:
         raise ConfigError(f"--lengths {lengths!r} holds {min(counts)}; a prompt has 2 or more")
@@ -100,4 +100,4 @@ def prompts(
     assert llm.plan is not None
     columns = {"prompt": "{name}", "tokens": "{tokens:d}", "first token ms": "{median_ms:.0f}"}
     rows = [figure.as_dict() for figure in figures]
-    Report([Table("figures", rows, columns)], {"model": llm.plan.name}, seed=seed).give(json_file)
+    Report([Table("figures", rows, columns)], {"model": llm.plan.name}, seed=seed).give(output)

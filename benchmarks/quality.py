@@ -131,14 +131,14 @@ def quality(
         str | None, typer.Option(help="A text file; a built-in text when not given.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Use at most so many tokens.")] = None,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Compare the model as it would run with itself in float32, token by token.
 
     The divergence says how far the next-token distributions are apart; the perplexity, how well
     each predicts the text.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     if limit is not None and limit < 2:
         raise ConfigError(f"--limit is {limit}; the second token is the first to be predicted")
     content = read_text(text)
@@ -161,4 +161,4 @@ def quality(
         f"same most likely token: {100 * figure.top1_agreement:.2f} %",
         f"perplexity: {figure.perplexity:.4f}, in float32 {figure.reference_perplexity:.4f}",
     ]
-    Report(facts=facts | {"quality": figure.as_dict()}, lines=lines).give(json_file)
+    Report(facts=facts | {"quality": figure.as_dict()}, lines=lines).give(output)

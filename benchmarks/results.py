@@ -41,7 +41,7 @@ def render(folder: str | Path) -> str:
     files = sorted(Path(folder).glob("*.json"))
     if not files:
         raise ConfigError(
-            f"{folder} holds no JSON files; write some with `python -m benchmarks … --json`"
+            f"{folder} holds no JSON files; write some with `python -m benchmarks … --output`"
         )
     return "\n".join([_INTRODUCTION, *(_section(path) for path in files)])
 
@@ -69,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
     if missing:
         raise ConfigError(
             f"{path} does not say its {', '.join(missing)}: it was not written by "
-            "`python -m benchmarks … --json`"
+            "`python -m benchmarks … --output`"
         )
     found: dict[str, Any] = report
     return found
@@ -130,7 +130,7 @@ def _cell(value: Any) -> str:
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Where the files of `--json` lie.")],
+    folder: Annotated[Path, typer.Argument(help="Where the files of `--output` lie.")],
     into: Annotated[
         Path | None, typer.Option(help="Write the page to this file instead of showing it.")
     ] = None,

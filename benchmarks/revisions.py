@@ -135,10 +135,10 @@ def revisions(
     limit: Annotated[int, typer.Option(min=1, help="Prompts, evenly over the categories.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each reply.")] = 64,
     loads: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16",
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Speed of two revisions, their prompts read in the time; and whether their texts are equal."""
-    check_outputs(json_file)
+    check_outputs(output)
     texts = [prompt.text for prompt in load_prompts(prompts, limit)]
     checkouts = Checkout(old), Checkout(new)
     try:
@@ -161,4 +161,4 @@ def revisions(
         "": "{what}", "runs": "{runs:d}", "new to old, median": "{median:.3f}x",
         "in all": "{total:.3f}x", "other texts": "{different:d}",
     }  # fmt: skip
-    Report([Table("revisions", rows, columns)]).give(json_file)
+    Report([Table("revisions", rows, columns)]).give(output)

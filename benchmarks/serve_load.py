@@ -243,20 +243,20 @@ def serve_load(
         typer.Option(min=1, help="Seconds between kills of an engine: with --serve-option=--ray."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what clients do.")] = 0,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Load a server with clients of whom some leave, never read, or send what is malformed.
 
     Fails if one that behaved got a 5xx or a stream that was cut, if the engine is not idle in the
     end, or if memory grew by more than 5 %.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     if url is not None:
         result = asyncio.run(run_load(ServerProcess(url.rstrip("/")), streams, seconds, seed))
     else:
         with served(serve_option or ()) as server:
             result = asyncio.run(run_load(server, streams, seconds, seed, kill_every))
-    _report(result, streams, seed).give(json_file)
+    _report(result, streams, seed).give(output)
     if result.faults or not result.is_idle or result.memory_growth > _GROWTH:
         raise ForedraftError(
             f"{len(result.faults)} clients that behaved were failed "

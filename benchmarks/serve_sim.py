@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.forwards import Size, TargetStepper
 from benchmarks.llama_batch import LlamaBatchServer
 from benchmarks.peers import peer_names
 from benchmarks.random_model import load_llm
@@ -18,7 +19,6 @@ from benchmarks.serving import ServingFigure, figure
 from foredraft.bench.load import Load, OurServer, Served, Server, serve
 from foredraft.bench.prompts import repeated_prompts
 from foredraft.bench.report import Report, Table, check_outputs
-from foredraft.bench.step import Size, TargetStepper
 from foredraft.cache.base import Cache
 from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
@@ -102,7 +102,7 @@ def serve_sim(
     random_weights: Annotated[
         str | None, typer.Option(help="Instead: this shape, random weights, for timing only.")
     ] = None,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Throughput and latency of many requests at once, in turns on one loaded model.
 
@@ -111,7 +111,7 @@ def serve_sim(
     rows take, in the same run: what decoding without speculation can reach at best. The exit status
     is 1 if a text of ours differs from the plain one.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     peers, most = _peer_names(peer, demand.temperatures), max(demand.in_flight)
     if random_weights and (peers or demand.prompts):
         raise ConfigError("random weights have no tokenizer: leave out --peer and --prompts")
@@ -121,7 +121,7 @@ def serve_sim(
     ids = repeated_prompts(llm, demand.prompts, max(demand.num, most), demand.tokens)
     theirs = _peers(llm, peers, most, max(map(len, ids)) + demand.tokens)
     figures, forwards = _serve_all(llm, [*ours, *theirs], demand.loads(ids), demand.rounds)
-    _report(llm, demand, figures, forwards).give(json_file)
+    _report(llm, demand, figures, forwards).give(output)
     names = {contender.name for contender in ours}
     if any(each.num_different for each in figures if each.contender in names):
         raise typer.Exit(1)

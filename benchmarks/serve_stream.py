@@ -23,9 +23,10 @@ from urllib.parse import urlsplit
 
 import typer
 
+from benchmarks.clients import CHAT, SEED, Task, request_body
+from benchmarks.course import Limit, Prompts
 from foredraft.bench.prompts import load_prompts
 from foredraft.bench.report import Report, check_outputs
-from foredraft.bench.serve import CHAT, SEED, Task, request_body
 from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
 from foredraft.core.errors import ForedraftError
@@ -232,20 +233,20 @@ def _serving(llm: LLM) -> Iterator[str]:
 @o.with_options
 def serve_stream(
     load: Annotated[LoadOptions, o.loading()],
-    prompts: o.Prompts = None,
-    limit: o.Limit = 8,
+    prompts: Prompts = None,
+    limit: Limit = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, after one to warm up.")] = 5,
     paced: Annotated[bool, typer.Option(help="A token an event, at an even pace.")] = False,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
 ) -> None:
     """Tokens a second of one client through the server, beside the engine's own.
 
     Two engines on one loaded model take turns at each prompt: one is read in this process, the
     other by a client in another process, through the server.
     """
-    check_outputs(json_file)
+    check_outputs(output)
     texts = [prompt.text for prompt in load_prompts(prompts, limit)]
     llm = o.load_llm(load)
     with progress_bar(rounds + 1) as advance:
@@ -258,4 +259,4 @@ def serve_stream(
     )
     by_round = [{"added": added} for added in figure.rounds]
     facts = {"drafter": llm.drafter_name, "paced": paced, **asdict(figure), "rounds": by_round}
-    Report(facts=facts, lines=[line], seed=SEED).give(json_file)
+    Report(facts=facts, lines=[line], seed=SEED).give(output)

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.course import Forwards, Rounds, timed
+from benchmarks.forwards import own_steppers, step_report
 from benchmarks.peers import LLAMA_PEERS, open_stepper, peer_names
 from benchmarks.plots import plot_steps
 from benchmarks.random_files import random_file
 from benchmarks.random_model import load_llm
 from benchmarks.variants import load_variants
 from foredraft.bench.report import check_outputs
-from foredraft.bench.step import own_steppers, step_report
 from foredraft.cli import options as o
-from foredraft.cli.bench import Forwards, Rounds, timed
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 
@@ -57,7 +57,7 @@ def step(
     forwards: Forwards,
     ways: Ways,
     rounds: Rounds = 15,
-    json_file: o.JsonFile = None,
+    output: o.Output = None,
     plot: Annotated[str | None, typer.Option(help="Draw the times into this PNG.")] = None,
 ) -> None:
     """Time a forward of n tokens: target, drafter and other engines, in rotating order.
@@ -66,15 +66,15 @@ def step(
     floor is the time to read all weights once at the measured bandwidth, or to make all products at
     the measured rate.
     """
-    check_outputs(json_file, plot)
+    check_outputs(output, plot)
     if ways.stored is None:
-        _step(load, forwards, ways, rounds, json_file, plot)
+        _step(load, forwards, ways, rounds, output, plot)
         return
     if ways.random_weights is None:
         raise ConfigError("--stored is of --random-weights; name a shape, such as llama-1b")
     as_it_is = replace(load, weights="auto")
     with random_file(as_it_is, ways.random_weights, ways.stored) as stored:
-        _step(stored, forwards, replace(ways, random_weights=None), rounds, json_file, plot)
+        _step(stored, forwards, replace(ways, random_weights=None), rounds, output, plot)
 
 
 def _step(
@@ -82,7 +82,7 @@ def _step(
     forwards: Forwards,
     ways: Ways,
     rounds: int,
-    json_file: str | None,
+    output: str | None,
     plot: str | None,
 ) -> None:
     sizes, contexts, peers = forwards.sizes, forwards.contexts, ways.peers
@@ -105,7 +105,7 @@ def _step(
     ]
     figures = timed(steppers, sizes, rounds)
     report = step_report(llms, figures, contexts, sizes)
-    report.give(json_file)
+    report.give(output)
     if plot:
         floor = report.facts["floor_ms"]
         plot_steps(figures, {int(n): ms for n, ms in floor.items()}, plot)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from foredraft.bench.contenders import ContenderRun
-from foredraft.bench.step import Size, text
-from foredraft.bench.timing import Stopwatch
+from benchmarks.contenders import ContenderRun
+from benchmarks.forwards import Size, text
+from benchmarks.timing import Stopwatch
 from foredraft.core.params import SamplingParams
 
 

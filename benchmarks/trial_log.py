@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench.compare import Runs
-from foredraft.bench.contenders import ContenderRun
+from benchmarks.compare import Runs
+from benchmarks.contenders import ContenderRun
 from foredraft.core.errors import ConfigError
 from foredraft.core.record import SpeculationStats
 

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from os import PathLike
-from typing import Any, cast
+from typing import Any, cast, overload
 
 from foredraft.control.base import Controller
 from foredraft.control.experience import Experience
@@ -298,11 +298,30 @@ class LLM:
         """
         return self._run([self._encode(prompt) for prompt in as_batch(prompts)], params)
 
+    @overload
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
-    ) -> GenerationResult:
-        """The assistant's reply to a conversation of ``{"role": …, "content": …}`` messages."""
-        return self._run([self._tokenizer().encode_chat(messages)], params)[0]
+    ) -> GenerationResult: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Sequence[Message]], params: SamplingParams | None = None
+    ) -> list[GenerationResult]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+    ) -> GenerationResult | list[GenerationResult]:
+        """The assistant's reply to a conversation of ``{"role": …, "content": …}`` messages.
+
+        A list of conversations is a batch: the replies come as a list, as those of `generate`.
+        """
+        encode = self._tokenizer().encode_chat
+        if isinstance(messages, list | tuple) and messages and is_conversation(messages[0]):
+            several = cast(Sequence[Sequence[Message]], messages)
+            return self._run([encode(each) for each in several], params)
+        return self._run([encode(cast(Sequence[Message], messages))], params)[0]
 
     def stream(
         self,

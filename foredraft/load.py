@@ -539,7 +539,11 @@ def plan_native(
         cache_memory=checked_memory("cache_memory", options.cache_memory),
         activation_bits=_activation_bits(options, weights, formats),
         tiles=tiles,
-        notes=(*_native_notes(config, device, kernel_problem), *not_kept),
+        notes=(
+            *_native_notes(config, device, kernel_problem),
+            *not_kept,
+            *_too_long(options, config.max_context),
+        ),
         formats=formats,
         work_bytes=0 if kernel_problem else _work_bytes(config, options, dtype, bits),
     )
@@ -596,6 +600,12 @@ def _native_bytes(
         assert checkpoint is not None
         return stored_weight_bytes(checkpoint, config)
     return weight_bytes(config, getattr(torch, dtype).itemsize, bits)
+
+
+def _too_long(options: LoadOptions, limit: int) -> Iterator[str]:
+    """A note where more context is asked for than the model has."""
+    if (options.max_context or 0) > limit:
+        yield f"max_context is {options.max_context}, and the model takes {limit}: {limit} it is"
 
 
 def _native_notes(config: DecoderConfig, device: str, kernel_problem: str | None) -> Iterator[str]:
@@ -712,6 +722,6 @@ def _plan_hf(
         cache_bytes_per_token=kv_shape.bytes_per_token(kind),
         max_context=min(options.max_context or limit, limit),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
-        notes=notes,
+        notes=(*notes, *_too_long(options, limit)),
         encoder=sizes.is_encoder_decoder,
     )

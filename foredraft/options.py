@@ -29,6 +29,8 @@ _LOWEST = {
     "num_draft_tokens": 0,
 }
 """A context holds a token of the prompt and one of the reply, at least."""
+_SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+"""Names of dtypes in other engines."""
 _MAX_NAME = 255
 """Longest name of a file, in characters."""
 
@@ -113,9 +115,14 @@ class LoadOptions:
         choices = {"dtype": DTYPES, "cache_dtype": CACHE_DTYPES, "weights": WEIGHTS}
         choices |= {"sampling_defaults": SAMPLING_DEFAULTS}
         choices |= {"draft_weights": WEIGHTS, "activations": ACTIVATIONS, "backend": BACKENDS}
+        if self.dtype in ("fp16", "float16", "half"):
+            raise ConfigError(
+                f"dtype is {self.dtype!r}, and nothing is computed in float16 here: bfloat16 takes "
+                "as much memory, float32 keeps every bit of weights in float16; auto chooses"
+            )
         for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise unknown(name, str(getattr(self, name)), known)
+            if (value := str(getattr(self, name))) not in known:
+                raise unknown(name, value, known, _SHORT_NAMES.get(value))
         if self.weights == "bf16" and self.dtype == "float32":
             raise ConfigError("weights 'bf16' and dtype 'float32' exclude each other; give one")
         object.__setattr__(self, "device", str(self.device))

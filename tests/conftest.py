@@ -7,6 +7,7 @@ import os
 
 # Before torch is imported. Programs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["FOREDRAFT_CONFIG"] = ""  # the user's own settings do not count
 
 gc.disable()  # a third of what importing all tests and their packages takes; see below
 

@@ -132,6 +132,9 @@ def test_chat_is_generate_on_the_chat_format(llm: LLM) -> None:
     reply = llm.chat(MESSAGES, PARAMS)
     (same,) = llm.generate([llm.tokenizer.encode_chat(MESSAGES)], PARAMS)
     assert reply.text == same.text
+    both = llm.chat([MESSAGES, [*MESSAGES, *MESSAGES[-1:]]], PARAMS)
+    assert len(both) == 2
+    assert both[0].token_ids == reply.token_ids
     last = list(llm.stream_chat(MESSAGES, PARAMS))[-1]
     assert last.result is not None
     assert last.result.text == reply.text

@@ -100,16 +100,19 @@ class AuditReport:
         ]
         return "\n".join([*lines, ""])
 
+    def json(self) -> str:
+        """Figures, command, versions and machine, as one JSON object."""
+        return json.dumps(provenance(self.seed) | self.as_dict(), default=str)
+
     def write(self, json_file: str | None, page: str | None) -> None:
         """Write the named files.
 
         Raises:
             ConfigError: a file cannot be written.
         """
-        origin = provenance(self.seed)
         texts = {
-            json_file: json.dumps(origin | self.as_dict(), indent=1, default=str) + "\n",
-            page: self.markdown(origin),
+            json_file: self.json() + "\n",
+            page: self.markdown(provenance(self.seed)),
         }
         for path, text in texts.items():
             if path is not None:

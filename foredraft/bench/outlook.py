@@ -9,7 +9,7 @@ controller's acceptance by position at that number of nodes (`foredraft.control.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +64,7 @@ class Outlook:
         holds: share of drafted tokens that are accepted.
         break_even: the acceptance rate at which drafting neither gains nor loses; None: nothing is
             drafted.
+        totals: by prompt: tokens, their milliseconds, and those of plain decoding.
     """
 
     setting: Setting
@@ -80,12 +81,25 @@ class Outlook:
     requests_per_s: float
     holds: float
     break_even: float | None
+    totals: Mapping[int, tuple[float, float, float]]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests together."""
+        return 1e3 * self.load / self.token_ms
+
+    def gain_on(self, prompts: Collection[int]) -> float:
+        """The gain on some of the prompts, by their numbers."""
+        found = [part for number, part in self.totals.items() if number in prompts]
+        return sum(plain for _, _, plain in found) / max(sum(ms for _, ms, _ in found), 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         setting = {"drafter": self.setting.name, "flags": self.setting.flags,
                    "num_draft_tokens": self.setting.num_draft_tokens}  # fmt: skip
-        return setting | {name: value for name, value in vars(self).items() if name != "setting"}
+        left_out = ("setting", "totals")
+        figures = {name: value for name, value in vars(self).items() if name not in left_out}
+        return setting | figures | {"tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,27 @@ class Costs:
         plain = self.plain or recording
         forward = self.forward.ms([(1, context) for context in contexts])
         return plain.pace * (forward + plain.step_rest_ms(len(contexts)))
+
+
+def measured_outlook(recordings: Sequence[Recording], load: int, costs: Costs) -> Outlook:
+    """The best number of nodes that was run, with its measured gain.
+
+    The outlook gives the band and the shares of prompts; the gain itself is tokens by time over
+    those of plain decoding, where both have full steps that could be timed.
+    """
+
+    def measured(recording: Recording) -> Outlook:
+        found = outlook(recording, load, costs, recording.most_nodes)
+        plain = costs.plain.tokens_per_s if costs.plain else 0.0
+        if not plain or not recording.tokens_per_s:
+            return found
+        gain = recording.tokens_per_s / plain
+        off, token_ms = gain / found.gain, 1e3 * load / recording.tokens_per_s
+        return replace(
+            found, gain=gain, low=off * found.low, high=off * found.high, token_ms=token_ms
+        )
+
+    return max(map(measured, recordings), key=lambda each: each.gain)
 
 
 def best_outlook(recordings: Sequence[Recording], load: int, costs: Costs) -> Outlook:
@@ -152,7 +187,7 @@ def outlook(recording: Recording, load: int, costs: Costs, most_nodes: int | Non
     read_ms = _reading_ms(recording, costs, parts, load)
     most = round(max(piece.committed for piece in parts))
     return Outlook(
-        recording.setting(most_nodes),
+        recording.asked_for(most_nodes),
         load,
         nodes,
         committed,
@@ -166,6 +201,7 @@ def outlook(recording: Recording, load: int, costs: Costs, most_nodes: int | Non
         1e3 * load / (reply * token_ms + load * max(0.0, read_ms - step_ms)),
         (committed - 1.0) / nodes if nodes else 0.0,
         (step_ms / plain_step_ms - 1.0) / nodes if nodes else None,
+        {number: (a, b, c) for number, (a, b, c) in enumerate(totals_P3.tolist())},
     )
 
 

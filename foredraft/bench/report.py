@@ -72,15 +72,21 @@ class Report:
         named = {each.name: [*map(dict, each.rows)] for each in self.tables if each.name}
         return {**self.facts, **named}
 
-    def give(self, json_file: str | None) -> None:
+    def give(self, output: str | None = None, *, as_json: bool = False) -> None:
         """Print it, and write it to a file if one is named.
+
+        Args:
+            as_json: print the figures as one JSON object, not as tables.
 
         Raises:
             ConfigError: the file cannot be written.
         """
-        self.show()
-        if json_file:
-            write_json(json_file, self.as_dict(), self.seed)
+        if as_json:
+            sys.stdout.write(json.dumps(provenance(self.seed) | self.as_dict()) + "\n")
+        else:
+            self.show()
+        if output:
+            write_json(output, self.as_dict(), self.seed)
 
 
 def _drawn(table: Table) -> Any:
@@ -138,13 +144,13 @@ def _revision() -> str | None:
     return described.stdout.strip()
 
 
-def check_outputs(json_file: str | None, plot: str | None = None) -> None:
+def check_outputs(output: str | None, plot: str | None = None) -> None:
     """Find out before a long measurement whether its results can be kept.
 
     Raises:
         ConfigError: a file's folder is not there, or matplotlib is not installed for a plot.
     """
-    for path in filter(None, (json_file, plot)):
+    for path in filter(None, (output, plot)):
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
     if plot:

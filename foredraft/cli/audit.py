@@ -16,15 +16,18 @@ from foredraft.options import LoadOptions
 if TYPE_CHECKING:
     from foredraft.audit.report import AuditReport
 
-_LOADED = o.Derived(
-    "Model",
-    {"Drafting": ("drafter", "draft_model", "num_draft_tokens", "drafter_options")},
-    defaults={"max_batch_size": 16},
+_LOADED = o.model(defaults={"max_batch_size": 16}, shown=("model", "drafter", "draft_model"))
+_SAMPLED = o.sampling("coupling", shown=("temperature",), temperature=0.8, max_tokens=96, seed=0)
+_AUDIT = o.Derived(
+    "Audit",
+    flags=("prompts", "detect", "time_limit", "plant_faults"),
+    shown=("prompts", "detect", "time_limit"),
 )
-_SAMPLED = o.Derived(
-    "Sampling",
-    defaults={"temperature": 0.8, "max_tokens": 96, "seed": 0},
-    without=("n", "grammar", "prediction", "logprobs", "prompt_logprobs", "stop"),
+_SERVER = o.Derived(
+    "Somebody's server",
+    without=("seed",),
+    flags=("endpoint", "plain_endpoint", "reference", "served_model", "keep"),
+    shown=("endpoint",),
 )
 
 
@@ -32,17 +35,19 @@ _SAMPLED = o.Derived(
 def audit(
     load: Annotated[LoadOptions, _LOADED],
     params: Annotated[SamplingParams, _SAMPLED],
-    options: Annotated[AuditOptions, o.Derived("Audit")],
-    server: Annotated[ServerOptions, o.Derived("Somebody's server", without=("seed",))],
+    options: Annotated[AuditOptions, _AUDIT],
+    server: Annotated[ServerOptions, _SERVER],
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="FOREDRAFT_AUDIT_KEY",
             help="Sent to servers as a bearer token.",
             rich_help_panel="Somebody's server",
+            hidden=True,
         ),
     ] = None,
-    json_file: o.JsonFile = None,
+    as_json: o.Json = False,
+    output: o.Output = None,
     page: Annotated[
         str | None, typer.Option("--report", help="Also write a Markdown page to this file.")
     ] = None,
@@ -65,13 +70,13 @@ def audit(
     """
     from foredraft.bench.report import check_outputs
 
-    check_outputs(json_file)
+    check_outputs(output)
     check_outputs(page)
     if server.endpoint is None:
         report = _own(load, params, options)
     else:
         report = _of_server(load, replace(server, seed=params.seed or 0), options, api_key)
-    _give(report, json_file, page)
+    _give(report, as_json, output, page)
 
 
 def _own(load: LoadOptions, params: SamplingParams, options: AuditOptions) -> AuditReport:
@@ -102,8 +107,17 @@ def _of_server(
         return ServerAudit(endpoint, plain, options, server, progress).report()
 
 
-def _give(report: AuditReport, json_file: str | None, page: str | None) -> None:
+def _give(report: AuditReport, as_json: bool, output: str | None, page: str | None) -> None:
     """Print the findings, write the requested files, and exit with their status."""
+    if as_json:
+        typer.echo(report.json())
+    else:
+        _show(report)
+    report.write(output, page)
+    raise typer.Exit(report.exit_code)
+
+
+def _show(report: AuditReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -113,5 +127,3 @@ def _give(report: AuditReport, json_file: str | None, page: str | None) -> None:
         table.add_row(level.name, level.verdict, level.said)
     console.print(table)
     console.print(report.sentence, markup=False, soft_wrap=True)
-    report.write(json_file, page)
-    raise typer.Exit(report.exit_code)

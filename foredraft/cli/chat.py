@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
 
 _HELP = "/reset starts over, /bye or Ctrl-D leaves, Ctrl-C stops a reply"
+_AGAIN = "Ctrl-C again leaves"
 _LEAVE = ("/bye", "/exit", "/quit")
 _PROMPT = "you> "
 _BOLD_PROMPT = f"\001\x1b[1m\002{_PROMPT}\001\x1b[0m\002"
@@ -32,16 +33,17 @@ _PASTE_SECONDS = 0.05
 """Seconds: lines that follow each other faster were pasted."""
 
 
+_SAMPLING = replace(o.sampling(max_tokens=512), section="sampling")
+
+
 @o.with_options
 def chat(
-    load: Annotated[LoadOptions, o.loading(max_batch_size=1, samples=True)],
-    params: Annotated[SamplingParams, o.sampling(max_tokens=512)],
-    grammar: Annotated[o.GrammarOptions, o.Derived("Sampling")],
+    load: Annotated[LoadOptions, o.model(max_batch_size=1, samples=True)],
+    params: Annotated[SamplingParams, _SAMPLING],
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     trace: o.TraceTo = None,
 ) -> None:
     """Talk to a chat model. Each turn prefills only the new message; Ctrl-C stops a reply."""
-    params = replace(params, grammar=grammar.grammar())
     with o.tracing(trace) as load_llm:
         llm = load_llm(load)
         assert llm.tokenizer is not None
@@ -63,6 +65,7 @@ class Conversation:
         self._params, self._system = params, system
         self._session = llm.open_session()
         self.messages: list[dict[str, str]] = []
+        self._is_leaving = False
         self.reset()
 
     def reset(self) -> None:
@@ -72,9 +75,14 @@ class Conversation:
         """Read one message and answer it; False when the user leaves."""
         try:
             line = read_message().strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             self.console.print()
             return False
+        except KeyboardInterrupt:
+            self.console.print("" if self._is_leaving else f"\n{_AGAIN}", style="dim")
+            self._is_leaving = not self._is_leaving
+            return self._is_leaving
+        self._is_leaving = False
         if line in _LEAVE:
             return False
         if line == "/reset":
@@ -98,7 +106,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": reply})
 
     def _stream(self, events: Iterator[Event]) -> str:
-        with reply_display(self.llm, self.console) as show:
+        with reply_display(self.llm, self.console, wraps=True) as show:
             for event in events:
                 show(event)
         result = event.result
@@ -118,7 +126,7 @@ def read_message() -> str:
         EOFError: there is no more input.
     """
     if not sys.stdin.isatty():
-        return input(_PROMPT)
+        return input()
     has_readline = _use_readline()
     lines = [input(_BOLD_PROMPT if has_readline else _PROMPT)]
     while _is_more_waiting():  # terminals and line editors without bracketed paste

@@ -19,20 +19,29 @@ if TYPE_CHECKING:
     from foredraft.server.settings import ServerSettings
 
 _PANEL = "Cluster"
-Ray = Annotated[bool, typer.Option("--ray", help="Run on a Ray cluster.", rich_help_panel=_PANEL)]
+Ray = Annotated[
+    bool,
+    typer.Option("--ray", help="Run on a Ray cluster.", rich_help_panel=_PANEL, hidden=True),
+]
 Replicas = Annotated[
-    int | None, typer.Option(min=1, help="Engines; 1 by default.", rich_help_panel=_PANEL)
+    int | None,
+    typer.Option(min=1, help="Engines; 1 by default.", rich_help_panel=_PANEL, hidden=True),
 ]
 Autoscale = Annotated[
     str | None,
     typer.Option(
-        metavar="MIN:MAX", help="Engines, as many as the load asks for.", rich_help_panel=_PANEL
+        metavar="MIN:MAX",
+        help="Engines, as many as the load asks for.",
+        rich_help_panel=_PANEL,
+        hidden=True,
     ),
 ]
 Address = Annotated[
     str | None,
     typer.Option(
-        help="The cluster, such as 'auto'; this machine alone by default.", rich_help_panel=_PANEL
+        help="The cluster, such as 'auto'; this machine alone by default.",
+        rich_help_panel=_PANEL,
+        hidden=True,
     ),
 ]
 

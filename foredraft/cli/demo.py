@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
 
 _SAMPLING = replace(o.sampling(seed=0, max_tokens=160), only=("temperature", "seed", "max_tokens"))
+_LOADED = o.model(
+    max_batch_size=1,
+    prefix_caching=False,  # both sides have to read their prompts
+)
 _TITLES = {"chat": "open chat", "summarise": "summarise a passage", "edit": "edit a piece of code"}
 
 
 @o.with_options
 def demo(
-    # Both sides have to read their prompts.
-    load: Annotated[LoadOptions, o.loading(max_batch_size=1, prefix_caching=False)],
+    load: Annotated[LoadOptions, _LOADED],
     params: Annotated[SamplingParams, _SAMPLING],
 ) -> None:
     """Generate three replies plainly and speculatively, and show that they are identical.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -39,11 +42,54 @@ def say(text: str, *, stderr: bool = False, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
 def show_pieces(console: Console, pieces: Iterable[Piece]) -> None:
     """Print final pieces of text."""
     for piece in pieces:
         style = DRAFTED if piece.drafted else ""
         console.print(Text(piece.text, style=style), end="", soft_wrap=True, highlight=False)
+
+
+class WholeWords:
+    """Shows pieces of text word by word, and begins a line where a word would cross the edge.
+
+    A word is held back until the space behind it has come.
+
+    Args:
+        console: a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._column = console, 0
+        self._word: list[Piece] = []
+
+    def show(self, pieces: Iterable[Piece], is_last: bool = False) -> None:
+        for piece in pieces:
+            for part in re.findall(r"\s+|\S+", piece.text):
+                if part.isspace():
+                    self._end_word()
+                    self._print([replace(piece, text=part)])
+                else:
+                    self._word.append(replace(piece, text=part))
+        if is_last:
+            self._end_word()
+
+    def _end_word(self) -> None:
+        width = sum(cell_len(piece.text) for piece in self._word)
+        if self._column and self._column + width > self._console.width:
+            self._console.print()
+            self._column = 0
+        self._print(self._word)
+        self._word = []
+
+    def _print(self, pieces: list[Piece]) -> None:
+        show_pieces(self._console, pieces)
+        for piece in pieces:
+            _, newline, rest = piece.text.rpartition("\n")
+            self._column = cell_len(rest) + (0 if newline else self._column)
 
 
 def legend() -> Text:
@@ -219,7 +265,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def reply_display(
-    llm: LLM, console: Console, num_prompt_tokens: int | None = None
+    llm: LLM, console: Console, num_prompt_tokens: int | None = None, wraps: bool = False
 ) -> Iterator[Callable[[Event], None]]:
     """Shows a reply: call the yielded function with each event.
 
@@ -229,12 +275,17 @@ def reply_display(
         llm: the model that replies.
         console: gets the text.
         num_prompt_tokens: if they are known.
+        wraps: break lines between words on a terminal.
     """
+    words = WholeWords(console) if wraps and console.is_terminal else None
     with interruptible() as pressed, PromptProgress(num_prompt_tokens) as progress:
 
         def show(event: Event) -> None:
             progress.show(event)
-            show_pieces(console, event.pieces)
+            if words is None:
+                show_pieces(console, event.pieces)
+            else:
+                words.show(event.pieces, is_last=event.result is not None)
             if pressed and event.result is None:
                 llm.engine.cancel(event.request_id)
 

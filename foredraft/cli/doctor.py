@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli import config
 from foredraft.cli import options as o
+from foredraft.cli.display import megabytes
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.system.extras import EXTRAS, install_command
@@ -19,13 +21,14 @@ if TYPE_CHECKING:
     from foredraft.load import ModelPlan
 
 
+_SHOWN = ("model", "drafter", "draft_model", "weights", "device", "max_context")
 _SMALLER = 0.9
 """A format is suggested only if a step reads less than this share of the bytes."""
 
 
 @o.with_options
 def doctor(
-    load: Annotated[LoadOptions, o.loading(samples=True)],
+    load: Annotated[LoadOptions, o.model(shown=_SHOWN, samples=True)],
     tokens: Annotated[
         int, typer.Option(min=1, help="Predict memory for this many tokens of prompt and reply.")
     ] = 1024,
@@ -57,7 +60,6 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     """
     import torch
 
-    from foredraft.cli.display import RichProgress
     from foredraft.drafters import drafter_spec
     from foredraft.load import plan_models, resolve_drafter
     from foredraft.models.files.kept import kept_models
@@ -67,13 +69,14 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     budget = options.num_draft_tokens
-    with RichProgress() as progress:
+    with o.progress() as progress:
         plan, draft_plan = plan_models(options, progress)
     name = resolve_drafter(options, target=plan)
     spec = drafter_spec(name)
     plans = {"target": plan} | ({"draft model": draft_plan} if draft_plan else {})
     return {
         "machine": describe_machine(),
+        "settings": str(file) if (file := config.path()) and file.is_file() else None,
         "drafter": name,
         "num_draft_tokens": spec.num_draft_tokens if budget is None else budget,
         "drafter_summary": spec.summary,
@@ -194,6 +197,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     table.add_row("kernels from", machine["kernels_from"] or "nowhere: torch decodes")
     table.add_row("accelerator", machine["gpu"] or "none")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
+    table.add_row("settings", report["settings"] or f"none in {config.path()}")
     table.add_row(
         "drafter",
         f"{report['drafter']} ({report['drafter_summary']}), "
@@ -234,7 +238,7 @@ def _add_kept(table: Table, kept: list[dict[str, Any]]) -> None:
     for each in kept:
         whose = f", for {each['model']}" if each["model"] else ""
         gone = ", which is gone" if each["is_gone"] else ""
-        table.add_row("kept", f"{_megabytes(each['bytes'])} in {each['folder']}{whose}{gone}")
+        table.add_row("kept", f"{megabytes(each['bytes'])} in {each['folder']}{whose}{gone}")
 
 
 def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
@@ -249,16 +253,16 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         ("thoughts", "read apart" if model["thinks"] else "none"),
         ("sampling", _sampling(model)),
         ("context", f"{model['max_context']} tokens"),
-        ("weights", _megabytes(model["weight_bytes"])),
+        ("weights", megabytes(model["weight_bytes"])),
         ("a step", _step(model)),
         ("speed", _speed(model)),
         ("self-draft", _self_draft(model)),
         (
             "KV cache",
-            f"{_megabytes(model['cache_bytes'])} at {tokens} tokens, {model['cache_dtype']}",
+            f"{megabytes(model['cache_bytes'])} at {tokens} tokens, {model['cache_dtype']}",
         ),
-        ("work memory", f"{_megabytes(model['work_bytes'])} for the longest step"),
-        ("memory", f"{_megabytes(model['total_bytes'])} for all of these"),
+        ("work memory", f"{megabytes(model['work_bytes'])} for the longest step"),
+        ("memory", f"{megabytes(model['total_bytes'])} for all of these"),
     ]
 
 
@@ -283,10 +287,10 @@ def _speed(model: dict[str, Any]) -> str:
 
 def _step(model: dict[str, Any]) -> str:
     """Cost of a step of few tokens: the bytes of weights that it reads."""
-    reads, in_4_bits = f"reads {_megabytes(model['read_bytes'])} of them", model["in_4_bits"]
+    reads, in_4_bits = f"reads {megabytes(model['read_bytes'])} of them", model["in_4_bits"]
     if in_4_bits is None:
         return reads
-    with_4 = f"with --weights int4 {_megabytes(in_4_bits['read_bytes'])}"
+    with_4 = f"with --weights int4 {megabytes(in_4_bits['read_bytes'])}"
     quality = (
         "the very weights that the model comes in" if in_4_bits["as_it_comes"] else "less precise"
     )
@@ -297,14 +301,10 @@ def _self_draft(model: dict[str, Any]) -> str:
     """Memory of the drafting copy beside the weights; see the drafter self_draft."""
     if model["in_4_bits"] is None:
         return "no smaller copy of these weights can draft here"
-    copy = _megabytes(model["in_4_bits"]["read_bytes"])
+    copy = megabytes(model["in_4_bits"]["read_bytes"])
     return f"a copy in 4 bits takes {copy} more; auto loads it where it pays"
 
 
 def _instructions(machine: dict[str, Any]) -> str:
     used, unused = machine["instructions"] or "no kernels of ours", machine["instructions_unused"]
     return f"{used} (the CPU also has {', '.join(unused)})" if unused else used
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"

@@ -30,13 +30,17 @@ if TYPE_CHECKING:
     from foredraft.engine.request import Event
     from foredraft.llm import LLM
 
+_SAMPLING = replace(o.sampling("stop", "coupling"), section="sampling")
+
 
 @o.with_options
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")],
-    load: Annotated[LoadOptions, o.loading(max_batch_size=1, samples=True)],
-    params: Annotated[SamplingParams, o.sampling()],
-    grammar: Annotated[o.GrammarOptions, o.Derived("Sampling")],
+    load: Annotated[LoadOptions, o.model(max_batch_size=1, samples=True)],
+    params: Annotated[SamplingParams, _SAMPLING],
+    grammar: Annotated[o.GrammarOptions, o.Derived("Sampling", shown=("json_schema",))],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; '-' reads standard input.")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Treat the prompt as a message to a chat model.")
     ] = False,
@@ -46,6 +50,7 @@ def generate(
             "--prediction",
             help="A file with text that the reply is expected to repeat; '-' reads standard input.",
             rich_help_panel="Drafting",
+            hidden=True,
         ),
     ] = None,
     logprobs: Annotated[
@@ -54,6 +59,7 @@ def generate(
             "--logprobs",
             help="With --json: log probabilities, and this many likeliest tokens at each place.",
             rich_help_panel="Sampling",
+            hidden=True,
         ),
     ] = None,
     as_json: o.Json = False,
@@ -76,6 +82,8 @@ def generate(
 
         foredraft generate --chat "Rename total to result: …" --prediction code.py
     """
+    if prompt is None:
+        raise ConfigError("which text is to be continued? Name it, or '-' for standard input")
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs are numbers to be read by programs; add --json")
     if prediction is not None:
@@ -144,8 +152,11 @@ def _read_prediction(path: Path | None, prompt: str) -> str | None:
 
 def _read_input(what: str) -> str:
     try:
-        return sys.stdin.read()
-    except (OSError, UnicodeDecodeError) as error:
+        return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise ConfigError(f"{what} on standard input is not UTF-8 ({found})") from error
+    except OSError as error:
         raise ConfigError(f"{what} on standard input cannot be read: {error}") from error
 
 

@@ -41,7 +41,7 @@ class Command(NamedTuple):
         found = getattr(import_module(f"foredraft.cli.{module}"), attribute)
         if not isinstance(found, typer.Typer):
             group = typer.Typer(add_completion=False, **_SETTINGS)
-            group.command(name)(found)
+            group.command(name, cls=import_module("foredraft.cli.options").OptionsCommand)(found)
             return typer.main.get_command(group)
         return typer.main.get_group(found)
 
@@ -58,6 +58,7 @@ COMMANDS = {
     "run-batch": Command(
         "run_batch:run_batch_file", "Answer a file of requests in OpenAI's batch format."
     ),
+    "models": Command("models:app", "List, describe or remove the models that are kept here."),
     "doctor": Command(
         "doctor:doctor",
         "Print the resolved plan: device, dtype, kernels, memory, and what is missing.",
@@ -66,25 +67,35 @@ COMMANDS = {
         "demo:demo",
         "Generate three replies plainly and speculatively, and show that they are identical.",
     ),
-    "drafters": Command(
-        "drafters:list_drafters",
-        "List the drafters, other packages' included, or show the options of one.",
+    "measure": Command(
+        "measure:measure",
+        "Measure whether speculation is faster here: with which drafter, under which load.",
     ),
-    "train": Command("train:app", "Train a drafter for a model of your own."),
-    "export": Command("export:export", "Write a trained head for vLLM and SGLang."),
-    "index": Command("index:app", "Make texts searchable for the retrieval drafter."),
-    "tune": Command("tune:app", "Find settings for a model on this machine."),
-    "bench": Command("bench:app", "Measure on this machine: interleaved, with medians."),
     "audit": Command(
         "audit:audit",
         "Find out whether speculation is lossless here: this model, drafter and parameters.",
     ),
-    "plan": Command(
-        "plan:plan",
-        "Predict the speed-up of each drafter under each load, and recommend a setting.",
+    "drafters": Command(
+        "drafters:app", "List the drafters, show the options of one, or index text for one."
     ),
-    "trace": Command("trace:app", "Look at what a run did, step by step."),
+    "train": Command("train:app", "Train a drafter for a model of your own."),
+    "trace": Command("trace:trace", "Show what a run did, step by step, and replay it."),
 }
+RENAMED = {
+    "bench": "foredraft measure (the repository has more: python -m benchmarks)",
+    "bench drafters": "foredraft measure",
+    "bench step": "python -m benchmarks step, in the repository",
+    "bench serve": "guidellm or `vllm bench serve`, which load any server with OpenAI's interface",
+    "plan": "foredraft measure",
+    "tune": "foredraft measure",
+    "tune exit": "foredraft measure --variant 'early-exit exit-layer=4'",
+    "tune self-draft": "foredraft train self-draft",
+    "export": "foredraft train export",
+    "index": "foredraft drafters index",
+    "trace show": "foredraft trace FILE",
+    "trace replay": "foredraft trace FILE --replay",
+}
+"""Commands that are gone, and what does their work."""
 
 
 class _Commands(TyperGroup):
@@ -97,6 +108,9 @@ class _Commands(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for old in (" ".join(args[:2]), args[0]):
+            if old in RENAMED:
+                raise ConfigError(f"foredraft {old} is now: {RENAMED[old]}")
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, stand_in and COMMANDS[str(name)].load(str(name)), rest
 

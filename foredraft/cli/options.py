@@ -2,19 +2,22 @@
 
 A command takes a `LoadOptions`, `SamplingParams`, `TrainOptions`, `ServerSettings` or a class of
 its own as a parameter, and `with_options` turns the fields of that class into options: the name,
-the type, the default and the help text of an option are those of the field. So a field that is
-added to such a class is an option without another line here.
+the type, the default and the help text of an option are those of the field. A field without an
+option of its own is set by ``--set NAME=VALUE``, and both by the user's file of settings
+(`foredraft.cli.config`), so a field that is added to such a class needs no other line here.
+``--help`` shows the options that most people need, ``--help-all`` every option and field.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import (
@@ -31,12 +34,16 @@ from typing import (
 )
 
 import typer
+from pydantic import TypeAdapter, ValidationError
+from typer.core import TyperCommand
 
-from foredraft.core.errors import ConfigError
+from foredraft.cli import config
+from foredraft.core.errors import ConfigError, nearest
 from foredraft.core.grammar import Grammar
 from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
+    from foredraft.cli.display import RichProgress
     from foredraft.engine.policy import Trace
     from foredraft.llm import LLM
     from foredraft.server.context import StepFeed
@@ -55,8 +62,11 @@ class Derived:
         panels: other headings, each with its fields.
         fixed: values that the command itself decides; these fields are no options.
         defaults: defaults that differ from those of the class.
-        only: the fields that are options; None takes all that a command line can express.
-        without: fields that are no options and keep their defaults.
+        only: the fields that can be set; None takes all that a command line can express.
+        without: fields that cannot be set and keep their defaults.
+        flags: the fields that are options; the others are set by ``--set``. None: all.
+        shown: the options that ``--help`` shows; None: all.
+        section: of the file of settings; None: the file says nothing about them.
         names: flags that differ from the field's name, such as ``{"matrices": "--lr"}``.
         parsers: fields that are read as text and converted by a function.
         build: makes the object from the given values; None calls ``cls.of`` or the class.
@@ -68,6 +78,9 @@ class Derived:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Sequence[str] | None = None
     without: Sequence[str] = ()
+    flags: Sequence[str] | None = None
+    shown: Sequence[str] | None = None
+    section: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     parsers: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
     build: Callable[[Mapping[str, Any]], Any] | None = None
@@ -89,28 +102,65 @@ def parse_count(text: str) -> int:
         raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
 
 
+_DRAFTING = ("drafter", "draft_model", "num_draft_tokens", "drafter_options")
+_MODEL_FLAGS = (*_DRAFTING, "model", "dtype", "weights", "device", "threads", "max_context")
+_MODEL_SHOWN = ("model", "drafter", "draft_model", "weights")
+_SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "seed", "max_tokens")
+_NO_FLAGS = ("n", "grammar", "prediction", "logprobs", "prompt_logprobs", "skip_special_tokens")
+
+
 def loading(*, only: Sequence[str] | None = None, samples: bool = False, **fixed: Any) -> Derived:
-    """How commands show `LoadOptions`.
+    """`LoadOptions` as options of a benchmark: every field is one.
 
     Args:
-        only: the fields that are options.
+        only: the fields that can be set.
         samples: whether the model's own sampling defaults count; a measurement names its own.
-        **fixed: values of the command's own, which are no options then.
+        **fixed: values of the command's own, which cannot be set.
     """
     if not samples:
         fixed["sampling_defaults"] = "none"
-    drafting = ("drafter", "draft_model", "num_draft_tokens", "drafter_options")
-    return Derived("Model", {"Drafting": drafting}, fixed=fixed, only=only)
+    return Derived("Model", {"Drafting": _DRAFTING}, fixed=fixed, only=only)
 
 
-def sampling(**defaults: Any) -> Derived:
-    """How commands show `SamplingParams`.
+def model(
+    *more: str,
+    flags: Sequence[str] = _MODEL_FLAGS,
+    shown: Sequence[str] = _MODEL_SHOWN,
+    defaults: Mapping[str, Any] | None = None,
+    samples: bool = False,
+    **fixed: Any,
+) -> Derived:
+    """`LoadOptions` as options of a command.
 
     Args:
+        *more: fields that are options here, beside ``flags``.
+        flags: fields that are options.
+        shown: the options that ``--help`` shows.
+        defaults: defaults of the command's own.
+        samples: as of `loading`.
+        **fixed: values of the command's own, which cannot be set.
+    """
+    return replace(
+        loading(samples=samples, **fixed),
+        defaults=defaults or {},
+        flags=(*flags, *more),
+        shown=shown,
+        section="model",
+    )
+
+
+def sampling(
+    *more: str, shown: Sequence[str] = ("temperature", "seed", "max_tokens"), **defaults: Any
+) -> Derived:
+    """`SamplingParams` as options of a command.
+
+    Args:
+        *more: fields that are options here, beside those of every command.
+        shown: the options that ``--help`` shows.
         **defaults: defaults of the command's own.
     """
-    without = ("n", "grammar", "prediction", "logprobs", "prompt_logprobs", "skip_special_tokens")
-    return Derived("Sampling", defaults=defaults, without=without)
+    flags = (*_SAMPLING_FLAGS, *more)
+    return Derived("Sampling", defaults=defaults, without=_NO_FLAGS, flags=flags, shown=shown)
 
 
 @dataclass(frozen=True)
@@ -153,18 +203,15 @@ def _grammar_of_file(path: Path) -> Grammar:
         raise ConfigError(f"the JSON schema {path} cannot be read: {error}") from error
 
 
-JsonFile = Annotated[
-    str | None, typer.Option("--json", help="Also write all figures to this file.")
+Output = Annotated[
+    str | None, typer.Option("--output", help="Also write all figures to this file, as JSON.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-Prompts = Annotated[
-    str | None,
-    typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
-]
-Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
 TraceTo = Annotated[
     Path | None,
-    typer.Option("--trace", help="Write what each step did to this file; see `foredraft trace`."),
+    typer.Option(
+        "--trace", help="Write what each step did to this file; see `foredraft trace`.", hidden=True
+    ),
 ]
 
 
@@ -186,16 +233,101 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         else:
             kind = Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(annotation=hints[name], kind=kind))
+    settable = {name: each for group in groups.values() for name, each in group.settable.items()}
+    parameters += _common_options(parameters, settable)
 
     def run(**given: Any) -> None:
-        objects = {name: group.build(given) for name, group in groups.items()}
+        assigned = _assigned(settable, given.pop(_SET, None) or ())
+        objects = {name: group.build(given, assigned) for name, group in groups.items()}
         own = {name: value for name, value in given.items() if name in hints}
         command(**own, **objects)
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, __name__
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.settable = settable  # type: ignore[attr-defined]
     return run
+
+
+_SET = "set_"
+
+
+def _common_options(
+    parameters: Sequence[Parameter], settable: Mapping[str, _Field]
+) -> Iterator[Parameter]:
+    """``--set`` where a command has fields for it, and ``--help-all`` where it hides something."""
+    if settable:
+        help_text = "Any other setting; may be repeated. --help-all lists them."
+        option = typer.Option("--set", metavar="NAME=VALUE", help=help_text, hidden=True)
+        annotation: Any = Annotated[list[str] | None, option]
+        yield Parameter(_SET, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    if settable or any(_is_hidden(each) for each in parameters):
+        option = typer.Option(
+            "--help-all", help="Show every option.", is_eager=True, expose_value=False,
+            callback=_show_all,
+        )  # fmt: skip
+        annotation = Annotated[bool, option]
+        yield Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+
+
+def _is_hidden(parameter: Parameter) -> bool:
+    return any(getattr(each, "hidden", False) for each in get_args(parameter.annotation)[1:])
+
+
+def _show_all(context: typer.Context, is_asked: bool) -> None:
+    """Print the help with every option, then the fields that ``--set`` takes, and leave."""
+    if not is_asked:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    for each in context.command.params:
+        each.hidden = False  # type: ignore[attr-defined]
+    typer.echo(context.get_help())
+    settable: Mapping[str, _Field] = getattr(context.command.callback, "settable", {})
+    if settable:
+        table = Table("--set NAME=VALUE", "", "default", box=None, padding=(0, 2, 0, 0))
+        for name, field_ in settable.items():
+            table.add_row(name, field_.help_text, str(_shown_default(field_.default) or ""))
+        Console(highlight=False).print(table)
+    raise typer.Exit
+
+
+class OptionsCommand(TyperCommand):
+    """A command which says how a setting without an option of its own is set."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options; see `typer.core.TyperCommand`.
+
+        Raises:
+            ConfigError: an option is named that only ``--set`` takes.
+        """
+        settable = getattr(self.callback, "settable", {})
+        own = {flag for param in self.params for flag in (*param.opts, *param.secondary_opts)}
+        for each in args:
+            flag = each.partition("=")[0]
+            name = flag[2:].replace("-", "_")
+            if flag.startswith("--") and flag not in own and name.removeprefix("no_") in settable:
+                raise ConfigError(f"{flag} is a setting: write --set {name.removeprefix('no_')}=…")
+        return super().parse_args(ctx, args)
+
+
+def _assigned(settable: Mapping[str, _Field], texts: Sequence[str]) -> dict[str, Any]:
+    """What ``--set`` says, by field."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.replace("-", "_")
+        if not equals:
+            raise ConfigError(f"--set {text!r} is not NAME=VALUE")
+        if name not in settable:
+            raise ConfigError(f"--set {name}: there is no such setting{nearest(name, settable)}")
+        each = settable[name]
+        if each.is_repeated and name in found:
+            found[name] = (*found[name], *each.read(f"--set {name}", value))
+        else:
+            found[name] = each.read(f"--set {name}", value)
+    return found
 
 
 def flags(cls: type[Any], derived: Derived) -> dict[str, str]:
@@ -208,9 +340,12 @@ class _Group:
 
     def __init__(self, cls: type[Any], derived: Derived) -> None:
         self._cls, self._derived = cls, derived
-        self._fields = {each.name: each for each in _fields_of(cls) if self._is_option(each)}
+        found = {each.name: each for each in _fields_of(cls) if self._can_be_set(each)}
+        flags = found if derived.flags is None else derived.flags
+        self._fields = {name: each for name, each in found.items() if name in flags}
+        self.settable = {name: each for name, each in found.items() if name not in flags}
 
-    def _is_option(self, each: _Field) -> bool:
+    def _can_be_set(self, each: _Field) -> bool:
         derived = self._derived
         if each.name in derived.fixed or each.name in derived.without:
             return False
@@ -219,16 +354,15 @@ class _Group:
         return each.name in derived.parsers or each.option_type is not None
 
     def parameters(self) -> Iterator[Parameter]:
-        docs = docs_of_fields(self._cls)
         for each in self._fields.values():
-            annotation: Any = Annotated[self._type(each) | None, self._option(each, docs)]
+            annotation: Any = Annotated[self._type(each) | None, self._option(each)]
             kind = Parameter.KEYWORD_ONLY
             yield Parameter(each.name, kind, default=None, annotation=annotation)
 
     def _type(self, each: _Field) -> Any:
         return str if each.name in self._derived.parsers else each.option_type
 
-    def _option(self, each: _Field, docs: Mapping[str, str]) -> Any:
+    def _option(self, each: _Field) -> Any:
         derived = self._derived
         flag = derived.names.get(each.name) or each.flag
         if each.option_type is bool:
@@ -237,15 +371,23 @@ class _Group:
         panel = next((p for p, names in derived.panels.items() if each.name in names), None)
         return typer.Option(
             flag,
-            help=docs.get(each.name),
+            help=each.help_text,
+            hidden=derived.shown is not None and each.name not in derived.shown,
             show_default=_shown_default(default),
             rich_help_panel=panel or derived.panel,
             metavar="NAME=VALUE" if each.is_mapping else None,
         )  # fmt: skip
 
-    def build(self, values: dict[str, Any]) -> Any:
-        """The object; takes its options out of ``values``."""
-        derived, given = self._derived, dict(self._derived.defaults)
+    def build(self, values: dict[str, Any], assigned: Mapping[str, Any]) -> Any:
+        """The object; takes its options out of ``values``.
+
+        Args:
+            assigned: what ``--set`` says, by field.
+        """
+        derived = self._derived
+        from_file = self._from_file()
+        given = dict(derived.defaults) | from_file
+        given |= {name: value for name, value in assigned.items() if name in self.settable}
         for name, each in self._fields.items():
             value = values.pop(name)
             if value is None or value == []:
@@ -257,7 +399,27 @@ class _Group:
             given[name] = tuple(value) if isinstance(value, list) else value
         given |= derived.fixed
         build = derived.build or (lambda found: getattr(self._cls, "of", self._cls)(**found))
-        return build(given)
+        try:
+            return build(given)
+        except ConfigError as error:
+            if not from_file:
+                raise
+            raise ConfigError(f"{error} (settings are also read from {config.path()})") from error
+
+    def _from_file(self) -> dict[str, Any]:
+        """Fields that the file of settings names; the environment goes before the file."""
+        section = self._derived.section
+        found = {} if section is None else config.section(section)
+        known = {each.name: each for each in _fields_of(self._cls)}
+        for name in found.keys() - known.keys():
+            raise ConfigError(f"{config.path()}: [{section}] has no {name}{nearest(name, known)}")
+        prefix = getattr(self._cls, "model_config", {}).get("env_prefix")
+        allowed = self._fields.keys() | self.settable.keys()
+        return {
+            name: known[name].read(f"{config.path()}: {name}", value)
+            for name, value in found.items()
+            if name in allowed and (prefix is None or f"{prefix}{name}".upper() not in os.environ)
+        }
 
 
 @dataclass(frozen=True)
@@ -267,19 +429,46 @@ class _Field:
     Attributes:
         option_type: what typer reads for it; None: it can read no such value.
         is_mapping: NAME=VALUE texts stand for it.
+        help_text: its docstring, shortened.
     """
 
     name: str
     default: Any
     option_type: Any
     is_mapping: bool
+    help_text: str
+
+    @property
+    def is_repeated(self) -> bool:
+        return bool(self.option_type == list[str] or self.option_type == list[int])
 
     @property
     def flag(self) -> str:
         """An option that may be repeated has the singular: ``--allowed-host``."""
-        is_repeated = self.option_type == list[str] or self.option_type == list[int]
-        name = self.name.removesuffix("s") if is_repeated else self.name
+        name = self.name.removesuffix("s") if self.is_repeated else self.name
         return "--" + name.replace("_", "-")
+
+    def read(self, place: str, value: object) -> Any:
+        """The value of ``--set`` or of the file of settings.
+
+        Args:
+            place: where it was written, for the message.
+
+        Raises:
+            ConfigError: it is of another type.
+        """
+        if self.is_mapping and isinstance(value, Mapping):
+            return {name.replace("-", "_"): each for name, each in value.items()}
+        if self.is_repeated and not isinstance(value, list):
+            value = [value]
+        try:
+            found = TypeAdapter(self.option_type).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].lower()
+            raise ConfigError(f"{place} is {value!r:.100}: {problem}") from None
+        if self.is_mapping:
+            return parse_assignments(self.flag, found)
+        return tuple(found) if isinstance(found, list) else found
 
 
 def _shown_default(default: Any) -> str | bool:
@@ -304,9 +493,10 @@ def _fields_of(cls: type[Any]) -> Iterator[_Field]:
         if is_dataclass(cls)
         else {name: f.default for name, f in cls.model_fields.items()}
     )
+    docs = docs_of_fields(cls)
     for name, default in defaults.items():
         option_type, is_mapping = _option_type(hints[name])
-        yield _Field(name, default, option_type, is_mapping)
+        yield _Field(name, default, option_type, is_mapping, docs.get(name, ""))
 
 
 def _option_type(hint: Any) -> tuple[Any, bool]:
@@ -454,6 +644,13 @@ def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
         yield load
 
 
+def progress(waiting: str | None = None) -> RichProgress:
+    """Shows the stages of slow work on the terminal."""
+    from foredraft.cli.display import RichProgress
+
+    return RichProgress(waiting=waiting)
+
+
 def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = False) -> LLM:
     """Load a model, and show slow stages on the terminal.
 
@@ -461,12 +658,10 @@ def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = 
         trace: called with the record of every step.
         evidence: whether verdicts record the probabilities and draws behind them.
     """
-    from foredraft.cli.display import RichProgress
-
-    with _no_collections(), RichProgress(waiting=f"Loading {options.model}") as progress:
+    with _no_collections(), progress(f"Loading {options.model}") as display:
         from foredraft.llm import LLM  # takes its part of the time
 
-        return LLM.load(**vars(options), progress=progress, trace=trace, keeps_evidence=evidence)
+        return LLM.load(**vars(options), progress=display, trace=trace, keeps_evidence=evidence)
 
 
 @contextmanager

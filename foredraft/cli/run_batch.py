@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 NewApp = Callable[..., "FastAPI"]
 
 _LOADING = replace(
-    o.loading(samples=True),
+    o.model(
+        "max_batch_size", shown=("model", "drafter", "draft_model", "max_batch_size"), samples=True
+    ),
     defaults={"max_batch_size": 16},
     names={"max_batch_size": "--concurrency"},
 )

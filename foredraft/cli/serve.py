@@ -10,7 +10,6 @@ import ssl
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +37,12 @@ _PANELS = {
 }  # fmt: skip
 _NAMES = {"request_metrics": "--per-request-spec-decode-metrics"}
 _INTERRUPTED = 130
-_LOADING = replace(o.loading(samples=True), defaults={"max_batch_size": 16})
+_LOADING = o.model(
+    *("max_batch_size", "cache_memory"),
+    shown=("model", "drafter", "draft_model", "weights", "max_context"),
+    defaults={"max_batch_size": 16},
+    samples=True,
+)
 
 
 def _settings(given: Mapping[str, Any]) -> ServerSettings:
@@ -63,7 +67,22 @@ def _variable(name: str) -> str:
     return f"{ServerSettings.model_config.get('env_prefix', '')}{name}".upper()
 
 
-_SETTINGS = o.Derived("Limits", _PANELS, names=_NAMES, build=_settings)
+_FLAGS = (
+    *_PANELS["Access"],
+    *_PANELS["Server"],
+    "allow_priority",
+    "max_waiting",
+    "request_timeout",
+)
+_SETTINGS = o.Derived(
+    "Limits",
+    _PANELS,
+    flags=_FLAGS,
+    shown=("host", "port", "api_key_file", "served_model_names"),
+    section="server",
+    names=_NAMES,
+    build=_settings,
+)
 
 
 @o.with_options
@@ -76,6 +95,7 @@ def serve(
             "--log-requests",
             help="A line of JSON for each, without its text.",
             rich_help_panel="Server",
+            hidden=True,
         ),
     ] = False,
     trace: o.TraceTo = None,
@@ -87,7 +107,8 @@ def serve(
     """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
 
     Settings that are not given here are read from the environment, such as FOREDRAFT_PORT or
-    FOREDRAFT_MAX_BODY_BYTES; docs/operate/server.md lists all.
+    FOREDRAFT_MAX_BODY_BYTES, then from ~/.config/foredraft/config.toml; docs/operate/server.md
+    lists all.
 
     Examples:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import log
@@ -22,145 +21,74 @@ from foredraft.core.errors import ConfigError
 if TYPE_CHECKING:
     from foredraft.trace.files import Trace
     from foredraft.trace.format import Candidate, Committed, NodeLaw, TracedRow, TracedStep, Why
-    from foredraft.trace.replay import Outcome, Replay
-
-app = typer.Typer(no_args_is_help=True)
-File = Annotated[Path, typer.Argument(help="Written with --trace.")]
-Request = Annotated[int | None, typer.Option(help="Only this request of the trace.")]
 
 
-@app.callback()
-def _group() -> None:
-    """Look at what a run did, step by step."""
-
-
-@app.command()
-def show(
-    file: File,
-    request: Request = None,
-    step: Annotated[int | None, typer.Option(help="Why this step went as it did.")] = None,
-) -> None:
-    """Show a run: its text by who wrote it, and its steps; with --step, one of them in full.
-
-    Examples:
-
-        foredraft generate --chat "Name three rivers." --trace run.jsonl
-
-        foredraft trace show run.jsonl
-
-        foredraft trace show run.jsonl --step 5
-    """
-    trace, console = _read(file, request), Console(highlight=False)
-    if step is None:
-        show_run(console, trace)
-        return
-    found = next((s for s in trace.steps if s.step == step), None)
-    if found is None:
-        last = trace.steps[-1].step if trace.steps else None
-        raise ConfigError(f"the trace has no step {step}; the last one is {last}")
-    show_step(console, found)
-
-
-@app.command()
-def replay(
-    file: File,
-    num_draft_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Most draft tokens a step; 0 is plain decoding.")
-    ] = None,
-    request: Request = None,
+@o.with_options
+def trace(
+    file: Annotated[Path, typer.Argument(help="Written with --trace.")],
+    request: Annotated[int | None, typer.Option(help="Only this request of the trace.")] = None,
+    step: Annotated[int | None, typer.Option(help="Show this step in full.")] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Other numbers of draft tokens on the same text.")
+    ] = False,
     as_json: o.Json = False,
 ) -> None:
-    """Where the time went, and what the same text would have taken with other drafts.
+    """Show what a run did, step by step, and replay it.
 
-    No model runs: steps are built from recorded drafts and acceptance, times from a line fitted to
-    those of the trace. Without --num-draft-tokens each stretch of a reply is shown, with the faster
-    setting there.
+    With --step one step in full: the tree, the target's probabilities, the test, the residual. With
+    --replay the same text in the steps that other numbers of draft tokens would have taken: no
+    model runs; drafts and acceptance are the recorded ones, times a model of costs through the
+    recorded steps. The page of `foredraft serve` shows both, and where the time went.
 
     Examples:
 
         foredraft generate --chat "Name three rivers." --trace run.jsonl
 
-        foredraft trace replay run.jsonl
+        foredraft trace run.jsonl
 
-        foredraft trace replay run.jsonl --num-draft-tokens 3
+        foredraft trace run.jsonl --step 5
+
+        foredraft trace run.jsonl --replay --json
     """
+    found, console = _read(file, request), Console(highlight=False)
+    if replay:
+        _replay(console, found, as_json)
+    elif as_json:
+        for each in (found.run, *found.steps):
+            typer.echo(each.model_dump_json())
+    elif step is None:
+        show_run(console, found)
+    else:
+        show_step(console, _step(found, step))
+
+
+def _step(trace: Trace, number: int) -> TracedStep:
+    for step in trace.steps:
+        if step.step == number:
+            return step
+    last = trace.steps[-1].step if trace.steps else None
+    raise ConfigError(f"the trace has no step {number}; the last one is {last}")
+
+
+def _replay(console: Console, trace: Trace, as_json: bool) -> None:
+    from foredraft.bench.report import Report, Table
     from foredraft.trace.replay import Replay
 
-    found, console = Replay.of(_read(file, request), num_draft_tokens), Console(highlight=False)
-    cost, recorded = found.cost, found.recorded
-    if as_json:
-        stretches = {number: [*map(asdict, each)] for number, each in found.stretches.items()}
-        settings = [*map(asdict, found.settings)]
-        typer.echo(json.dumps({"settings": settings, "stretches": stretches, "step": asdict(cost)}))
-        return
-    if num_draft_tokens is None:
-        for each in found.stretches:
-            console.print(Rule(f"request {each}", align="left", style="dim"))
-            _show_stretches(console, found, each)
-    _show_settings(console, found.settings, recorded, num_draft_tokens)
-    console.print(
-        f"a step: {cost.base_ms:.2f} ms and {cost.node_ms:.2f} ms a node, a line through the "
-        "recorded steps",
-        style="dim",
-    )
-    if cost.is_flat:
-        console.print("all recorded drafts were of one size: what a node costs is not known")
-    if num_draft_tokens is not None and num_draft_tokens > recorded:
-        console.print("longer drafts than recorded: at least this much, if a node costs the same")
-
-
-def _show_settings(
-    console: Console, outcomes: Sequence[Outcome], recorded: int, asked: int | None
-) -> None:
-    table = Table("draft tokens", box=None, padding=(0, 2, 0, 0))
-    for title in ("steps", "drafted", "accepted", "committed per step", "tokens/s"):
-        table.add_column(title, justify="right")
-    for outcome in outcomes:
-        size, least = outcome.num_draft_tokens, "≥ " if outcome.is_bound else ""
-        note = " (as recorded)" if size == recorded else ""
-        table.add_row(
-            f"{size}{note}",
-            *(str(outcome.steps), str(outcome.drafted), str(outcome.accepted)),
-            f"{least}{outcome.committed_per_step:.2f}",
-            f"{least}{outcome.tokens_per_s:.1f}",
-            style="bold" if size == asked else "",
-        )
-    console.print(table)
-
-
-_BAR = 28
-"""Characters of the slowest stretch's bar."""
-
-
-def _show_stretches(console: Console, found: Replay, request_id: int) -> None:
-    """A bar a stretch, by what took the time; then what would have been faster where."""
-    stretches = found.stretches[request_id]
-    slowest = max((each.ms_per_token for each in stretches), default=1.0)
-    table = Table("tokens", box=None, padding=(0, 2, 0, 0))
-    table.add_column(
-        Text.assemble(("draft", "green"), " ", ("forward", "blue"), " ", ("rest", "dim"))
-    )
-    for title in ("ms a token", "drafted", "committed a step"):
-        table.add_column(title, justify="right")
-    for each in stretches:
-        scale = _BAR / slowest / (each.last - each.first + 1)
-        table.add_row(
-            f"{each.first}-{each.last}",
-            Text.assemble(
-                ("█" * round(each.draft_ms * scale), "green"),
-                ("█" * round(each.score_ms * scale), "blue"),
-                ("░" * round(each.rest_ms * scale), "dim"),
-            ),
-            f"{each.ms_per_token:.1f}",
-            f"{each.recorded.drafted / max(1, each.recorded.steps):.1f}",
-            f"{each.recorded.committed_per_step:.2f}",
-        )
-    console.print(table)
-    slow = found.slowest(request_id)
-    for each in slow:
-        console.print(each.sentence)
-    if stretches and not slow:
-        console.print("no other number of draft tokens would have been faster anywhere")
+    found = Replay.of(trace)
+    rows = [
+        asdict(each)
+        | {"committed_per_step": each.committed_per_step, "tokens_per_s": each.tokens_per_s}
+        | {"note": "as recorded" if each.num_draft_tokens == found.recorded else ""}
+        for each in found.settings
+    ]
+    columns = {"draft tokens": "{num_draft_tokens:d}", "steps": "{steps:d}",
+               "drafted": "{drafted:d}", "accepted": "{accepted:d}",
+               "committed a step": "{committed_per_step:.2f}", "tokens/s": "{tokens_per_s:.1f}",
+               "": "{note}"}  # fmt: skip
+    lines = [each.sentence for number in found.stretches for each in found.slowest(number)]
+    if found.is_flat:
+        lines.append("all recorded drafts were of one size: what a node costs is not known")
+    Report([Table("settings", rows, columns)], lines=lines).give(as_json=as_json)
 
 
 def _read(file: Path, request: int | None) -> Trace:

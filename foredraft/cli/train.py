@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from foredraft.cli import options as o
 from foredraft.cli.display import say
 from foredraft.core.errors import ConfigError
-from foredraft.options import LoadOptions
+from foredraft.options import DEFAULT_MODEL, LoadOptions
 from foredraft.train.options import Rates, TableOptions, TrainOptions, WriteOptions
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ _WRITING_SHARE = 0.5
 """Largest share of a training's minutes that is spent on generating its text."""
 _LEAST_TOKENS = 1000
 """Replies that are generated even if the minutes are few."""
+_DRAWN_LENGTH = 160
+"""Tokens of a reply that a copy is rounded for."""
+_AGREES_ANYWAY = 0.96
+"""Share of tokens from which a better rounding gains nothing."""
+_BUILT_IN_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The built-in model's name on the Hugging Face hub."""
 
 
 class _Kinds(TyperGroup):
@@ -81,20 +87,36 @@ Target = Annotated[
         only=("model", "device", "max_context", "weights"),
         names={"model": "--target"},
         fixed={"drafter": "none", "max_batch_size": _WRITTEN_AT_ONCE, "calibrate": False},
+        flags=("model", "device"),
     ),
 ]
-_TEXT = o.Derived("Text", names={"data": "--data"}, parsers={"text_tokens": o.parse_count})
-_RATES = o.Derived("Training", names={"matrices": "--lr", "tables": "--table-lr"},
-                   only=("matrices", "tables"))  # fmt: skip
+_TEXT = o.Derived(
+    "Text",
+    names={"data": "--data"},
+    parsers={"text_tokens": o.parse_count},
+    flags=("data", "text_tokens"),
+    shown=("data",),
+)
+_RATES = o.Derived(
+    "Training",
+    names={"matrices": "--lr"},
+    only=("matrices", "tables"),
+    flags=("matrices",),
+    shown=(),
+)
 _TRAINING = o.Derived(
     "Training",
     without=("clip", "held_out_texts", "save_s"),
     parsers={"tokens": o.parse_count},
+    flags=("tokens", "minutes", "batch_tokens", "sequence", "depth", "loss", "evaluations"),
+    shown=("tokens", "minutes", "depth"),
 )
 _WRITING = o.Derived(
     "Text",
     without=("passes", "shard", "max_prompt_tokens"),
     names={"temperatures": "--temperature"},
+    flags=("tokens", "temperatures", "max_tokens"),
+    shown=("tokens", "temperatures", "max_tokens"),
     parsers={
         "tokens": o.parse_count,
         "temperatures": lambda text: tuple(o.numbers("--temperature", text, float)),
@@ -105,7 +127,7 @@ _WRITING = o.Derived(
 # ---------------------------------------------------------------------------------- commands
 
 
-@app.command(_KIND)
+@app.command(_KIND, cls=o.OptionsCommand)
 @o.with_options
 def train_head(
     kind: Annotated[str, typer.Argument(help="Kind of head; `foredraft train kinds` lists them.")],
@@ -164,7 +186,7 @@ def train_head(
     say(f"{out}: {learnt}{more}")
 
 
-@app.command("table")
+@app.command("table", cls=o.OptionsCommand)
 @o.with_options
 def train_table(
     load: Target,
@@ -191,7 +213,7 @@ def train_table(
     say(f"{out}: next tokens named right, with earlier matches: {right}")
 
 
-@app.command("write-text")
+@app.command("write-text", cls=o.OptionsCommand)
 @o.with_options
 def write_text(
     load: Target,
@@ -230,7 +252,8 @@ def compare(
     plot: Annotated[
         str | None, typer.Option(help="Draw their curves over tokens seen to this file.")
     ] = None,
-    json_file: o.JsonFile = None,
+    as_json: o.Json = False,
+    output: o.Output = None,
 ) -> None:
     """Trained heads side by side: size, text, acceptance by depth, and whether it still rises.
 
@@ -239,7 +262,7 @@ def compare(
     from foredraft.bench.report import Report, Table, check_outputs
     from foredraft.train.curves import draw_curves, read_compared
 
-    check_outputs(json_file, plot)
+    check_outputs(output, plot)
     compared = [head for folder in heads for head in read_compared(folder)]
     compared.sort(key=lambda head: -head.measured.get("committed_greedy", 0.0))
     if plot is not None:
@@ -254,7 +277,7 @@ def compare(
     )
     facts = {"heads": [head.as_dict() for head in compared]}
     tables = [Table("", rows, columns) for columns in (_MADE, _REACHED)]
-    Report(tables, facts, explained).give(json_file)
+    Report(tables, facts, explained).give(output, as_json=as_json)
 
 
 _MADE = {
@@ -292,7 +315,7 @@ def _shares(values: Sequence[float]) -> str:
 
 
 @app.command("kinds")
-def show_kinds() -> None:
+def show_kinds(as_json: o.Json = False) -> None:
     """List the kinds of heads that can be trained, each with its options."""
     from foredraft.bench.report import Report, Table
     from foredraft.drafters.registry import drafter_spec, head_class, head_kinds
@@ -306,7 +329,121 @@ def show_kinds() -> None:
         for kind in head_kinds()
     ]
     columns = {"kind": "{kind}", "options": "{options}", "what it is": "{summary}"}
-    Report([Table("", rows, columns)]).give(None)
+    Report([Table("kinds", rows, columns)]).give(as_json=as_json)
+
+
+@app.command("self-draft", cls=o.OptionsCommand)
+@o.with_options
+def tune_self_draft(
+    load: Annotated[
+        LoadOptions,
+        o.model(
+            flags=("model", "threads", "dtype"),
+            drafter="none",
+            draft_model=None,
+            drafter_options={},
+            max_batch_size=16,
+        ),
+    ],
+    tokens: Annotated[
+        int, typer.Option(min=512, help="Tokens of the model's own text to round for.")
+    ] = 8192,
+    as_json: o.Json = False,
+) -> None:
+    """Make a copy in 4 bits that drafts better for this model, and keep it.
+
+    The model writes some text; each layer is then rounded so that its errors undo each other on it
+    (GPTQ). That takes some minutes, once: from then on the drafter self_draft, which auto loads
+    where it pays, uses the copy. A model that comes in 4 bits gains nothing by it.
+
+    Examples:
+
+        foredraft train self-draft --model path/to/model
+    """
+    from foredraft.bench.report import Report, Table
+
+    figures = _tuned_copies(o.load_llm(load), tokens)
+    best = max(figures, key=lambda figure: figure["speedup"])
+    columns = {"copy": "{name}", "agrees at T=0": "{greedy:.1%}", "at T=1": "{sampled:.1%}",
+               "time of a token": "{share:.2f} plain", "memory": "{megabytes:.0f} MB",
+               "speed-up, roughly": "{speedup:.2f}x"}  # fmt: skip
+    advice = f"auto takes the one with {best['bits']} bits, where it pays; so does self-draft."
+    if len({figure["bits"] for figure in figures}) == len(figures):
+        advice = (
+            "4 bits agree so often that no other rounding can gain: nothing was made. " + advice
+        )
+    report = Report([Table("copies", figures, columns)], {"best": best}, [advice])
+    report.give(as_json=as_json)
+
+
+def _tuned_copies(llm: LLM, tokens: int) -> list[dict[str, Any]]:
+    """Make the copy; how well all there are draft."""
+    from foredraft.cli.display import progress_bar
+    from foredraft.drafters.model.self_draft import copy_figures, low_bit_target
+    from foredraft.models.base import offered
+
+    target = low_bit_target(llm.target)
+    figures = copy_figures(target, llm.tokenizer, "as it comes")
+    if figures[0]["greedy"] >= _AGREES_ANYWAY:
+        return figures
+    texts = _drawn_texts(llm, tokens)
+    with progress_bar(offered(llm.target.capabilities.layer_views).num_layers) as advance:
+        target.tune_copy(texts, advance)
+    return [*copy_figures(target, llm.tokenizer, "rounded for its text")[:1], *figures]
+
+
+def _drawn_texts(llm: LLM, tokens: int) -> list[list[int]]:
+    """Replies of the model to the built-in prompts, drawn at temperature 1."""
+    from foredraft.bench.prompts import load_prompts, prompt_ids
+    from foredraft.cli.display import progress_bar
+    from foredraft.core.params import SamplingParams
+
+    prompts = [prompt_ids(llm, prompt) for prompt in load_prompts(None, 10)]
+    length = max(16, min(_DRAWN_LENGTH, llm.target.max_context - max(map(len, prompts)) - 1))
+    params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
+    texts = list[list[int]]()
+    with progress_bar(tokens // (length * len(prompts)) + 1) as advance:
+        for round_number in range(tokens // (length * len(prompts)) + 1):
+            results = llm.generate(prompts, replace(params, seed=round_number))
+            texts += [[*p, *r.token_ids] for p, r in zip(prompts, results, strict=True)]
+            advance("writing text")
+    return texts
+
+
+@app.command()
+def export(
+    head: Annotated[Path, typer.Argument(help="The folder of a trained head.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    format: Annotated[str, typer.Option("--format", help="speculators.")] = "speculators",
+    target: Annotated[
+        str, typer.Option("--target", help="Whose head it is: as --model elsewhere.")
+    ] = DEFAULT_MODEL,
+    verifier: Annotated[
+        str | None,
+        typer.Option(help="The target's name in other engines (its hub id, or --target)."),
+    ] = None,
+) -> None:
+    """Write a trained head for vLLM and SGLang.
+
+    foredraft train export heads/eagle --format speculators --out heads/eagle-speculators
+    """
+    from foredraft.drafters.trained import fingerprint_of_files, read_info
+    from foredraft.models.files.safety import Checkpoint
+    from foredraft.models.files.store import resolve_model
+    from foredraft.train.export import export_head
+
+    info = read_info(head)
+    with o.progress() as progress:
+        checkpoint = Checkpoint(resolve_model(target, progress=progress))
+    if fingerprint_of_files(checkpoint) != info.target.fingerprint:
+        raise ConfigError(
+            f"the head in {head} was trained for {info.target.name!r}, and --target {target!r} is "
+            "another model"
+        )
+    usual = _BUILT_IN_ID if target == DEFAULT_MODEL else target
+    architectures = checkpoint.config.get("architectures") or ["LlamaForCausalLM"]
+    export_head(head, out, format, verifier or usual, architectures)
+    say(f"{out}: {format}")
 
 
 # -------------------------------------------------------------------------------- the target

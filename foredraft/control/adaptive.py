@@ -247,7 +247,7 @@ class AdaptiveBudget:
     # ---- for people -----------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """Its decisions so far and its next one; see `foredraft tune load`."""
+        """Its decisions so far and its next one; see `foredraft measure`."""
         plan, ledger = self._plan, self.ledger
         return {
             "steps": self._num_steps,

@@ -69,7 +69,7 @@ class ReplayBody(BaseModel):
 
 
 def replay_report(trace: Trace) -> dict[str, Any]:
-    """The report of `foredraft trace replay` on a trace, by request."""
+    """The report of `foredraft trace --replay` and more on a trace, by request."""
     found = Replay.of(trace)
     requests = [
         {

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
-import numpy as np
-
+from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.trace.files import Trace
 from foredraft.trace.format import TracedRow, TracedStep
@@ -25,45 +25,22 @@ _WORTH_SAYING = 1.05
 _MOST_SENTENCES = 3
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """Milliseconds of a step: a straight line through the recorded ones.
+def step_cost(steps: Sequence[TracedStep]) -> tuple[CostModel, bool]:
+    """The time of a step of one row by its tokens, and whether all drafts were of one size.
 
-    Attributes:
-        base_ms: without a draft.
-        node_ms: for each node.
-        is_flat: all recorded steps had the same number of nodes, so what one costs is not known.
+    Raises:
+        ConfigError: no step decoded one request alone.
     """
-
-    base_ms: float
-    node_ms: float
-    is_flat: bool
-
-    @classmethod
-    def of(cls, steps: Sequence[TracedStep]) -> StepCost:
-        """From steps of one row that read no prompt.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        found = [
-            (len(step.rows[0].draft.tokens), step.times.total_ms)
-            for step in steps
-            if len(step.rows) == 1 and is_decoding(step.rows[0])
-        ]
-        if not found:
-            raise ConfigError("the trace has no step that decoded one request alone")
-        nodes, ms = map(np.array, zip(*found, strict=True))
-        usual = ms <= 3.0 * np.median(ms)  # the others were interrupted
-        if len(set(nodes[usual].tolist())) < 2:
-            return cls(float(np.median(ms)), 0.0, True)
-        slope, base = np.polyfit(nodes[usual], ms[usual], 1)
-        if slope < 0.0:
-            slope, base = 0.0, np.median(ms)
-        return cls(float(base), float(slope), False)
-
-    def ms(self, num_nodes: int) -> float:
-        return self.base_ms + num_nodes * self.node_ms
+    found = [
+        (1 + len(step.rows[0].draft.tokens), step.times.total_ms)
+        for step in steps
+        if len(step.rows) == 1 and is_decoding(step.rows[0])
+    ]
+    if not found:
+        raise ConfigError("the trace has no step that decoded one request alone")
+    usual = 3.0 * median(ms for _, ms in found)  # longer ones were interrupted
+    kept = [(size, ms) for size, ms in found if ms <= usual]
+    return CostModel.through(kept), len({size for size, _ in kept}) < 2
 
 
 @dataclass(frozen=True)
@@ -71,7 +48,7 @@ class Outcome:
     """The measured or replayed result of a setting.
 
     Attributes:
-        ms: by `StepCost`.
+        ms: by the model of costs.
         is_bound: more could have been accepted: the trace does not hold such long drafts.
     """
 
@@ -92,7 +69,7 @@ class Outcome:
         return 1e3 * self.committed / self.ms if self.ms else 0.0
 
 
-def replay(steps: Sequence[TracedStep], num_draft_tokens: int, cost: StepCost) -> Outcome:
+def replay(steps: Sequence[TracedStep], num_draft_tokens: int, cost: CostModel) -> Outcome:
     """The same text with at most ``num_draft_tokens`` nodes a step."""
     rows = [row for step in steps for row in step.rows if is_decoding(row)]
     done = [piece for row in rows for piece in pieces(row, num_draft_tokens)]
@@ -102,7 +79,7 @@ def replay(steps: Sequence[TracedStep], num_draft_tokens: int, cost: StepCost) -
         drafted=sum(nodes for nodes, _ in done),
         accepted=sum(committed - 1 for _, committed in done),
         committed=sum(committed for _, committed in done),
-        ms=sum(cost.ms(nodes) for nodes, _ in done),
+        ms=sum(cost.ms([(1 + nodes, 0)]) for nodes, _ in done),
         is_bound=num_draft_tokens > max((row.budget for row in rows), default=0),
     )
 
@@ -116,7 +93,7 @@ class Stretch:
         text: what they brought.
         drafters: drafters of these steps.
         draft_ms, score_ms, rest_ms: in all; ``rest_ms`` is verifying and learning.
-        recorded: what was done, by `StepCost`.
+        recorded: what was done, by the model of costs.
         best: the best of the numbers of draft tokens that were tried; ``recorded`` if none is
             better.
     """
@@ -156,32 +133,30 @@ class Replay:
     """A replayed trace: its slow stretches, and other numbers of draft tokens.
 
     Attributes:
-        cost: of a step.
+        cost: of a step of one row, by its tokens.
+        is_flat: all recorded steps had the same number of nodes, so what one costs is not known.
         recorded: the most draft tokens that were allowed.
         settings: the whole trace with other numbers of them, and as recorded.
     """
 
     trace: Trace
-    cost: StepCost
+    cost: CostModel
+    is_flat: bool
     recorded: int
     settings: tuple[Outcome, ...]
 
     @classmethod
-    def of(cls, trace: Trace, num_draft_tokens: int | None = None) -> Replay:
+    def of(cls, trace: Trace) -> Replay:
         """Replay a trace.
-
-        Args:
-            num_draft_tokens: another number of them to try.
 
         Raises:
             ConfigError: no step decoded one request alone.
         """
-        cost = StepCost.of(trace.steps)
+        cost, is_flat = step_cost(trace.steps)
         recorded = max((row.budget for step in trace.steps for row in step.rows), default=0)
-        asked = set() if num_draft_tokens is None else {num_draft_tokens}
-        sizes = sorted({size for size in SIZES if size < recorded} | {recorded} | asked)
+        sizes = sorted({size for size in SIZES if size < recorded} | {recorded})
         settings = tuple(replay(trace.steps, size, cost) for size in sizes)
-        return cls(trace, cost, recorded, settings)
+        return cls(trace, cost, is_flat, recorded, settings)
 
     @cached_property
     def stretches(self) -> Mapping[int, Sequence[Stretch]]:
@@ -202,7 +177,7 @@ class Replay:
         return sorted(worse, key=rate)[:_MOST_SENTENCES]
 
 
-def _stretches_of(trace: Trace, request_id: int, cost: StepCost) -> list[Stretch]:
+def _stretches_of(trace: Trace, request_id: int, cost: CostModel) -> list[Stretch]:
     steps = [
         step
         for step in trace.steps
@@ -212,7 +187,7 @@ def _stretches_of(trace: Trace, request_id: int, cost: StepCost) -> list[Stretch
 
 
 def stretches(
-    steps: Sequence[TracedStep], cost: StepCost, sizes: Sequence[int], num_tokens: int = 32
+    steps: Sequence[TracedStep], cost: CostModel, sizes: Sequence[int], num_tokens: int = 32
 ) -> list[Stretch]:
     """The steps of one request in stretches of a least number of tokens.
 
@@ -232,7 +207,7 @@ def stretches(
 
 
 def _stretch(
-    steps: Sequence[TracedStep], cost: StepCost, sizes: Sequence[int], first: int
+    steps: Sequence[TracedStep], cost: CostModel, sizes: Sequence[int], first: int
 ) -> Stretch:
     rows, times = [step.rows[0] for step in steps], [step.times for step in steps]
     tokens = [token for row in rows for token in row.committed]

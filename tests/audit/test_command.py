@@ -14,10 +14,10 @@ from foredraft.core.errors import ConfigError
     [
         (("--drafter", "none"), "nothing to audit"),
         (("--detect", "0"), "detect is 0.0"),
-        (("--alpha", "0.9"), "alpha is 0.9"),
+        (("--set", "alpha=0.9"), "alpha is 0.9"),
         (("--plain-endpoint", "http://127.0.0.1:1"), "goes with an endpoint"),
         (("--endpoint", "localhost:8000"), "no address"),
-        (("--json", "/no/such/place/audit.json"), "no folder"),
+        (("--output", "/no/such/place/audit.json"), "no folder"),
         (("--report", "/no/such/place/audit.md"), "no folder"),
     ],
 )

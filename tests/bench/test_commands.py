@@ -1,103 +1,74 @@
-"""`foredraft bench …` on a tiny checkpoint, and against a server that answers."""
+"""`foredraft measure` on a tiny checkpoint."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from foredraft.cli.main import app
-from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.core.errors import ConfigError
+from foredraft.system.timing_lock import measuring
 
 
-def bench(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments])
+def measure(checkpoint: Path, *arguments: str) -> Result:
+    sizes = ("--limit", "2", "--max-tokens", "12", "--loads", "1,2")
+    model = ("--model", str(checkpoint), "--dtype", "float32")
+    return CliRunner().invoke(app, ["measure", *model, *sizes, *arguments])
 
 
-def test_drafters_are_compared(checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
-        "drafters", "--model", str(checkpoint), "--dtype", "float32", "--drafters", "ngram",
-        "--variant", "suffix node_cost=0.5", "--limit", "1", "--max-tokens", "4",
-        "--json", str(path),
-    )  # fmt: skip
+def test_drafters_are_measured_under_each_load(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    asked = ("--drafters", "auto", "--variant", "suffix node_cost=0.5", "--output", str(path))
+    result = measure(checkpoint, *asked)
     assert result.exit_code == 0, result.exception
     report = json.loads(path.read_text())
-    names = {row["contender"] for row in report["overall"]}
-    assert names == {"none", "ngram", "suffix node_cost=0.5"}
-    assert all(trial["identical"] for trial in report["trials"])
-    assert "all categories" in result.stdout
+    (plan,) = report["plans"]
+    names = {each["drafter"] for each in plan["outlooks"]}
+    assert names == {"none", "auto", "suffix node_cost=0.5"}
+    assert [*plan["choices"]] == ["1", "2"]
+    assert report["num_different"] == 0
+    assert report["command"]
+    assert "1 at once: " in result.stdout
+    again = measure(checkpoint, "--drafters", "ngram", "--machine", str(path), "--json")
+    assert again.exit_code == 0, again.exception
+    machines = [each["machine"] for each in json.loads(again.stdout)["plans"]]
+    assert machines == ["here", "here"], "the other one is called as its file"
 
 
-def test_steps_are_timed_beside_a_floor(checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
-        "step", "--model", str(checkpoint), "--dtype", "float32", "--tokens", "1,3",
-        "--context", "16", "--rounds", "1", "--json", str(path),
-    )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    report = json.loads(path.read_text())
-    assert {f["name"] for f in report["figures"]} == {"target", "suffix (draft)"}
-    assert [*report["floor_ms"]] == ["1", "3"]
+def test_a_text_that_differs_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.bench.record.Recording.num_different", lambda *_: 1)
+    assert measure(checkpoint, "--drafters", "ngram").exit_code == 1
 
 
-class _Server(BaseHTTPRequestHandler):
-    """Two events of text and a count, as OpenAI's servers stream them."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.asked.append((self.headers["authorization"], body))  # type: ignore[attr-defined]
-        self.send_response(200)
-        self.end_headers()
-        for chunk in (
-            {"choices": [{"delta": {"content": "a"}}]},
-            {"choices": [{"delta": {"content": "b"}}]},
-            {"choices": [], "usage": {"completion_tokens": 7}},
-        ):
-            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    server.asked = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--loads", "0"), "counts start at 1"),
+        (("--drafters", "ngrm"), "did you mean 'ngram'"),
+        (("--variant", "suffix shared"), "NAME=VALUE"),
+        (("--machine", "/no/such/file.json"), "--machine"),
+        (("--output", "/no/such/folder/x.json"), "there is no folder"),
+        (("--limit", "0"), "limit is 0"),
+        (("--max-tokens", "0"), "max_tokens is 0"),
+        (("--prompts", "p" * 5000), "File name too long"),
+    ],
+)
+def test_bad_values_are_explained(checkpoint: Path, options: tuple[str, ...], message: str) -> None:
+    error = measure(checkpoint, *options).exception
+    assert isinstance(error, ConfigError | OSError)
+    assert message in str(error)
 
 
-def test_any_server_is_loaded(server: ThreadingHTTPServer, tmp_path: Path) -> None:
-    path, url = tmp_path / "out.json", f"http://127.0.0.1:{server.server_address[1]}"
-    result = bench(
-        "serve", "--url", f"ours={url}/", "--url", f"theirs={url}", "--clients", "1,2", "--limit",
-        "2", "--rounds", "1", "--api-key", "secret", "--model", "m", "--json", str(path),
-    )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    figures = json.loads(path.read_text())["figures"]
-    found = [(each["server"], each["clients"]) for each in figures]
-    assert found == [("ours", 1), ("theirs", 1), ("ours", 2), ("theirs", 2)]
-    keys, bodies = zip(*server.asked, strict=True)  # type: ignore[attr-defined]
-    assert {*keys} == {"Bearer secret"}
-    assert {body["model"] for body in bodies} == {"m"}
-    assert len(bodies) == 2 * 2 * 2 * 2, "servers, rounds, numbers of clients, prompts"
+def test_help_does_not_wait_for_another_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "timing.lock"
+    monkeypatch.setenv("FOREDRAFT_TIMING_LOCK", str(lock))
+    with measuring(lambda _: None):
+        from benchmarks.__main__ import app as benchmarks
 
-
-def test_a_server_that_does_not_answer_is_named() -> None:
-    result = bench("serve", "--url", "http://127.0.0.1:9", "--limit", "1")
-    assert isinstance(result.exception, ForedraftError)
-    assert "http://127.0.0.1:9 does not answer" in str(result.exception)
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ours=127.0.0.1", "=x"])
-def test_what_is_no_address_is_refused(url: str) -> None:
-    assert isinstance(bench("serve", "--url", url).exception, ConfigError)
+        for program, name in ((app, "measure"), (benchmarks, "step")):
+            assert CliRunner().invoke(program, [name, "--help"]).exit_code == 0

@@ -26,10 +26,10 @@ def test_the_switch_of_the_kernels_is_part_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
-    monkeypatch.setattr("sys.argv", ["/usr/bin/foredraft", "bench", "step"])
+    monkeypatch.setattr("sys.argv", ["/usr/bin/foredraft", "measure"])
     path = tmp_path / "out.json"
     write_json(str(path), {}, seed=0)
-    assert json.loads(path.read_text())["command"] == ("FOREDRAFT_KERNELS=off foredraft bench step")
+    assert json.loads(path.read_text())["command"] == "FOREDRAFT_KERNELS=off foredraft measure"
 
 
 def test_a_place_that_cannot_be_written_is_an_error() -> None:

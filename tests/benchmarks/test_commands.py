@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.random_model import Shape
 from benchmarks.results import render
+from benchmarks.timing import PeerFailed
 from foredraft.bench.report import write_json
-from foredraft.bench.timing import PeerFailed
 from foredraft.core.errors import ConfigError
 from tests.cli.conftest import Run
 
@@ -30,8 +30,8 @@ def bench(checkpoint: Path) -> Run:
     def bench(name: str, *arguments: str) -> Result:
         options = ("--model", str(checkpoint), "--dtype", "float32")
         result = CliRunner().invoke(app, [name, *options, *arguments])
-        if result.exit_code == 0 and "--json" in arguments:
-            written = Path(arguments[arguments.index("--json") + 1])
+        if result.exit_code == 0 and "--output" in arguments:
+            written = Path(arguments[arguments.index("--output") + 1])
             assert f"## {written.stem}" in render(written.parent)
         return result
 
@@ -44,7 +44,7 @@ def report(bench: Run, tmp_path: Path) -> Report:
 
     def report(name: str, *arguments: str) -> dict[str, Any]:
         path = tmp_path / "out.json"
-        result = bench(name, *arguments, "--json", str(path))
+        result = bench(name, *arguments, "--output", str(path))
         assert result.exit_code == 0, result.exception
         written: dict[str, Any] = json.loads(path.read_text())
         return written
@@ -182,7 +182,7 @@ def test_a_peer_that_crashes_costs_its_row(
         command = importlib.import_module(f"benchmarks.{module}")
         monkeypatch.setattr(command, name, lambda *_: Crashing())
     path = tmp_path / "out.json"
-    result = bench(*options, "--against", "llama.cpp-q8_0", "--json", str(path))
+    result = bench(*options, "--against", "llama.cpp-q8_0", "--output", str(path))
     assert result.exit_code == 0, result.exception
     assert "llama.cpp q8_0" in result.stdout
     assert "crashed (signal 11)" in result.stdout
@@ -205,7 +205,15 @@ def test_step_times_a_shape_with_random_weights(
 ) -> None:
     path = tmp_path / "out.json"
     result = bench(
-        "step", "--random-weights", "tiny", "--tokens", "1,3", "--rounds", "2", "--json", str(path)
+        "step",
+        "--random-weights",
+        "tiny",
+        "--tokens",
+        "1,3",
+        "--rounds",
+        "2",
+        "--output",
+        str(path),
     )
     assert result.exit_code == 0, result.exception
     assert "tiny with random weights (timing only)" in result.stdout
@@ -215,7 +223,7 @@ def test_step_times_a_shape_with_random_weights(
 def test_step_times_a_file_of_a_shape(bench: Run, tmp_path: Path, tiny_shape: None) -> None:
     path = tmp_path / "out.json"
     options = ("--random-weights", "tiny", "--stored", "q4_0", "--drafter", "none")
-    result = bench("step", *options, "--tokens", "1", "--rounds", "1", "--json", str(path))
+    result = bench("step", *options, "--tokens", "1", "--rounds", "1", "--output", str(path))
     assert result.exit_code == 0, result.exception
     assert "tiny-q4_0.gguf" in result.stdout
     assert "random-weights" in str(bench("step", "--stored", "q4_0").exception)
@@ -225,7 +233,7 @@ def test_quality_compares_with_float32(bench: Run, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     result = bench(
         "quality", "--dtype", "bfloat16", "--backend", "native", "--limit", "90",
-        "--json", str(path),
+        "--output", str(path),
     )  # fmt: skip
     assert result.exit_code == 0, result.exception
     assert "89 tokens of the built-in text" in result.stdout

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import llama_cpp, random_files
+from benchmarks.forwards import Size
 from benchmarks.llama_cpp import LlamaCppContender, LlamaCppStepper, open_llama
-from foredraft.bench.step import Size
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.compare import run_trials
+from benchmarks.contenders import Contender, ContenderRun
+from benchmarks.forwards import Size, time_steps
 from benchmarks.peer_process import PeerContender, PeerStepper
 from benchmarks.prompts import time_reading
-from foredraft.bench.compare import run_trials
-from foredraft.bench.contenders import Contender, ContenderRun
+from benchmarks.timing import PeerFailed
 from foredraft.bench.prompts import BenchPrompt
-from foredraft.bench.step import Size, time_steps
-from foredraft.bench.timing import PeerFailed
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 

@@ -19,7 +19,7 @@ def test_a_checkout_beside_itself(checkpoint: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app,
         ["revisions", str(REPO), str(REPO), "--model", str(checkpoint), "--limit", "2",
-         "--max-tokens", "4", "--loads", "2", "--json", str(path)],
+         "--max-tokens", "4", "--loads", "2", "--output", str(path)],
     )  # fmt: skip
     assert result.exit_code == 0, result.exception
     rows = json.loads(path.read_text())["revisions"]

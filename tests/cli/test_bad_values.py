@@ -17,7 +17,7 @@ MODEL_VALUES = [
     ("--device", "gpu", "unknown device"),
     ("--dtype", "float23", "did you mean 'float32'"),
     ("--weights", "int3", "unknown weights"),
-    ("--backend", "nativ", "did you mean 'native'"),
+    ("--set", "backend=nativ", "did you mean 'native'"),
     ("--device", "gpu", "did you mean 'cuda'"),
     ("--max-context", "1", "max_context is 1"),
     ("--max-context", "-5", "max_context is -5"),
@@ -38,26 +38,32 @@ SAMPLING_VALUES = [
     ("--temperature", "nan", "temperature must be a finite number"),
     ("--top-k", "-1", "top_k is -1"),
     ("--top-p", "0", "top_p is 0"),
-    ("--min-p", "2", "min_p is 2"),
+    ("--set", "min_p=2", "min_p is 2"),
     ("--seed", "-1", "seed is -1"),
     ("--seed", "99999999999999999999999", "seed is"),
     ("--max-tokens", "0", "max_tokens is 0"),
+    ("--set", "repetition_penalty=0", "repetition_penalty is 0.0; it must be between 0.01 and 100"),
+    ("--set", "presence-penalty=3", "presence_penalty is 3"),
+    ("--set", "frequency_penalty=nan", "frequency_penalty must be a finite number"),
+    ("--set", "min_tokens=9999", "min_tokens is 9999"),
+]
+FORM_VALUES = [
     ("--stop", "", "non-empty"),
     ("--stop", "a" * 70000, "stop holds"),
     ("--coupling", "seded", "did you mean 'seeded'"),
-    ("--repetition-penalty", "0", "repetition_penalty is 0.0; it must be between 0.01 and 100"),
-    ("--presence-penalty", "3", "presence_penalty is 3"),
-    ("--frequency-penalty", "nan", "frequency_penalty must be a finite number"),
-    ("--min-tokens", "9999", "min_tokens is 9999"),
     ("--json-schema", "/no/such/schema.json", "cannot be read"),
     ("--json-schema", __file__, "test_bad_values.py: the JSON schema is no JSON"),
     ("--choice", "", "empty text"),
+    ("--set", "min_b=2", "did you mean 'min_p'"),
+    ("--set", "min_p", "is not NAME=VALUE"),
+    ("--cache-dtype", "int8", "write --set cache_dtype=…"),
 ]
 COMMANDS = {
     ("generate", "Hi"): [
         *MODEL_VALUES,
         *DRAFT_VALUES,
         *SAMPLING_VALUES,
+        *FORM_VALUES,
         ("--logprobs", "2", "add --json"),
     ],
     ("chat",): [*MODEL_VALUES, *DRAFT_VALUES, *SAMPLING_VALUES],
@@ -70,39 +76,21 @@ COMMANDS = {
     ("serve",): [
         *MODEL_VALUES,
         *DRAFT_VALUES,
-        ("--max-step-tokens", "0", "max_step_tokens is 0"),
+        ("--set", "max_step_tokens=0", "max_step_tokens is 0"),
         ("--max-batch-size", "0", "max_batch_size is 0"),
         ("--port", "99999", "port is 99999"),
         ("--host", "0.0.0.0", "--api-key-file"),
         ("--otlp-traces-endpoint", "collector:4317", "--otlp-traces-endpoint is 'collector:4317'"),
         ("--per-request-spec-decode-metrics", "some", "'summary'"),
     ],
-    ("run-batch", "no-such-file.jsonl"): [("--max-step-tokens", "many", "Invalid value")],
-    ("bench", "step"): [
-        *MODEL_VALUES,
-        ("--rounds", "0", "Invalid value"),
-        ("--context", "-1", "counts start at 1"),
-        ("--tokens", "-1", "counts start at 1"),
-        ("--rows", "", "not whole numbers"),
-        ("--json", "/no/such/folder/x.json", "there is no folder"),
+    ("run-batch", "no-such-file.jsonl"): [
+        ("--set", "max_step_tokens=many", "--set max_step_tokens is 'many'")
     ],
-    ("bench", "drafters"): [
-        *MODEL_VALUES,
-        ("--limit", "0", "limit is 0"),
-        ("--seed", "-1", "seed is -1"),
-        ("--max-tokens", "0", "max_tokens is 0"),
-        ("--temperature", "-1", "temperature is -1"),
-        ("--prompts", "p" * 5000, "File name too long"),
+    ("drafters", "index", "no-such-file", "--output", "out"): [("--model", "", "no such file")],
+    ("drafters", "index", "n" * 5000, "--output", "out"): [("--model", "x", "File name too long")],
+    ("drafters", "index", __file__, "--output", "o" * 5000): [
+        ("--model", "x", "File name too long")
     ],
-    ("tune", "exit"): [
-        *MODEL_VALUES,
-        ("--tokens", "3", "Invalid value"),
-        ("--repeats", "0", "Invalid value"),
-        ("--text", "t" * 5000, "--text"),
-    ],
-    ("index", "build", "no-such-file", "--output", "out"): [("--model", "", "no such file")],
-    ("index", "build", "n" * 5000, "--output", "out"): [("--model", "x", "File name too long")],
-    ("index", "build", __file__, "--output", "o" * 5000): [("--model", "x", "File name too long")],
 }
 CASES = [(command, *value) for command, values in COMMANDS.items() for value in values]
 

@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from foredraft.cli.chat import Conversation
+from foredraft.cli.display import WholeWords
 from foredraft.core.params import SamplingParams
 from foredraft.engine.request import Event
+from foredraft.engine.text import Piece
 from foredraft.llm import LLM
 
 
@@ -79,3 +81,31 @@ def test_words_that_leave(llm: LLM, monkeypatch: pytest.MonkeyPatch, word: str) 
     talk = conversation(llm)
     assert talk.turn() is False
     assert talk.messages == []
+
+
+def test_ctrl_c_at_the_prompt_leaves_when_it_is_pressed_twice(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk, lines = conversation(llm), iter([None, "/reset", None, None])
+
+    def read() -> str:
+        line = next(lines)
+        if line is None:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("foredraft.cli.chat.read_message", read)
+    assert [talk.turn() for _ in range(4)] == [True, True, True, False]
+
+
+def test_lines_break_between_words() -> None:
+    text = (
+        "The ferry crosses the strait twice a day\nand back, unaccompanied-by-any-passenger at all"
+    )
+    shown = io.StringIO()
+    words = WholeWords(Console(file=shown, width=16, force_terminal=True, color_system=None))
+    for at in range(0, len(text), 3):
+        words.show([Piece(text[at : at + 3], False)], is_last=at + 3 >= len(text))
+    lines = shown.getvalue().split("\n")
+    assert " ".join(line.strip() for line in lines) == text.replace("\n", " ")
+    assert [line.strip() for line in lines][:3] == ["The ferry", "crosses the", "strait twice a"]

@@ -66,6 +66,15 @@ def test_generate_reads_standard_input(run: Run) -> None:
     assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
 
 
+def test_standard_input_that_is_not_text_is_said(checkpoint: Path) -> None:
+    arguments = ["generate", "-", "--model", str(checkpoint), "--dtype", "float32"]
+    error = CliRunner().invoke(app, arguments, input=b"ferry \xff").exception
+    assert "the prompt on standard input is not UTF-8 (byte 0xff at 6)" in str(error)
+    error = CliRunner().invoke(app, ["generate"], input="The ferry").exception
+    assert isinstance(error, ConfigError)
+    assert "'-' for standard input" in str(error)
+
+
 def test_generate_passes_drafter_options_on(run: Run) -> None:
     ngram = ("generate", "x", "--max-tokens", "3", "--drafter", "ngram", "--drafter-option")
     assert run(*ngram, "max-ngram-size=3").exit_code == 0
@@ -84,6 +93,8 @@ def test_generate_passes_drafter_options_on(run: Run) -> None:
         (("--num-draft-tokens", "-1"), ConfigError, "num_draft_tokens"),
         (("--drafter", "ngrm"), ConfigError, "did you mean 'ngram'"),
         (("--dtype", "bfloat"), ConfigError, "did you mean 'bfloat16'"),
+        (("--dtype", "fp16"), ConfigError, "nothing is computed in float16"),
+        (("--dtype", "fp32"), ConfigError, "did you mean 'float32'"),
         (("--drafter-option", "x"), ConfigError, "NAME=VALUE"),
         (("--max-context", "2", "--max-tokens", "3"), ForedraftError, "context"),
     ],
@@ -103,6 +114,20 @@ def test_unknown_options_and_commands_name_the_nearest() -> None:
     command = CliRunner().invoke(app, ["generat"])
     assert command.exit_code == 2
     assert "generate" in command.output
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "org/missing.GGUF"])
+def test_no_such_file(name: str) -> None:
+    error = CliRunner().invoke(app, ["generate", "x", "--model", name]).exception
+    assert isinstance(error, ConfigError)
+    assert f"no such file: '{name}'" in str(error)
+
+
+def test_more_context_than_the_model_has_is_said(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run("generate", "The", "--max-context", "100000", "--max-tokens", "2").exit_code == 0
+    assert "max_context is 100000, and the model takes 2048: 2048 it is" in caplog.text
 
 
 def test_no_such_model_directory() -> None:
@@ -212,6 +237,37 @@ def test_doctor_describes_the_draft_model(run: Run, checkpoint: Path) -> None:
     assert set(report["models"]) == {"target", "draft model"}
 
 
+def test_models_are_listed_described_and_removed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    model = tmp_path / "models" / "gguf-tiny-1"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    layout = tmp_path / "kept" / "0a1b"
+    layout.mkdir(parents=True)
+    (layout / "model").write_text(str(model))
+    (layout / "weights").write_bytes(bytes(2_000_000))
+
+    def invoke(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["models", *arguments])
+
+    listed = {
+        (each["model"], each["kind"]): each for each in json.loads(invoke("list", "--json").stdout)
+    }
+    assert not listed["smollm2-135m-instruct", "packaged"]["is_here"]
+    assert listed["gguf-tiny-1", "layout"]["num_bytes"] > 2_000_000
+    assert "downloaded by its first use" in " ".join(invoke("list").stdout.split())
+    about = json.loads(invoke("show", str(checkpoint), "--json").stdout)
+    assert (about["family"], about["layers"], about["max_context"]) == ("llama", 3, 2048)
+    assert "family        llama" in invoke("show", str(checkpoint)).stdout
+    wrong = invoke("rm", "gguf-tiny-2").exception
+    assert "did you mean 'gguf-tiny-1'" in str(wrong)
+    assert invoke("rm", "gguf-tiny-1").stdout.count("deleted") == 2
+    assert not model.exists()
+    assert not layout.exists()
+
+
 def test_demo_proves_that_texts_are_identical(run: Run) -> None:
     result = run("demo", "--max-tokens", "6")
     assert result.exit_code == 0
@@ -227,7 +283,7 @@ def test_demo_fails_when_a_text_differs(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_help_of_every_command_teaches() -> None:
-    for command in ("generate", "chat", "doctor", "demo", "bench"):
+    for command in ("generate", "chat", "doctor", "demo", "measure"):
         result = CliRunner().invoke(app, [command, "--help"])
         assert result.exit_code == 0
         assert len(result.output) > 300

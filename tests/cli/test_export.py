@@ -1,4 +1,4 @@
-"""`foredraft export`: a head of this very target, and of no other."""
+"""`foredraft train export`: a head of this very target, and of no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,15 @@ def head(checkpoint: Path, tmp_path: Path) -> Path:
 def test_a_head_is_exported_with_the_name_of_its_target(
     checkpoint: Path, head: Path, tmp_path: Path
 ) -> None:
-    common = ["export", str(head), "--target", str(checkpoint), "--out", str(tmp_path / "out")]
+    common = [
+        "train",
+        "export",
+        str(head),
+        "--target",
+        str(checkpoint),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     for more, name in (([], str(checkpoint)), (["--verifier", "org/tiny"], "org/tiny")):
         result = CliRunner().invoke(app, [*common, *more])
         assert result.exit_code == 0, (result.output, result.exception)
@@ -48,6 +56,6 @@ def test_a_head_of_another_target_is_refused(checkpoint: Path, head: Path, tmp_p
     meta["target"]["fingerprint"] = "0" * 16
     (head / "head.json").write_text(json.dumps(meta))
     out = ["--target", str(checkpoint), "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, ["export", str(head), *out])
+    result = CliRunner().invoke(app, ["train", "export", str(head), *out])
     assert isinstance(result.exception, ConfigError)
     assert "trained for 'tiny'" in str(result.exception)

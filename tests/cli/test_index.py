@@ -1,4 +1,4 @@
-"""`foredraft index build`, and generating with what it wrote."""
+"""`foredraft drafters index`, and generating with what it wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def notes(tmp_path: Path) -> Path:
 
 
 def build(checkpoint: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["index", "build", "--model", str(checkpoint), *arguments])
+    return CliRunner().invoke(app, ["drafters", "index", "--model", str(checkpoint), *arguments])
 
 
 def test_an_index_is_built_and_used(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from foredraft.cli import options as o
-from foredraft.cli.main import COMMANDS, app
+from foredraft.cli.main import COMMANDS, RENAMED, app, exit_with_message
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
@@ -111,23 +111,126 @@ def test_every_field_is_documented(cls: type[Any]) -> None:
     assert not {*names} - {*o.docs_of_fields(cls)}
 
 
-def options_of(name: str) -> dict[str, Any]:
-    command = COMMANDS[name].load(name)
-    return {flag: each for each in command.params for flag in each.opts}
+def leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every command that runs, with its words."""
+    inside = getattr(command, "commands", None)
+    if inside is None:
+        yield path, command
+        return
+    for name, each in inside.items():
+        yield from leaves(each, f"{path} {name}")
 
 
-def test_every_load_option_is_an_option_of_generate_and_serve() -> None:
-    for command, own in (("generate", {"max_batch_size"}), ("serve", set[str]())):
-        for name, flag in o.flags(LoadOptions, o.Derived()).items():
-            assert (flag in options_of(command)) == (name not in own), (command, flag)
+def all_leaves() -> dict[str, Any]:
+    return dict(pair for name, each in COMMANDS.items() for pair in leaves(each.load(name), name))
 
 
-def test_every_setting_of_the_server_is_an_option_of_serve_but_its_key() -> None:
-    known = options_of("serve")
-    flags = o.flags(ServerSettings, o.Derived())
-    assert {name for name, flag in flags.items() if flag not in known} == {
-        *("api_key", "request_metrics")  # a secret; and one that is called as vLLM does
+def options_of(command: Any) -> list[Any]:
+    """Options, but for those that print help."""
+    own = [each for each in command.params if each.param_type_name == "option"]
+    return [each for each in own if each.opts[0] not in ("--help", "--help-all")]
+
+
+def test_the_command_line_can_be_taken_in() -> None:
+    found = all_leaves()
+    assert [*COMMANDS] == [
+        "generate",
+        "chat",
+        "serve",
+        "run-batch",
+        "models",
+        "doctor",
+        "demo",
+        "measure",
+        "audit",
+        "drafters",
+        "train",
+        "trace",
+    ]
+    assert len(found) <= 22
+    assert sum(len(options_of(each)) for each in found.values()) <= 240
+    shown = {
+        name: sum(not each.hidden for each in command.params if each.param_type_name == "option")
+        for name, command in found.items()
     }
+    assert not {name: number for name, number in shown.items() if number > 12}
+
+
+def reachable(name: str) -> set[str]:
+    """Fields that an option or ``--set`` of a command sets."""
+    command = all_leaves()[name]
+    return {each.name for each in command.params} | {*command.callback.settable}
+
+
+def test_every_load_option_can_be_set_in_generate_and_serve() -> None:
+    names = {each.name for each in fields(LoadOptions)}
+    assert names - reachable("generate") == {"max_batch_size"}
+    assert not names - reachable("serve")
+
+
+def test_every_setting_of_the_server_can_be_set_in_serve_but_its_key() -> None:
+    assert {*ServerSettings.model_fields} - reachable("serve") == {"api_key"}
+
+
+@pytest.mark.parametrize("name", [*all_leaves()])
+def test_all_options_are_shown_when_asked_for(name: str) -> None:
+    command = all_leaves()[name]
+    flags = {flag for each in command.params for flag in each.opts}
+    if "--help-all" not in flags:
+        assert not [each for each in options_of(command) if each.hidden]
+        return
+    words = ["eagle" if word == "KIND" else word for word in name.split()]
+    said = CliRunner().invoke(app, [*words, "--help-all"], env={"COLUMNS": "300"}).output
+    assert not [flag for each in options_of(command) for flag in each.opts[:1] if flag not in said]
+    assert not [each for each in getattr(command.callback, "settable", {}) if each not in said]
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_old_names_say_the_new_one(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        exit_with_message(lambda: app([*old.split(), "x"]))
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said.strip() == f"error: foredraft {old} is now: {RENAMED[old]}"
+
+
+def test_a_file_of_settings_goes_behind_options_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(
+        "[model]\nthreads = 1\nexact = true\ndrafter_options = {shared = true}\n"
+        '[server]\nport = 8100\nmax_waiting = 3\nallowed_hosts = ["a", "b"]\n'
+    )
+    monkeypatch.setenv("FOREDRAFT_CONFIG", str(file))
+    monkeypatch.setenv("FOREDRAFT_MAX_WAITING", "5")
+    got: list[Any] = []
+
+    def command(
+        load: Annotated[LoadOptions, o.model()],
+        settings: Annotated[ServerSettings, o.Derived(section="server", flags=("port",))],
+    ) -> None:
+        got.extend((load, settings))
+
+    program = typer.Typer(add_completion=False)
+    program.command(cls=o.OptionsCommand)(o.with_options(command))
+    done = CliRunner().invoke(program, ["--port", "9000", "--set", "exact=false"])
+    assert done.exit_code == 0, done.exception
+    load, settings = got
+    assert (load.threads, load.exact, load.drafter_options) == (1, False, {"shared": True})
+    assert (settings.port, settings.max_waiting) == (9000, 5)
+    assert settings.allowed_hosts == ("a", "b")
+    for text, said in (
+        ("[modle]\n", "did you mean 'model'"),
+        ("[model]\nthread = 1\n", "did you mean 'threads'"),
+        ("[model]\nthreads = 'x'\n", "threads is 'x'"),
+        ("[model]\nthreads = 0\n", str(file)),
+        ("x", "cannot be read"),
+    ):
+        file.write_text(text)
+        wrong = CliRunner().invoke(program, [])
+        assert isinstance(wrong.exception, ConfigError)
+        assert said in str(wrong.exception)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,4 +1,4 @@
-"""`foredraft trace show`: trees are drawn as trees."""
+"""`foredraft trace`: trees are drawn as trees."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def test_what_was_accepted_has_a_sign(run: Run, tmp_path: Path) -> None:
     assert drafted.exit_code == 0
     steps = [json.loads(line) for line in file.read_text().splitlines()][1:]
     accepted = sum(len(row["path"]) for step in steps for row in step["rows"])
-    shown = CliRunner().invoke(app, ["trace", "show", str(file)]).stdout
+    shown = CliRunner().invoke(app, ["trace", str(file)]).stdout
     assert shown.count("✓") == accepted + 1, "the title explains it once"

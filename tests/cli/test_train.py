@@ -22,7 +22,7 @@ from foredraft.train.writing import ReplyRequest
 from tests.train.helpers import some_texts
 
 SMALL = (
-    *("--batch-tokens", "512", "--sequence", "64", "--depth", "2", "--output-rows", "64"),
+    *("--batch-tokens", "512", "--sequence", "64", "--depth", "2", "--set", "output_rows=64"),
     *("--evaluations", "1"),
 )
 
@@ -60,7 +60,7 @@ def test_a_head_is_trained_and_gone_on_with(
     write_shard(tmp_path / "texts", some_texts())
     common = ("hidden_head", "--target", str(checkpoint), "--data", str(tmp_path / "texts"))
     options = ("--out", str(tmp_path / "head"), "--batch-tokens", "512", "--sequence", "64")
-    more = ("--depth", "2", "--output-rows", "64", "--evaluations", "1")
+    more = ("--depth", "2", "--set", "output_rows=64", "--evaluations", "1")
     result = run(*common, *options, *more, "--tokens", "2k")
     assert result.exit_code == 0, (result.output, result.exception)
     assert "tokens a step" in result.output
@@ -68,7 +68,7 @@ def test_a_head_is_trained_and_gone_on_with(
     result = run(*common, *options, *more, "--tokens", "3k")
     assert result.exit_code == 0, (result.output, result.exception)
     side_by_side = tmp_path / "heads.json"
-    result = run("compare", str(tmp_path / "head"), "--json", str(side_by_side))
+    result = run("compare", str(tmp_path / "head"), "--output", str(side_by_side))
     assert result.exit_code == 0, (result.output, result.exception)
     (head,) = json.loads(side_by_side.read_text())["heads"]
     assert head["kind"] == "hidden_head"
@@ -91,7 +91,7 @@ def test_a_table_is_learnt_and_drafted_from(checkpoint: Path, tmp_path: Path) ->
     assert result.exit_code == 0, (result.output, result.exception)
     assert "named right" in result.output
     side_by_side = tmp_path / "heads.json"
-    result = run("compare", out, "--json", str(side_by_side))
+    result = run("compare", out, "--output", str(side_by_side))
     assert result.exit_code == 0, (result.output, result.exception)
     found = {head["name"]: head for head in json.loads(side_by_side.read_text())["heads"]}
     assert found.keys() == {"table", "copies", "table + copies"}
@@ -179,7 +179,7 @@ def test_a_base_model_is_trained_on_text_of_its_own(
 
 
 def test_text_is_written_in_a_short_context(checkpoint: Path, tmp_path: Path) -> None:
-    out = ("--out", str(tmp_path / "texts"), "--tokens", "2k", "--max-context", "128")
+    out = ("--out", str(tmp_path / "texts"), "--tokens", "2k", "--set", "max_context=128")
     result = run("write-text", "--target", str(checkpoint), *out)
     assert result.exit_code == 0, (result.output, result.exception)
     assert max(len(text.prompt_ids) for text in read_texts(tmp_path / "texts")) <= 64

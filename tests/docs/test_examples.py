@@ -16,17 +16,16 @@ from tests.docs.pages import REPO, blocks
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.server.conftest import running
 
-PAGES = [REPO / "docs" / "operate" / name for name in ("audit.md", "plan.md", "traces.md")]
+PAGES = [REPO / "docs" / "operate" / name for name in ("audit.md", "measure.md", "traces.md")]
 SHORT = {
-    "audit": "--max-tokens 16 --detect 0.4 --alpha 0.01 --power 0.6 --no-plant-faults",
-    "audit server": "--max-requests 40 --reply-tokens 8 --time-limit 5",
-    "plan": "--max-tokens 8 --limit 2 --loads 1,2 --drafters ngram",
-    "bench": "--rounds 1 --tokens 1,2,4",
+    "audit": "--max-tokens 16 --detect 0.4 --set alpha=0.01 --set power=0.6 --no-plant-faults",
+    "audit server": "--set max_requests=40 --set reply_tokens=8 --time-limit 5",
+    "measure": "--max-tokens 8 --limit 2 --loads 1,2 --drafters ngram",
     "generate": "--max-tokens 8",
 }
 """Added to the commands, so that they take seconds."""
-ELSEWHERE = ("train", "--head")
-"""Commands with tests of their own: tests/cli/test_train.py and tests/plan."""
+ELSEWHERE = ("train",)
+"""Commands with tests of their own: tests/cli/test_train.py."""
 ENDS_WELL = {"audit": (0, 3)}
 """So short an audit may be inconclusive."""
 
@@ -71,8 +70,6 @@ def test_commands_of_a_page_run(
     monkeypatch.chdir(tmp_path)
     prompts = [{"id": f"p{n}", "category": "c", "turns": [f"The river {n}"]} for n in range(3)]
     Path("mine.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    figures = [{"name": "target", "rows": 1, "tokens": n, "median_ms": 5.0 + n} for n in (1, 2, 4)]
-    Path("server.json").write_text(json.dumps({"context": 256, "figures": figures}))
     llm = LLM.load(str(model), dtype="float32", drafter="ngram")
     with running(lambda trace: llm) as server:
         before = ["generate", "The", "--trace", "run.jsonl", "--drafter", "ngram", "--model"]

@@ -125,7 +125,7 @@ def test_pickles_are_never_loaded(index: Path) -> None:
 
 
 def test_a_folder_that_is_no_index_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="foredraft index build"):
+    with pytest.raises(ConfigError, match="foredraft drafters index"):
         Datastore.open(tmp_path, None, VOCAB)
 
 

@@ -89,7 +89,7 @@ class Datastore:
         """
         if not (directory / _META).is_file():
             raise ConfigError(
-                f"{directory} is no index; make one with: foredraft index build FILES "
+                f"{directory} is no index; make one with: foredraft drafters index FILES "
                 f"--output {directory}"
             )
         if damage := find_damage(directory, _RECIPE):
@@ -329,7 +329,7 @@ DRAFTER = DrafterSpec(
     summary="copies the tokens after the last ones in an index of your files",
     copies=True,
     options={
-        "index": "folder made by `foredraft index build`; without one the prompt is searched",
+        "index": "folder made by `foredraft drafters index`; without one the prompt is searched",
         "min_match": "shortest suffix that counts as a match (2)",
         **NODE_COST,
     },

@@ -103,7 +103,8 @@ def _check_spelling(name: str) -> None:
 
 
 def _is_hub_id(name: str) -> bool:
-    return _HUB_ID.fullmatch(name) is not None and not name.startswith((".", "~"))
+    is_file_name = name.startswith((".", "~")) or name.lower().endswith(".gguf")
+    return _HUB_ID.fullmatch(name) is not None and not is_file_name
 
 
 def _existing_directory(name: str, path: Path) -> Path:
@@ -114,6 +115,8 @@ def _existing_directory(name: str, path: Path) -> Path:
         raise ConfigError(
             f"{name!r} is a file; name the directory that holds the model, or a file *.gguf"
         )
+    if name.lower().endswith(".gguf"):
+        raise ConfigError(f"no such file: {name!r} (looked for {path.absolute()})")
     if os.sep in name or name.startswith(("~", ".")):
         raise ConfigError(f"no such directory: {name!r} (looked for {path.absolute()})")
     raise ConfigError(

@@ -339,7 +339,7 @@ def _priority(context: ServerContext, body: SamplingFields) -> int:
     if priority and not context.settings.allow_priority:
         raise ConfigError(
             f"priority is {shown(priority)}; this server serves in the order of arrival "
-            "(--allow-priority lets clients choose)",
+            "(setting allow_priority lets clients choose)",
             field="priority",
         )
     return -priority

@@ -1,4 +1,4 @@
-// The file of `foredraft plan --json`: what each drafter would bring, by the number of requests at once.
+// The file of `foredraft measure --output`: the gain of each drafter, by the number of requests at once.
 import { h, number } from "../dom.js";
 import { table } from "./audit.js";
 

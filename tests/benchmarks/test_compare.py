@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compare import overall, run_trials, summaries
+from benchmarks.contenders import ContenderRun
 from benchmarks.trial_log import TrialLog
-from foredraft.bench.compare import overall, run_trials, summaries
-from foredraft.bench.contenders import ContenderRun
 from foredraft.bench.prompts import BenchPrompt
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from foredraft.bench.floor import Machine, measure_machine
+from benchmarks.floor import Machine, measure_machine
+from benchmarks.timing import Figure, Stopwatch, take_turns
 from foredraft.bench.report import Report, Table
-from foredraft.bench.timing import Figure, Stopwatch, take_turns
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Drafter, DraftRow

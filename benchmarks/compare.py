@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from foredraft.bench.contenders import Contender, ContenderRun
+from benchmarks.contenders import Contender, ContenderRun
+from benchmarks.timing import PeerFailed
 from foredraft.bench.prompts import BenchPrompt
 from foredraft.bench.report import Report, Table
-from foredraft.bench.timing import PeerFailed
 from foredraft.core.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`foredraft bench …`: measurements on the user's own model, machine and server."""
+"""The prompts, drafters and forwards that several benchmarks share, as options."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ import typer
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
-from foredraft.system.timing_lock import measuring
 
 if TYPE_CHECKING:
-    from foredraft.bench.compare import RunLog, Trial
-    from foredraft.bench.contenders import Contender
-    from foredraft.bench.step import Size
+    from benchmarks.compare import RunLog, Trial
+    from benchmarks.contenders import Contender
+    from benchmarks.forwards import Size
     from foredraft.core.params import SamplingParams
     from foredraft.llm import LLM
 
-app = typer.Typer(no_args_is_help=True)
+Prompts = Annotated[
+    str | None,
+    typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of each figure.")]
-
-
-@app.callback()
-def hold_the_machine(context: typer.Context) -> None:
-    """Measure on this machine: interleaved, with medians. Trainings stand still meanwhile."""
-    context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
-
-
-# ------------------------------------------------------------------------------- bench drafters
 
 
 @dataclass(frozen=True)
@@ -91,40 +85,6 @@ ENTERED = o.loading(
 )
 
 
-@app.command()
-@o.with_options
-def drafters(
-    load: Annotated[LoadOptions, ENTERED],
-    entered: Field,
-    course: Course,
-    json_file: o.JsonFile = None,
-) -> None:
-    """Compare drafters with plain decoding on the same prompts, by category.
-
-    All run on one loaded model, in rotating order, and each text is compared with the plain one.
-    The exit status is 1 if a text differs.
-
-    Examples:
-
-        foredraft bench drafters
-
-        foredraft bench drafters --drafters suffix,auto --prompts my-prompts.jsonl
-    """
-    from foredraft.bench.compare import comparison_report
-    from foredraft.bench.contenders import our_contenders
-    from foredraft.bench.report import check_outputs
-
-    check_outputs(json_file)
-    course.params()  # reports errors before the model is loaded
-    load, variants = with_draft_model(load), variants_of(entered, load.draft_model)
-    llm = o.load_llm(load)
-    contenders = our_contenders(llm, load, variants)
-    trials = run_course(llm, contenders, course)
-    comparison_report(llm, trials, course.seed).give(json_file)
-    if not all(trial.identical for trial in trials):
-        raise typer.Exit(1)
-
-
 def with_draft_model(load: LoadOptions) -> LoadOptions:
     """The options under which the draft model is loaded, if one is named."""
     return replace(load, drafter="draft_model") if load.draft_model else load
@@ -159,9 +119,9 @@ def run_course(
     llm: LLM, contenders: Sequence[Contender], course: Course, log: RunLog | None = None
 ) -> list[Trial]:
     """Every contender on every prompt, with a progress bar."""
-    from foredraft.bench.compare import run_trials
+    from benchmarks.compare import run_trials
+    from benchmarks.timing import PeerFailed
     from foredraft.bench.prompts import encoded_prompts
-    from foredraft.bench.timing import PeerFailed
     from foredraft.cli.display import progress_bar
 
     params, temperatures = course.params(), course.temperatures
@@ -178,9 +138,6 @@ def run_course(
             contender.run(prompts[0][1][-16:], replace(params, max_tokens=4))
     with progress_bar(len(prompts) * len(contenders) * len(temperatures)) as advance:
         return run_trials(contenders, prompts, params, temperatures, advance, log)
-
-
-# ----------------------------------------------------------------------------------- bench step
 
 
 @dataclass(frozen=True)
@@ -203,99 +160,16 @@ class Forwards:
 
     @property
     def sizes(self) -> list[Size]:
-        from foredraft.bench.step import Size
+        from benchmarks.forwards import Size
 
         counts = o.numbers("--tokens", self.tokens, int, low=1)
         return [Size(r, n) for r in o.numbers("--rows", self.rows, int, low=1) for n in counts]
 
 
-@app.command()
-@o.with_options
-def step(
-    load: Annotated[LoadOptions, o.loading()],
-    forwards: Forwards,
-    rounds: Rounds = 15,
-    json_file: o.JsonFile = None,
-) -> None:
-    """Time a forward of n tokens: the model, and its drafter, in rotating order.
-
-    Speculation can gain only as much as a forward of n tokens is cheaper than n forwards of one.
-    The floor is the time to read all weights once at the measured bandwidth, or to make all
-    products at the measured rate.
-    """
-    from foredraft.bench.report import check_outputs
-    from foredraft.bench.step import own_steppers, step_report
-
-    check_outputs(json_file)
-    sizes, contexts = forwards.sizes, forwards.contexts
-    load = replace(load, max_batch_size=max(size.rows for size in sizes))
-    llm = o.load_llm(load)
-    steppers = own_steppers({"target": llm}, contexts, sizes)
-    figures = timed(steppers, sizes, rounds)
-    step_report({"target": llm}, figures, contexts, sizes).give(json_file)
-
-
 def timed(steppers: Sequence[Any], sizes: Sequence[Size], rounds: int) -> Sequence[Any]:
     """Figures of all steppers, with a progress bar."""
-    from foredraft.bench.step import time_steps
+    from benchmarks.forwards import time_steps
     from foredraft.cli.display import progress_bar
 
     with progress_bar(rounds + 1) as advance:
         return time_steps(steppers, sizes, rounds, lambda: advance("timing"))
-
-
-# ---------------------------------------------------------------------------------- bench serve
-
-
-@app.command()
-def serve(
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A running server, or NAME=URL; may be repeated. http://127.0.0.1:8000 otherwise."
-        ),
-    ] = None,
-    clients: Annotated[str, typer.Option(help="Clients at a time, with commas.")] = "1,4,16",
-    prompts: o.Prompts = None,
-    limit: o.Limit = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 96,
-    temperature: Annotated[float, typer.Option(min=0, help="Of sampling.")] = 0.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, after one that warms up.")] = 3,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="FOREDRAFT_BENCH_KEY", help="Sent as a bearer token.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model to ask for, where a server needs its name.")
-    ] = None,
-    json_file: o.JsonFile = None,
-) -> None:
-    """Load running servers with chat requests: tokens a second, time to the first token.
-
-    It measures any server with OpenAI's chat interface. Several servers get the same prompts in
-    rotating order; no prompt comes twice, so that no server answers from its prefix cache.
-
-    Examples:
-
-        foredraft bench serve --clients 1,8
-
-        foredraft bench serve --url ours=http://127.0.0.1:8000 --url vllm=http://127.0.0.1:8001
-    """
-    from foredraft.bench.prompts import load_prompts
-    from foredraft.bench.report import check_outputs
-    from foredraft.bench.serve import Task, compare, serving_report
-
-    check_outputs(json_file)
-    servers = dict(map(_named_url, url or ["http://127.0.0.1:8000"]))
-    texts = [prompt.text for prompt in load_prompts(prompts, limit)]
-    task = Task(texts, max_tokens, temperature, api_key, model)
-    counts = o.numbers("--clients", clients, int, low=1)
-    serving_report(compare(servers, counts, task, rounds)).give(json_file)
-
-
-def _named_url(text: str) -> tuple[str, str]:
-    if text.startswith(("http://", "https://")):
-        return text.partition("://")[2].rstrip("/"), text.rstrip("/")
-    name, equals, url = text.partition("=")
-    if not equals or not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {text!r} is neither a URL nor NAME=URL")
-    return name, url.rstrip("/")

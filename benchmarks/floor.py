@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foredraft.bench.timing import Stopwatch
+from benchmarks.timing import Stopwatch
 
 _ROUNDS = 7
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.floor import Machine
+from benchmarks.forwards import DrafterStepper, Size, TargetStepper, text, time_steps
 from benchmarks.random_model import random_config, random_weights
-from foredraft.bench.floor import Machine
-from foredraft.bench.step import DrafterStepper, Size, TargetStepper, text, time_steps
 from foredraft.drafters import build_drafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.table import TableModel
