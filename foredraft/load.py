@@ -446,7 +446,7 @@ def resolve_drafter(
         has_options = bool(options.drafter_options)
         name = "draft_model" if has_draft_model else _without_draft_model(target, has_options)
     spec = drafter_spec(name)
-    if spec.lacks_draft_model(has_draft_model, options.drafter_options):
+    if spec.lacks_draft_model(has_draft_model):
         raise needs_draft_model(name)
     if has_draft_model and spec.draft_model == "none":
         raise ConfigError(

@@ -19,17 +19,15 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.model.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import LayeredTarget, ScoreRow, Target, offered, read
 
 _CHUNK = 64
 _REQUEST = 0
-_NUM_SETS = 10
 
 Advance = Callable[[str], None]
 Options = Mapping[str, Any]
-"""Options of the early_exit drafter: ``exit_layer`` or ``skip``."""
+"""Options of the early_exit drafter."""
 
 
 @dataclass(frozen=True)
@@ -90,29 +88,6 @@ def first_layer_exits(num_layers: int, at_most: int = 8) -> list[Options]:
     count = min(at_most, last)
     layers = {max(1, round(last * (i + 1) / count)) for i in range(count)}
     return [{"exit_layer": layer} for layer in sorted(layers)]
-
-
-def skip_sets(
-    target: LayeredTarget, passages: Sequence[Passage], advance: Advance
-) -> list[Options]:
-    """Growing sets of sublayers to skip, the least missed first.
-
-    Each sublayer is left out alone and judged by how often the rest still agrees with the whole.
-    """
-    right = [likeliest(target, passage) for passage in passages]
-    found: list[tuple[float, str]] = []
-    for layer in range(target.num_layers):
-        for kind, view in (
-            ("a", target.sublayer_view([layer], [])),
-            ("m", target.sublayer_view([], [layer])),
-        ):
-            matches = _matches(view, passages, right)
-            found.append((_share(matches), f"{kind}{layer}"))
-            advance(f"without {kind}{layer}")
-    order = [name for _, name in sorted(found, key=lambda entry: -entry[0])]
-    most = len(order) * 3 // 4
-    sizes = {max(1, round(most * (i + 1) / _NUM_SETS)) for i in range(_NUM_SETS)}
-    return [{"skip": ",".join(sorted(order[:size], key=_by_layer))} for size in sorted(sizes)]
 
 
 def measure_exits(
@@ -177,10 +152,8 @@ def committed_per_step(matches: Sequence[Sequence[bool]], num_draft_tokens: int)
 
 
 def describe(options: Options) -> str:
-    if "exit_layer" in options:
-        count = options["exit_layer"]
-        return "first layer" if count == 1 else f"first {count} layers"
-    return f"without {options['skip']}"
+    count = options["exit_layer"]
+    return "first layer" if count == 1 else f"first {count} layers"
 
 
 @dataclass
@@ -248,11 +221,7 @@ class _Trial:
 
     def model(self) -> Target:
         """The same layers as a model of their own, to read whole passages with."""
-        if "exit_layer" in self.options:
-            return self._target.layer_view(range(self.options["exit_layer"]))
-        return self._target.sublayer_view(
-            *parse_skip(self.options["skip"], self._target.num_layers)
-        )
+        return self._target.layer_view(range(self.options["exit_layer"]))
 
     def time(self, position: _Position, lengths: Sequence[int]) -> None:
         """One round."""
@@ -304,10 +273,6 @@ def _matches(
 def _share(matches: Sequence[Sequence[bool]]) -> float:
     flat = [match for passage in matches for match in passage]
     return sum(flat) / max(len(flat), 1)
-
-
-def _by_layer(name: str) -> tuple[int, str]:
-    return int(name[1:]), name[0]
 
 
 def split_passages(tokens: Sequence[int], length: int = 512) -> Iterator[Passage]:

@@ -50,9 +50,6 @@ def tune_exit(
         str | None,
         typer.Option(help="A text file to judge by; replies of the model's own otherwise."),
     ] = None,
-    skip: Annotated[
-        bool, typer.Option("--skip", help="Look for sublayers to skip, not for an exit layer.")
-    ] = False,
     tokens: Annotated[int, typer.Option(min=32, help="Most tokens to judge by.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="How often to time each candidate.")] = 5,
     as_json: o.Json = False,
@@ -66,12 +63,12 @@ def tune_exit(
 
         foredraft tune exit
 
-        foredraft tune exit --model path/to/model --text my-domain.txt --skip
+        foredraft tune exit --model path/to/model --text my-domain.txt
     """
     from foredraft.bench.exits import exit_report
 
     content = _read(text) if text else None
-    figures = _measure(o.load_llm(load), content, skip, tokens, repeats)
+    figures = _measure(o.load_llm(load), content, tokens, repeats)
     best = max(figures, key=lambda figure: figure.speedup)
     if as_json:
         report = {"best": best.as_dict(), "candidates": [each.as_dict() for each in figures]}
@@ -80,16 +77,13 @@ def tune_exit(
         exit_report(figures, _advice(best)).show()
 
 
-def _measure(llm: LLM, text: str | None, skip: bool, tokens: int, repeats: int) -> list[ExitFigure]:
-    from foredraft.bench.exits import first_layer_exits, layered, measure_exits, skip_sets
+def _measure(llm: LLM, text: str | None, tokens: int, repeats: int) -> list[ExitFigure]:
+    from foredraft.bench.exits import first_layer_exits, layered, measure_exits
     from foredraft.cli.display import progress_bar
 
     target = layered(llm.target)
     passages = _passages(llm, text, tokens)
     exits = first_layer_exits(target.num_layers)
-    if skip:
-        with progress_bar(2 * target.num_layers) as advance:
-            exits = skip_sets(target, passages, advance)
     with progress_bar(len(exits) * (repeats + 2)) as advance:
         return measure_exits(target, passages, exits, _LENGTHS, repeats, advance)
 

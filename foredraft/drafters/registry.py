@@ -37,7 +37,7 @@ SHARED = frozenset(
     {
         *("base", "spec", "registry", "trained", "grow", "text", "model", "heads"),
         *("confidence", "per_request", "chain", "staged"),
-        *("layers", "rows", "steps", "published", "distilled"),
+        *("layers", "rows", "steps", "published"),
     }
 )
 """Modules beside the drafters that are none."""
@@ -175,7 +175,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     key = drafter_key(name)
     spec = drafter_spec(key)
     check_options(key, context.options)
-    if spec.lacks_draft_model(context.draft_model is not None, context.options):
+    if spec.lacks_draft_model(context.draft_model is not None):
         raise needs_draft_model(key)
     _check_encoders(context)
     if missing := spec.missing_capabilities(context.target):

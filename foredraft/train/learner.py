@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, TrainingError
-from foredraft.drafters.heads.base import HeadModule, Prediction
+from foredraft.drafters.heads.base import HeadModule
 from foredraft.train.batches import TrainBatch
 from foredraft.train.folder import Counters
+from foredraft.train.heads.base import Prediction, training_of
 from foredraft.train.losses import Goal, loss_named, product_loss
 from foredraft.train.optimiser import Optimiser, rate_share
 from foredraft.train.options import TrainOptions
@@ -69,6 +70,7 @@ class Learner:
 
     def __init__(self, module: HeadModule, target: TrainingTarget, options: TrainOptions) -> None:
         self.module = module.to(target.device).float()
+        self._training = training_of(self.module)
         self._target, self._options, self._loss = target, options, loss_named(options.loss)
         self._averaged = copy.deepcopy(self.module) if options.average else None
         self._optimiser = Optimiser(self.module, options.rates)
@@ -100,10 +102,11 @@ class Learner:
     def learn(self, batch: TrainBatch, counters: Counters) -> tuple[float, list[float]]:
         """One step of the optimiser: the loss, and the overlap by depth."""
         with self.autocast():
-            predictions = self.module.predictions(batch.texts, self._options.depth_at(counters))
+            depth = self._options.depth_at(counters)
+            predictions = self._training.predictions(batch.texts, depth)
         total, overlaps = self._total_loss(batch, predictions, counters)
         with self.autocast():
-            extra = self.module.extra_loss(batch.texts, predictions)
+            extra = self._training.extra_loss(batch.texts, predictions)
         if extra is not None:
             total = total + extra.float()
         total.backward()  # type: ignore[no-untyped-call]

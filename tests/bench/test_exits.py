@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from foredraft.bench.exits import (
@@ -14,13 +12,11 @@ from foredraft.bench.exits import (
     layered,
     likeliest,
     measure_exits,
-    skip_sets,
     split_passages,
 )
 from foredraft.core.errors import CapabilityError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.model.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.target import NativeTarget
@@ -70,7 +66,7 @@ def test_steps_are_replayed(
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3])
-@pytest.mark.parametrize("options", [{"exit_layer": 2}, {"skip": "a1,m2"}])
+@pytest.mark.parametrize("options", [{"exit_layer": 1}, {"exit_layer": 2}])
 def test_the_replay_is_what_decoding_does(
     target: NativeTarget, passage: Passage, options: dict[str, object], num_draft_tokens: int
 ) -> None:
@@ -94,23 +90,6 @@ def test_figures_are_of_the_best_number_of_draft_tokens(
         assert 1.0 <= figure.committed_per_step <= figure.num_draft_tokens + 1
         assert min(figure.draft_ms, figure.verify_ms, figure.speedup) > 0.0
     assert is_empty(target.cache)
-
-
-def test_skip_sets_grow_and_can_be_used(target: NativeTarget, passage: Passage) -> None:
-    sets = skip_sets(target, [passage], quiet)
-    left_out = [parse_skip(options["skip"], 3) for options in sets]
-    sizes = [len(attention) + len(mlp) for attention, mlp in left_out]
-    assert sizes == sorted(set(sizes))
-    for (attention, mlp), (more_attention, more_mlp) in pairwise(left_out):
-        assert attention <= more_attention
-        assert mlp <= more_mlp
-    assert measure_exits(target, [passage], sets[:1], (2,), 1, quiet)[0].agreement > 0.0
-
-
-def test_the_least_missed_sublayer_goes_first(passage: Passage) -> None:
-    silent = NativeTarget.load(checkpoint(0.0))
-    silent.weights.layers[1].down_weight.zero_()
-    assert skip_sets(silent, [passage], quiet)[0] == {"skip": "m1"}
 
 
 def test_exits_are_spread_over_the_layers() -> None:

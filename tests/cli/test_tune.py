@@ -39,13 +39,6 @@ def test_exit_judges_by_a_text(checkpoint: Path, tmp_path: Path) -> None:
     assert report["best"]["tokens_per_s"] > 0
 
 
-def test_exit_looks_for_skip_sets(checkpoint: Path, tmp_path: Path) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_text(TEXT)
-    report = json.loads(tune(checkpoint, "--text", str(file), "--skip", "--json"))
-    assert all("skip" in c["options"] for c in report["candidates"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
