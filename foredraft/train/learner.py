@@ -25,6 +25,7 @@ from foredraft.train.heads.base import Prediction, training_of
 from foredraft.train.losses import Goal, loss_named, product_loss
 from foredraft.train.optimiser import Optimiser, rate_share
 from foredraft.train.options import TrainOptions
+from foredraft.train.products import product_dtype
 from foredraft.train.target import TrainingTarget
 
 _SURVIVAL_KEPT = 0.95
@@ -38,7 +39,7 @@ class NameableTokens:
     """The tokens that a head can name, as training needs them.
 
     Attributes:
-        head_RE: the target's own head for them, in its dtype.
+        head_RE: the target's own head for them, in the dtype of products.
         row_of_V: output row of each token; -1: none.
     """
 
@@ -46,13 +47,13 @@ class NameableTokens:
     row_of_V: Tensor
 
     @classmethod
-    def of(cls, module: HeadModule, target: TrainingTarget) -> NameableTokens:
-        """Those of a module."""
+    def of(cls, module: HeadModule, target: TrainingTarget, dtype: torch.dtype) -> NameableTokens:
+        """Those of a module, their head in that dtype."""
         vocab = target.shape.vocab_size
         ids_R = torch.tensor(_named_tokens(module))
         row_of_V = torch.full((vocab,), -1, dtype=torch.int64)
         row_of_V[ids_R] = torch.arange(len(ids_R))
-        return cls(target.parts.head_rows(ids_R), row_of_V.to(target.device))
+        return cls(target.parts.head_rows(ids_R).to(dtype), row_of_V.to(target.device))
 
 
 class Learner:
@@ -73,9 +74,9 @@ class Learner:
         self._training = training_of(self.module)
         self._target, self._options, self._loss = target, options, loss_named(options.loss)
         self._averaged = copy.deepcopy(self.module) if options.average else None
-        self._optimiser = Optimiser(self.module, options.rates)
-        self.dtype = compute_dtype(target.device, options.float32)
-        self.rows = NameableTokens.of(module, target)
+        self.dtype = product_dtype(target.device, options.float32)
+        self._optimiser = Optimiser(self.module, options.rates, self.dtype)
+        self.rows = NameableTokens.of(module, target, self.dtype)
 
     @property
     def kept(self) -> HeadModule:
@@ -196,14 +197,6 @@ def _follow(means: list[float], new: Sequence[float]) -> None:
     means += new[len(means) :]
     for number, value in enumerate(new):
         means[number] += (1 - _SURVIVAL_KEPT) * (value - means[number])
-
-
-def compute_dtype(device: torch.device, float32: bool) -> torch.dtype:
-    """bfloat16 where its products are fast."""
-    if float32:
-        return torch.float32
-    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 # ------------------------------------------------------------------ starting from another head

@@ -31,12 +31,14 @@ from foredraft.train.heads.saving import load_tested, save_head
 from foredraft.train.learner import Learner, NameableTokens, take_over
 from foredraft.train.optimiser import rate_share
 from foredraft.train.options import TrainOptions
-from foredraft.train.progress import Monitor, Recent, Status
+from foredraft.train.progress import Monitor, Recent, Status, expected
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text, digest_of, frequent_tokens, split_texts, usable
 from foredraft.version import __version__
 
 _TEST_TOKENS = 12
+_PACE_AFTER = 3
+"""Steps after which the pace of a run is said."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Trainer:
         options, counters = self._options, self.counters
         seconds = options.reading_s(counters, time.monotonic() - self._began)
         is_all_read = self._capture.fill(self._monitor, seconds)
-        self._recent = Recent()
+        self._recent, self._steps_of_run = Recent(), 0
         if self._monitor.wants_stop():
             return self._status()
         self._curves = Curves(self._curves_path, counters.tokens)
@@ -213,6 +215,9 @@ class Trainer:
         counters.seconds += elapsed
         self._recent.add(loss, overlap, batch.num_tokens, elapsed)
         status = self._status()
+        self._steps_of_run += 1
+        if self._steps_of_run == _PACE_AFTER:
+            self._monitor.say(expected(status, counters.step, time.time()))
         if self._recent.is_due():
             self._curves.add(self._line(status) | {"loss": status.loss, "overlap": status.overlap})
             self._recent.restart()
@@ -238,9 +243,9 @@ class Trainer:
         """Acceptance of a head on held-out text."""
         learner, depth = self._learner, self._options.depth
         module = module.to(self._target.device).eval()
-        rows = NameableTokens.of(module, self._target)
+        rows = NameableTokens.of(module, self._target, torch.float32)
         temperatures = {self._texts[w.text].temperature for b in self._evaluation for w in b}
-        count, head_RE = AcceptanceCount(depth, temperatures != {0.0}), rows.head_RE.float()
+        count, head_RE = AcceptanceCount(depth, temperatures != {0.0}), rows.head_RE
         for windows in self._evaluation:
             self._monitor.pause()
             batch = self._load(windows)

@@ -20,10 +20,11 @@ from foredraft.drafters.trained import TargetIdentity, identify
 from foredraft.models.base import ModelShape, ScoreRow, Target, check_taps
 from foredraft.models.native.quant import as_tensor
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.products import product_dtype
 from foredraft.train.texts import Ids
 
-_ROWS_AT_ONCE = 128
-"""Rows of logits over the whole vocabulary that are there at one time."""
+_TOKENS_AT_ONCE, _HEAD_ROWS_AT_ONCE = 1024, 8192
+"""Logits of one product, for the normaliser. Its head is converted piece by piece, too."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class TrainingTarget:
         self._target, self.name, self.parts = target, name, target.parts
         self._config, self._weights = target.config, target.weights
         self._digest, self._tokenizer = weights, tokenizer
+        self._dtype = product_dtype(self._weights.device)
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -143,8 +145,14 @@ class TrainingTarget:
 
     # ------------------------------------------------------------------- reading texts
 
-    def read(self, texts: Sequence[Ids], taps: Sequence[int]) -> list[States]:
+    def read(
+        self, texts: Sequence[Ids], taps: Sequence[int], num_prompts: Sequence[int] | None = None
+    ) -> list[States]:
         """The states of some texts, in one forward.
+
+        Args:
+            num_prompts: tokens of each text's prompt, for which no normaliser is computed but at
+                the last one; None: computed everywhere.
 
         Raises:
             ConfigError: a layer that it does not have.
@@ -161,7 +169,12 @@ class TrainingTarget:
         finally:
             for slot in slots:
                 cache.free(slot)
-        normaliser_T = self._normaliser(scores.taps[self.last_layer])
+        wanted_T = torch.ones(sum(map(len, texts)), dtype=torch.bool)
+        for span, num_prompt in zip(scores.tokens, num_prompts or (), strict=False):
+            wanted_T[span.start : span.start + max(0, num_prompt - 1)] = False
+        last_TE = scores.taps[self.last_layer]
+        normaliser_T = torch.zeros(len(last_TE), device=last_TE.device)
+        normaliser_T[wanted_T] = self._normaliser(last_TE[wanted_T])
         return [
             States(scores[i].taps, normaliser_T[span.start : span.stop])
             for i, span in enumerate(scores.tokens)
@@ -169,12 +182,18 @@ class TrainingTarget:
 
     @torch.no_grad()
     def _normaliser(self, last_TE: Tensor) -> Tensor:
-        normed_TE, head_VE = self.parts.norm(last_TE), self._whole_head
-        pieces = [
-            (piece @ head_VE.T).float().logsumexp(-1)
-            for piece in torch.split(normed_TE, _ROWS_AT_ONCE)
-        ]
-        return torch.cat(pieces) if pieces else torch.empty(0)
+        normed_TE = self.parts.norm(last_TE).to(self._dtype)
+        found = last_TE.new_full((len(last_TE),), -torch.inf, dtype=torch.float32)
+        for head_RE in torch.split(self._whole_head, _HEAD_ROWS_AT_ONCE):
+            columns_ER = head_RE.to(self._dtype).T
+            for places, piece in zip(
+                torch.split(found, _TOKENS_AT_ONCE),
+                torch.split(normed_TE, _TOKENS_AT_ONCE),
+                strict=True,
+            ):
+                logits_TR = (piece @ columns_ER).float()
+                torch.logaddexp(places, logits_TR.logsumexp(-1), out=places)
+        return found
 
     @cached_property
     def _whole_head(self) -> Tensor:

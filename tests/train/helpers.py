@@ -75,6 +75,7 @@ class Watch:
     def __init__(self, stop_after: int | None = None, fail_after: int | None = None) -> None:
         self.steps = 0
         self.statuses: list[Status] = []
+        self.said: list[str] = []
         self._stop, self._fail = stop_after, fail_after
 
     def stage(self, text: str) -> None:
@@ -87,6 +88,9 @@ class Watch:
         self.steps += 1
         if self.steps == self._fail:
             raise KeyboardInterrupt
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     def evaluated(self, status: Status) -> None:
         self.statuses.append(status)
@@ -110,9 +114,9 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     read = TrainingTarget.read
 
-    def counting(self: TrainingTarget, texts: Any, taps: Any) -> Any:
+    def counting(self: TrainingTarget, texts: Any, *more: Any) -> Any:
         counts.append(len(texts))
-        return read(self, texts, taps)
+        return read(self, texts, *more)
 
     monkeypatch.setattr(TrainingTarget, "read", counting)
     return counts
