@@ -35,9 +35,9 @@ _FOLDER = Path(__file__).parent
 _FOLDERS = ("", ".text", ".model", ".heads")
 SHARED = frozenset(
     {
-        *("base", "spec", "registry", "trained", "grow", "text", "model", "heads"),
-        *("confidence", "per_request", "chain", "staged"),
-        *("layers", "rows", "steps", "published"),
+        *("base", "spec", "registry", "trained", "text", "model", "heads"),
+        *("guide", "worth", "shapes", "confidence", "per_request", "chain", "staged"),
+        *("layers", "rows", "steps", "growth", "published"),
     }
 )
 """Modules beside the drafters that are none."""

@@ -12,9 +12,9 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.grow import FixedShape
 from foredraft.drafters.model.cascade import VerticalCascade
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
+from foredraft.drafters.shapes import FixedShape
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter

@@ -7,14 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.drafters import build_drafter
 from foredraft.drafters.registry import head_class, head_kinds
+from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.trained import load_head
+from foredraft.models.native.cpu import FusedDecoder
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import Bits
 from foredraft.train.heads.base import TextBatch
 from foredraft.train.heads.dspark import DsparkTraining
 from foredraft.train.options import checked_options
 from foredraft.train.target import TrainingTarget
+from tests.conformance.harness import run
 from tests.train.helpers import Watch, options_of, train, trainer_of
 
 
@@ -82,3 +90,18 @@ def test_values_that_a_kind_cannot_be_made_with_are_named(
 ) -> None:
     with pytest.raises(ConfigError):
         trainer_of(target, tmp_path / "head", kind=head_class(kind), kind_options=options)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_target_in_few_bits_gets_a_head(checkpoint: Path, tmp_path: Path, bits: Bits) -> None:
+    """It learns from the numbers that this target has, and drafts for it."""
+    loaded = NativeTarget.load(checkpoint, torch.bfloat16, new_decoder=FusedDecoder, bits=bits)
+    target = TrainingTarget(loaded, "tiny, few bits", "its weights")
+    options = options_of(tokens=2000, evaluations=1, depth=3)
+    train(target, tmp_path / "head", kind=head_class("eagle"), options=options)
+    context = DrafterContext(loaded, options={"head": str(tmp_path / "head")})
+    prompts, params = [[5, 9, 13], [7]], SamplingParams(temperature=1.0, seed=4, max_tokens=20)
+    results = run(loaded, build_drafter("eagle", context), prompts, params, 6)
+    plain = run(loaded, build_drafter("none", DrafterContext(loaded)), prompts, params, 0)
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    assert sum(r.stats.drafted for r in results) > 0

@@ -28,7 +28,6 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
-from foredraft.drafters.grow import Worth
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
     TAPS,
@@ -46,6 +45,7 @@ from foredraft.drafters.heads.layers import (
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.trained import HEAD_OPTION, trained_head
+from foredraft.drafters.worth import Worth
 from foredraft.models.base import HeadRow, HeadTarget, ModelShape, offered
 
 

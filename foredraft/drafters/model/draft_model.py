@@ -25,9 +25,9 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
-from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
+from foredraft.drafters.shapes import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.spec import (
     DrafterContext,
     DrafterSpec,
