@@ -204,7 +204,6 @@ def read_info(directory: Path) -> HeadInfo:
             f"{_FORMAT}; train it again, or use the version that it was made with"
         )
     found = parse_fields(path, content, _Meta)
-    _check_kind_name(found.kind, found.config, path)
     return HeadInfo(
         kind=found.kind,
         config=found.config,
@@ -261,23 +260,6 @@ def _check_figures(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r:.60} and not a number")
     elif name in _CHANCES and value is not None:
         raise ValueError(f"{name} is {value!r:.60} and not a list of chances by depth")
-
-
-def _check_kind_name(kind: str, config: Mapping[str, Any], path: Path) -> None:
-    """Refuse kinds by the names that they had.
-
-    Raises:
-        ModelLoadError: it is one; the message says what to change.
-    """
-    if kind == "eagle3":
-        raise ModelLoadError(
-            f"{path}: kind 'eagle3' is called 'eagle' now; write \"kind\": \"eagle\" there"
-        )
-    if kind == "eagle" and "num_output_rows" in config:
-        raise ModelLoadError(
-            f"{path}: a head of this shape is called 'hidden_head' now; write \"kind\": "
-            '"hidden_head" there, and "num_rows" in place of "num_output_rows"'
-        )
 
 
 def check_target(info: HeadInfo, target: TargetIdentity, where: Path) -> None:

@@ -20,11 +20,10 @@ from foredraft.drafters.trained import TargetIdentity, identify
 from foredraft.models.base import ModelShape, ScoreRow, Target, check_taps
 from foredraft.models.native.quant import as_tensor
 from foredraft.models.native.target import NativeTarget
-from foredraft.train.products import product_dtype
 from foredraft.train.texts import Ids
 
-_TOKENS_AT_ONCE, _HEAD_ROWS_AT_ONCE = 1024, 8192
-"""Logits of one product, for the normaliser. Its head is converted piece by piece, too."""
+_LOGITS_AT_ONCE = 1 << 24
+"""Logits over the whole vocabulary that are there at one time."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class TrainingTarget:
         self._target, self.name, self.parts = target, name, target.parts
         self._config, self._weights = target.config, target.weights
         self._digest, self._tokenizer = weights, tokenizer
-        self._dtype = product_dtype(self._weights.device)
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -182,20 +180,8 @@ class TrainingTarget:
 
     @torch.no_grad()
     def _normaliser(self, last_TE: Tensor) -> Tensor:
-        normed_TE = self.parts.norm(last_TE).to(self._dtype)
-        found = last_TE.new_full((len(last_TE),), -torch.inf, dtype=torch.float32)
-        for head_RE in torch.split(self._whole_head, _HEAD_ROWS_AT_ONCE):
-            columns_ER = head_RE.to(self._dtype).T
-            for places, piece in zip(
-                torch.split(found, _TOKENS_AT_ONCE),
-                torch.split(normed_TE, _TOKENS_AT_ONCE),
-                strict=True,
-            ):
-                logits_TR = (piece @ columns_ER).float()
-                torch.logaddexp(places, logits_TR.logsumexp(-1), out=places)
-        return found
-
-    @cached_property
-    def _whole_head(self) -> Tensor:
-        """[V, E] in the dtype of the states."""
-        return as_tensor(self._weights.head_VE, self._weights.dtype)
+        """[T], by the target's own product: its kernel is faster at it than torch is."""
+        size = max(1, _LOGITS_AT_ONCE // self.shape.vocab_size)
+        pieces = torch.split(self.parts.norm(last_TE), size)
+        found = [self.parts.logits(piece).logsumexp(-1) for piece in pieces if len(piece)]
+        return torch.cat(found) if found else torch.empty(0)

@@ -129,18 +129,6 @@ def test_one_layer_may_be_written_as_a_number(value: object, target: NativeTarge
     assert module.taps == (2,)
 
 
-def test_older_names_of_kinds_are_refused_with_what_to_write(
-    head: Path, target: NativeTarget
-) -> None:
-    change(head, None, "kind", "eagle3")
-    with pytest.raises(ModelLoadError, match="'eagle3' is called 'eagle' now; write"):
-        load(head, target)
-    change(head, None, "kind", "eagle")
-    change(head, None, "config", {"taps": [0, 1, 2], "num_output_rows": 32})
-    with pytest.raises(ModelLoadError, match=r"is called 'hidden_head' now; write .*num_rows"):
-        load(head, target)
-
-
 @pytest.fixture
 def beside_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current directory looks like a model's."""

@@ -122,14 +122,13 @@ def _offers(guesser: Drafter, chains: Sequence[ChainDraft]) -> list[Proposal]:
     starting = [row for row, chain in zip(rows, chains, strict=True) if not chain.tokens]
     first = iter(guesser.propose(starting) if starting else ())
     following = cast(ContinuingDrafter, guesser) if guesser.traits.continues else None
-    return [
-        next(first)
-        if not chain.tokens
-        else following.propose_after(row, chain.tokens)
-        if following
-        else NO_PROPOSAL
-        for row, chain in zip(rows, chains, strict=True)
-    ]
+    offers = list[Proposal]()
+    for row, chain in zip(rows, chains, strict=True):
+        if not chain.tokens:
+            offers.append(next(first))
+        else:
+            offers.append(following.propose_after(row, chain.tokens) if following else NO_PROPOSAL)
+    return offers
 
 
 def _extend(chain: ChainDraft, logits_NV: Tensor, place: int) -> int | None:
