@@ -10,7 +10,7 @@ Shape legend: B texts, L tokens, E hidden size, H heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
