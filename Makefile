@@ -140,11 +140,10 @@ heads: $(VENV)/.installed
 	    --device $(HEADS_DEVICE) --minutes $(HEADS_MINUTES) $(HEADS_TRAIN) || exit 1; done
 
 # Every kind on as much of the same text, reading the same layers: docs/results/kinds.md.
-KINDS = hidden_head eagle mtp hydra medusa dspark draft_model early_exit
+KINDS = hidden_head eagle mtp hydra medusa dspark
 KINDS_DATA ?= $(HEADS_OUT)/texts
 KINDS_TOKENS ?= 150k
 kind-hidden_head kind-eagle kind-dspark: KIND_OPTIONS = --option taps=5,14,29
-kind-early_exit: KIND_OPTIONS = --option exit_layer=6
 kind-%: $(VENV)/.installed
 	$(BIN)/foredraft train $* --data $(KINDS_DATA) --tokens $(KINDS_TOKENS) --evaluations 6 \
 	  --out $(HEADS_OUT)/kinds/$* $(KIND_OPTIONS)

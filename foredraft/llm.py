@@ -11,6 +11,7 @@ from functools import cache
 from os import PathLike
 from typing import Any, cast, overload
 
+from foredraft.auto import FOR_PREDICTIONS
 from foredraft.control.base import Controller
 from foredraft.control.experience import Experience
 from foredraft.core.cost import CostModel
@@ -25,7 +26,7 @@ from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.request import Event, GenerationResult, ReplySoFar, RequestOptions, Session
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
-from foredraft.load import FOR_PREDICTIONS, ModelPlan, forward_cost, load_models, resolve_drafter
+from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.grammars import Grammars

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foredraft.auto import chosen_drafter
 from foredraft.cache.base import KVShape
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory, check_fits, checked_memory
@@ -380,26 +381,6 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     return decoders[name]
 
 
-_AUTO = ("blend", "table", "suffix")
-"""The drafters of "auto" without a draft model: the first that can draft for the target.
-
-On a CPU it is never a head unless one is asked for: where copies in few bits do not pay, a forward
-is cheap, and a run of a head takes a quarter of it. Encoder-decoders have another one: many of
-their texts repeat the source.
-"""
-
-
-FOR_PREDICTIONS = "prediction"
-"""Drafts for requests that bring a prediction, where the drafter in use does not read it."""
-
-
-def _without_draft_model(target: Target | ModelPlan | None, has_options: bool) -> str:
-    if target is not None and _has_encoder(target):
-        return FOR_PREDICTIONS  # of the source
-    names = _AUTO if has_options or not _is_on_cpu(target) else _AUTO[1:]
-    return next(name for name in names if _comes_with(drafter_spec(name).trained, target))
-
-
 def _is_on_cpu(target: Target | ModelPlan | None) -> bool:
     if isinstance(target, ModelPlan):
         return target.device == "cpu"
@@ -413,10 +394,10 @@ def _has_encoder(target: Target | ModelPlan) -> bool:
     return target.capabilities.encoder is not None
 
 
-def _comes_with(kind: str | None, target: Target | ModelPlan | None) -> bool:
-    """Whether a head of this kind comes with the package for the target; no kind needs none."""
-    if kind is None or target is None:
-        return kind is None
+def _comes_with(kind: str, target: Target | ModelPlan | None) -> bool:
+    """Whether a head of this kind comes with the package for the target."""
+    if target is None:
+        return False
     if not isinstance(target, ModelPlan):
         return shipped_head(kind, target) is not None
     files = target.checkpoint if target.backend == "native" else None
@@ -443,10 +424,12 @@ def resolve_drafter(
         has_draft_model = options.draft_model is not None
     name = drafter_key(options.drafter)
     if name == "auto":
-        has_options = bool(options.drafter_options)
-        name = "draft_model" if has_draft_model else _without_draft_model(target, has_options)
+        has_encoder = target is not None and _has_encoder(target)
+        may_be_head = bool(options.drafter_options) or not _is_on_cpu(target)
+        comes_with = partial(_comes_with, target=target)
+        name = chosen_drafter(has_draft_model, has_encoder, may_be_head, comes_with)
     spec = drafter_spec(name)
-    if spec.lacks_draft_model(has_draft_model, options.drafter_options):
+    if spec.lacks_draft_model(has_draft_model):
         raise needs_draft_model(name)
     if has_draft_model and spec.draft_model == "none":
         raise ConfigError(

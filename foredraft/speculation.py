@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from foredraft.auto import BESIDE, pays_unasked
 from foredraft.cache.base import NO_MEMORY
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.control.experience import Experience
 from foredraft.control.fixed import FixedBudget
 from foredraft.control.pairs import expected_of_pair
-from foredraft.core.cost import USUAL_PRICES, CostModel, Prices, chain_speedup
+from foredraft.core.cost import USUAL_PRICES, CostModel, Prices
 from foredraft.core.errors import ModelLoadError
-from foredraft.core.traits import DrafterTraits
 from foredraft.drafters import build_drafter, check_parts, drafter_spec
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
@@ -30,14 +29,9 @@ from foredraft.models.files.kept import recipe_of
 from foredraft.options import LoadOptions
 from foredraft.system.machine import cpu_name
 
-_BESIDE = ("self_draft", "suffix")
-"""Loaded beside whatever "auto" means, where they can draft and pay: they join any text at any
-place."""
 _log = logging.getLogger("foredraft")
 USUAL_CONTEXT, _MOST_NODES = 256, 16
 """Tokens before a step, and nodes of it, where what drafts cost is asked beforehand."""
-_LEAST_SPEEDUP = 1.05
-"""That a drafter which takes a forward a token has to promise to be loaded unasked."""
 
 
 def policy_for(
@@ -82,14 +76,14 @@ def policy_for(
 def _loaded_for_auto(name: str, context: DrafterContext, prices: Prices) -> list[LoadedDrafter]:
     """The drafters of "auto": the one of this name, and those that join any text anywhere."""
     beside = _beside(name, replace(context, options={}))
-    paying = [each for each in beside if _speedup(each.traits, prices) >= _LEAST_SPEEDUP]
+    paying = [each for each in beside if pays_unasked(each.traits, prices)]
     return [_loaded(name, context), *paying]
 
 
 def _beside(name: str, context: DrafterContext) -> Iterator[LoadedDrafter]:
     """Drafters that can be loaded beside the one of this name, if there is memory for them."""
     copies = drafter_spec(name).copies
-    for other in _BESIDE:
+    for other in BESIDE:
         spec = drafter_spec(other)
         if other == name or (copies and spec.copies) or spec.missing_capabilities(context.target):
             continue
@@ -97,13 +91,6 @@ def _beside(name: str, context: DrafterContext) -> Iterator[LoadedDrafter]:
             yield _loaded(other, context)
         except (*NO_MEMORY, ModelLoadError) as error:
             _log.info("no %s: %s", other, error)
-
-
-def _speedup(traits: DrafterTraits, prices: Prices) -> float:
-    """Expected speed-up of a drafter that takes a forward a token; inf: it does not."""
-    if traits.round_share is None or traits.promise is None:
-        return math.inf
-    return chain_speedup(sum(traits.promise) / 2, traits.round_share, prices)
 
 
 def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:

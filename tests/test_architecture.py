@@ -28,6 +28,7 @@ LAYERS = {
     "engine": 5,
     "options": 6,
     "mini": 4,
+    "auto": 5,
     "load": 7,
     "speculation": 7,
     "llm": 8,

@@ -81,8 +81,7 @@ def needs_of(spec: DrafterSpec) -> list[str]:
         needs.append(f"a trained {spec.trained} (option head), unless one comes with the model")
     if spec.needs_draft_model:
         vocabulary = "of any vocabulary" if spec.draft_model == "any vocabulary" else ""
-        instead = f"or option {spec.instead_of_model}" if spec.instead_of_model else ""
-        needs.append(" ".join(filter(None, ("a draft model", vocabulary, instead))))
+        needs.append(f"a draft model {vocabulary}".rstrip())
     if spec.needs_in_words:
         needs.append(spec.needs_in_words)
     if spec.reads_prediction is True:

@@ -123,8 +123,8 @@ def _draft_with_prediction(load: LoadOptions) -> LoadOptions:
     Raises:
         ConfigError: another drafter was asked for, which does not read it.
     """
+    from foredraft.auto import FOR_PREDICTIONS
     from foredraft.drafters import drafter_spec
-    from foredraft.load import FOR_PREDICTIONS
 
     if load.drafter == "auto" and load.draft_model is None:
         return replace(load, drafter=FOR_PREDICTIONS)

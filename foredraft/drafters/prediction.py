@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.grow import NODE_COST, Guide
+from foredraft.drafters.guide import Guide
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
 from foredraft.drafters.text.per_request import GuidedDrafter
+from foredraft.drafters.worth import NODE_COST
 
 _SETTLED = 4
 """Tokens that must agree before the place of parting is forgotten."""

@@ -35,9 +35,9 @@ _FOLDER = Path(__file__).parent
 _FOLDERS = ("", ".text", ".model", ".heads")
 SHARED = frozenset(
     {
-        *("base", "spec", "registry", "trained", "grow", "text", "model", "heads"),
-        *("confidence", "per_request", "chain", "staged"),
-        *("layers", "rows", "steps", "published", "distilled"),
+        *("base", "spec", "registry", "trained", "text", "model", "heads"),
+        *("guide", "worth", "shapes", "confidence", "per_request", "chain", "staged"),
+        *("layers", "rows", "steps", "growth", "published"),
     }
 )
 """Modules beside the drafters that are none."""
@@ -175,7 +175,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     key = drafter_key(name)
     spec = drafter_spec(key)
     check_options(key, context.options)
-    if spec.lacks_draft_model(context.draft_model is not None, context.options):
+    if spec.lacks_draft_model(context.draft_model is not None):
         raise needs_draft_model(key)
     _check_encoders(context)
     if missing := spec.missing_capabilities(context.target):

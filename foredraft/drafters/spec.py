@@ -80,7 +80,6 @@ class DrafterSpec:
             and of any vocabulary.
         trained: the kind of trained folder that it cannot draft without (option ``head``), unless
             one comes with the model; None: it needs none.
-        instead_of_model: an option that takes the draft model's place where it is given.
         drafts_from: "text": drafts are a function of the committed text (and the noise). "steps":
             also of what was scored and rejected on the way, so that another number of draft tokens
             gives other drafts.
@@ -99,7 +98,6 @@ class DrafterSpec:
     needs_in_words: str = ""
     draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
     trained: str | None = None
-    instead_of_model: str | None = None
     drafts_from: Literal["text", "steps"] = "text"
     copies: bool = False
     reads_prediction: bool | Callable[[Mapping[str, Any]], bool] = False
@@ -109,9 +107,9 @@ class DrafterSpec:
     def needs_draft_model(self) -> bool:
         return self.draft_model in ("required", "any vocabulary")
 
-    def lacks_draft_model(self, has_one: bool, options: Mapping[str, Any]) -> bool:
+    def lacks_draft_model(self, has_one: bool) -> bool:
         """Whether it cannot be built for want of a draft model."""
-        return self.needs_draft_model and not has_one and self.instead_of_model not in options
+        return self.needs_draft_model and not has_one
 
     def uses_prediction(self, options: Mapping[str, Any]) -> bool:
         """Whether it drafts from a request's prediction, with these options."""

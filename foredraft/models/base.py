@@ -7,7 +7,7 @@ size, R some rows of the head.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, TypeVar
@@ -451,10 +451,6 @@ class ShallowTarget(Protocol):
         """
         ...
 
-    def read_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
-        """`score_last` without norm and LM head: the layers' output [E] for each last token."""
-        ...
-
 
 class LayeredTarget(Target, Protocol):
     """A target whose layers can be had one by one."""
@@ -464,10 +460,6 @@ class LayeredTarget(Target, Protocol):
 
     def layer_view(self, layers: Sequence[int]) -> Target:
         """A target of some of the layers, with a cache of its own."""
-        ...
-
-    def sublayer_view(self, no_attention: Collection[int], no_mlp: Collection[int]) -> Target:
-        """A target without the attention or the MLP of some layers, with its own cache."""
         ...
 
     def shallow(self, exit_layer: int) -> ShallowTarget:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.drafters.heads.base import Prediction
 from foredraft.train.batches import TrainBatch
+from foredraft.train.heads.base import Prediction
 
 _ROWS_AT_ONCE = 128
 _SAMPLED_STRIDE = 8

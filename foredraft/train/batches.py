@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.drafters.heads.base import TextBatch
 from foredraft.train.capture import Capture, as_rows
+from foredraft.train.heads.base import TextBatch
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text
 

@@ -143,8 +143,7 @@ class Capture:
                 if monitor.wants_stop():
                     return False
                 monitor.pause()
-                read = self._target.read([self._texts[n].tokens for n in group], self.layers)
-                states += [_copied(each) for each in read]
+                states += [_copied(each) for each in self._read(group)]
                 done += sum(len(self._texts[n].tokens) for n in group)
                 monitor.advance(done / total)
             self.store(chunk, states)
@@ -158,9 +157,13 @@ class Capture:
         stored = {n: self._stored(n) for n in numbers if self._places[n][0].digest in self._on_disk}
         missing = [n for n in numbers if stored.get(n) is None]
         for group in self._packed(missing):
-            states = self._target.read([self._texts[n].tokens for n in group], self.layers)
-            stored |= dict(zip(group, states, strict=True))
+            stored |= dict(zip(group, self._read(group), strict=True))
         return [state for n in numbers if (state := stored[n]) is not None]
+
+    def _read(self, group: Sequence[int]) -> list[States]:
+        texts = [self._texts[n] for n in group]
+        num_prompts = [text.num_prompt for text in texts]
+        return self._target.read([text.tokens for text in texts], self.layers, num_prompts)
 
     # --------------------------------------------------------------------------------- files
 

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, TrainingError
-from foredraft.drafters.heads.base import HeadModule, Prediction
+from foredraft.drafters.heads.base import HeadModule
 from foredraft.train.batches import TrainBatch
 from foredraft.train.folder import Counters
+from foredraft.train.heads.base import Prediction, training_of
 from foredraft.train.losses import Goal, loss_named, product_loss
 from foredraft.train.optimiser import Optimiser, rate_share
 from foredraft.train.options import TrainOptions
+from foredraft.train.products import product_dtype
 from foredraft.train.target import TrainingTarget
 
 _SURVIVAL_KEPT = 0.95
@@ -37,7 +39,7 @@ class NameableTokens:
     """The tokens that a head can name, as training needs them.
 
     Attributes:
-        head_RE: the target's own head for them, in its dtype.
+        head_RE: the target's own head for them, in the dtype of products.
         row_of_V: output row of each token; -1: none.
     """
 
@@ -45,13 +47,13 @@ class NameableTokens:
     row_of_V: Tensor
 
     @classmethod
-    def of(cls, module: HeadModule, target: TrainingTarget) -> NameableTokens:
-        """Those of a module."""
+    def of(cls, module: HeadModule, target: TrainingTarget, dtype: torch.dtype) -> NameableTokens:
+        """Those of a module, their head in that dtype."""
         vocab = target.shape.vocab_size
         ids_R = torch.tensor(_named_tokens(module))
         row_of_V = torch.full((vocab,), -1, dtype=torch.int64)
         row_of_V[ids_R] = torch.arange(len(ids_R))
-        return cls(target.parts.head_rows(ids_R), row_of_V.to(target.device))
+        return cls(target.parts.head_rows(ids_R).to(dtype), row_of_V.to(target.device))
 
 
 class Learner:
@@ -69,11 +71,12 @@ class Learner:
 
     def __init__(self, module: HeadModule, target: TrainingTarget, options: TrainOptions) -> None:
         self.module = module.to(target.device).float()
+        self._training = training_of(self.module)
         self._target, self._options, self._loss = target, options, loss_named(options.loss)
         self._averaged = copy.deepcopy(self.module) if options.average else None
-        self._optimiser = Optimiser(self.module, options.rates)
-        self.dtype = compute_dtype(target.device, options.float32)
-        self.rows = NameableTokens.of(module, target)
+        self.dtype = product_dtype(target.device, options.float32)
+        self._optimiser = Optimiser(self.module, options.rates, self.dtype)
+        self.rows = NameableTokens.of(module, target, self.dtype)
 
     @property
     def kept(self) -> HeadModule:
@@ -100,10 +103,11 @@ class Learner:
     def learn(self, batch: TrainBatch, counters: Counters) -> tuple[float, list[float]]:
         """One step of the optimiser: the loss, and the overlap by depth."""
         with self.autocast():
-            predictions = self.module.predictions(batch.texts, self._options.depth_at(counters))
+            depth = self._options.depth_at(counters)
+            predictions = self._training.predictions(batch.texts, depth)
         total, overlaps = self._total_loss(batch, predictions, counters)
         with self.autocast():
-            extra = self.module.extra_loss(batch.texts, predictions)
+            extra = self._training.extra_loss(batch.texts, predictions)
         if extra is not None:
             total = total + extra.float()
         total.backward()  # type: ignore[no-untyped-call]
@@ -193,14 +197,6 @@ def _follow(means: list[float], new: Sequence[float]) -> None:
     means += new[len(means) :]
     for number, value in enumerate(new):
         means[number] += (1 - _SURVIVAL_KEPT) * (value - means[number])
-
-
-def compute_dtype(device: torch.device, float32: bool) -> torch.dtype:
-    """bfloat16 where its products are fast."""
-    if float32:
-        return torch.float32
-    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 # ------------------------------------------------------------------ starting from another head

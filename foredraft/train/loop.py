@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from foredraft.core.errors import ConfigError, ForedraftError
-from foredraft.drafters.heads.base import HeadModule, TextBatch
-from foredraft.drafters.trained import META, load_head, save_head
+from foredraft.drafters.heads.base import HeadModule
+from foredraft.drafters.trained import META
 from foredraft.train.acceptance import AcceptanceCount, HeldOutAcceptance
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
 from foredraft.train.capture import Capture
@@ -26,15 +26,19 @@ from foredraft.train.folder import (
     state_path,
     training_folder,
 )
+from foredraft.train.heads.base import TextBatch, start_head, training_of
+from foredraft.train.heads.saving import load_tested, save_head
 from foredraft.train.learner import Learner, NameableTokens, take_over
 from foredraft.train.optimiser import rate_share
 from foredraft.train.options import TrainOptions
-from foredraft.train.progress import Monitor, Recent, Status
+from foredraft.train.progress import Monitor, Recent, Status, expected
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text, digest_of, frequent_tokens, split_texts, usable
 from foredraft.version import __version__
 
 _TEST_TOKENS = 12
+_PACE_AFTER = 3
+"""Steps after which the pace of a run is said."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Trainer:
         }
         self._kept: HeadModule | None = None
         if (job.out / META).exists():
-            self._kept = load_head(job.out, job.kind, target.identity)
+            self._kept = load_tested(job.out, job.kind, target.identity)
         self._learner = self._resumed_learner()
         taps = {*self._learner.module.taps, *(self._kept.taps if self._kept else ())}
         target.check_taps(sorted(taps))
@@ -120,7 +124,7 @@ class Trainer:
             )
             module = _new_module(job, self._target, rows)
             if job.start_from is not None:
-                take_over(module, load_head(job.start_from, job.kind, self._target.identity))
+                take_over(module, load_tested(job.start_from, job.kind, self._target.identity))
             return Learner(module, self._target, self._options)
         self.counters = saved.counters
         self.counters.resumed += 1
@@ -144,7 +148,7 @@ class Trainer:
         options, counters = self._options, self.counters
         seconds = options.reading_s(counters, time.monotonic() - self._began)
         is_all_read = self._capture.fill(self._monitor, seconds)
-        self._recent = Recent()
+        self._recent, self._steps_of_run = Recent(), 0
         if self._monitor.wants_stop():
             return self._status()
         self._curves = Curves(self._curves_path, counters.tokens)
@@ -211,6 +215,9 @@ class Trainer:
         counters.seconds += elapsed
         self._recent.add(loss, overlap, batch.num_tokens, elapsed)
         status = self._status()
+        self._steps_of_run += 1
+        if self._steps_of_run == _PACE_AFTER:
+            self._monitor.say(expected(status, counters.step, time.time()))
         if self._recent.is_due():
             self._curves.add(self._line(status) | {"loss": status.loss, "overlap": status.overlap})
             self._recent.restart()
@@ -236,14 +243,14 @@ class Trainer:
         """Acceptance of a head on held-out text."""
         learner, depth = self._learner, self._options.depth
         module = module.to(self._target.device).eval()
-        rows = NameableTokens.of(module, self._target)
+        rows = NameableTokens.of(module, self._target, torch.float32)
         temperatures = {self._texts[w.text].temperature for b in self._evaluation for w in b}
-        count, head_RE = AcceptanceCount(depth, temperatures != {0.0}), rows.head_RE.float()
+        count, head_RE = AcceptanceCount(depth, temperatures != {0.0}), rows.head_RE
         for windows in self._evaluation:
             self._monitor.pause()
             batch = self._load(windows)
             with learner.autocast():
-                predictions = module.predictions(batch.texts, depth)
+                predictions = training_of(module).predictions(batch.texts, depth)
             count.add(predictions, batch, head_RE, rows.row_of_V)
         module.train()
         return count.result()
@@ -282,7 +289,7 @@ class Trainer:
     def _keep_best(self, acceptance: HeldOutAcceptance) -> None:
         module, identity = self._learner.kept, self._target.identity
         with self._learner.autocast():
-            module.calibrate(self._load(windows).texts for windows in self._evaluation)
+            training_of(module).calibrate(self._load(windows).texts for windows in self._evaluation)
         provenance, measured = self._provenance(), acceptance.as_dict()
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         card = model_card(module.kind, identity, num_parameters, provenance, measured)
@@ -358,7 +365,7 @@ def _new_module(job: Job, target: TrainingTarget, rows: Sequence[int] | None) ->
         ConfigError: the kind cannot be made with these options.
     """
     try:
-        return job.kind.start(target, rows, job.kind_options)
+        return start_head(job.kind, target, rows, job.kind_options)
     except ForedraftError:
         raise
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +18,72 @@ _LAST_RATE = 0.02
 """Share of the rate that is left at the end."""
 
 
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_MOMENTUM, _NUM_ITERATIONS = 0.95, 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024) scaled as in arXiv 2502.16982, with products of a chosen type.
+
+    `torch.optim.Muon` computes the same and multiplies in bfloat16 on every machine.
+
+    Args:
+        matrices: the parameters.
+        rate: the learning rate; a step is as large as one of AdamW.
+        weight_decay: share of a weight that goes with each step at a rate of 1.
+        dtype: of products.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        rate: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(matrices, {"lr": rate, "weight_decay": weight_decay})
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                momentum = state["momentum_buffer"].lerp_(weight.grad, 1 - _MOMENTUM)
+                update = orthogonalised(weight.grad.lerp(momentum, _MOMENTUM), self._dtype)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
+
+
+def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix with singular values near 1: five Newton-Schulz iterations in that dtype."""
+    is_tall = len(matrix) > matrix.shape[1]
+    x = (matrix.T if is_tall else matrix).to(dtype)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(_NUM_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.T if is_tall else x
+
+
 class Optimiser:
     """Both optimisers as one.
 
     Args:
         module: the trained head. A matrix has rows of tokens if it has as many rows as output rows,
             or as tokens.
+        dtype: of products.
     """
 
-    def __init__(self, module: HeadModule, rates: Rates) -> None:
+    def __init__(
+        self, module: HeadModule, rates: Rates, dtype: torch.dtype = torch.float32
+    ) -> None:
         groups = parameter_groups(module)
         self._parts: list[torch.optim.Optimizer] = []
         if groups["matrices"]:
-            self._parts.append(
-                torch.optim.Muon(
-                    groups["matrices"],
-                    lr=rates.matrices,
-                    weight_decay=rates.weight_decay,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
+            self._parts.append(Muon(groups["matrices"], rates.matrices, rates.weight_decay, dtype))
         others = [
             {"params": groups[name], "lr": getattr(rates, name)}
             for name in ("tables", "vectors")

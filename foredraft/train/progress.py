@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from foredraft.train.acceptance import HeldOutAcceptance
 
 
+ENOUGH_STEPS = 200
+"""Learnt steps below which a head is worth little."""
+
+
 @dataclass(frozen=True)
 class Status:
     """The state of a training run.
@@ -47,6 +51,9 @@ class Monitor(Progress, Protocol):
     def evaluated(self, status: Status) -> None:
         """Called after each measurement."""
 
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+
     def wants_stop(self) -> bool:
         """Whether training is to end now, to go on another time."""
         ...
@@ -54,6 +61,27 @@ class Monitor(Progress, Protocol):
     def pause(self) -> object:
         """Called before each piece of work; returns when it may begin."""
         ...
+
+
+def expected(status: Status, num_steps: int, now: float) -> str:
+    """A line about the pace of a run and its end.
+
+    Args:
+        status: after some steps.
+        num_steps: learnt so far, over all resumptions.
+        now: seconds since the epoch.
+    """
+    all_steps = num_steps / max(status.done, 1e-9)
+    end = time.strftime("%H:%M", time.localtime(now + min(status.left_s, 1e9)))
+    pace = f"{status.tokens_per_s:.0f} tokens a second"
+    line = f"{pace}: about {all_steps:.0f} steps in all, until {end}"
+    if all_steps >= ENOUGH_STEPS:
+        return line
+    minutes = math.ceil(status.seconds / max(1, num_steps) * ENOUGH_STEPS / 60)
+    return (
+        f"{line}. Fewer than {ENOUGH_STEPS} steps teach a head too little; they take {minutes} "
+        "minutes of learning here, beside writing and reading the text"
+    )
 
 
 class Recent:

@@ -22,8 +22,8 @@ from foredraft.models.native.quant import as_tensor
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.texts import Ids
 
-_ROWS_AT_ONCE = 128
-"""Rows of logits over the whole vocabulary that are there at one time."""
+_LOGITS_AT_ONCE = 1 << 24
+"""Logits over the whole vocabulary that are there at one time."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,14 @@ class TrainingTarget:
 
     # ------------------------------------------------------------------- reading texts
 
-    def read(self, texts: Sequence[Ids], taps: Sequence[int]) -> list[States]:
+    def read(
+        self, texts: Sequence[Ids], taps: Sequence[int], num_prompts: Sequence[int] | None = None
+    ) -> list[States]:
         """The states of some texts, in one forward.
+
+        Args:
+            num_prompts: tokens of each text's prompt, for which no normaliser is computed but at
+                the last one; None: computed everywhere.
 
         Raises:
             ConfigError: a layer that it does not have.
@@ -161,7 +167,12 @@ class TrainingTarget:
         finally:
             for slot in slots:
                 cache.free(slot)
-        normaliser_T = self._normaliser(scores.taps[self.last_layer])
+        wanted_T = torch.ones(sum(map(len, texts)), dtype=torch.bool)
+        for span, num_prompt in zip(scores.tokens, num_prompts or (), strict=False):
+            wanted_T[span.start : span.start + max(0, num_prompt - 1)] = False
+        last_TE = scores.taps[self.last_layer]
+        normaliser_T = torch.zeros(len(last_TE), device=last_TE.device)
+        normaliser_T[wanted_T] = self._normaliser(last_TE[wanted_T])
         return [
             States(scores[i].taps, normaliser_T[span.start : span.stop])
             for i, span in enumerate(scores.tokens)
@@ -169,14 +180,8 @@ class TrainingTarget:
 
     @torch.no_grad()
     def _normaliser(self, last_TE: Tensor) -> Tensor:
-        normed_TE, head_VE = self.parts.norm(last_TE), self._whole_head
-        pieces = [
-            (piece @ head_VE.T).float().logsumexp(-1)
-            for piece in torch.split(normed_TE, _ROWS_AT_ONCE)
-        ]
-        return torch.cat(pieces) if pieces else torch.empty(0)
-
-    @cached_property
-    def _whole_head(self) -> Tensor:
-        """[V, E] in the dtype of the states."""
-        return as_tensor(self._weights.head_VE, self._weights.dtype)
+        """[T], by the target's own product: its kernel is faster at it than torch is."""
+        size = max(1, _LOGITS_AT_ONCE // self.shape.vocab_size)
+        pieces = torch.split(self.parts.norm(last_TE), size)
+        found = [self.parts.logits(piece).logsumexp(-1) for piece in pieces if len(piece)]
+        return torch.cat(found) if found else torch.empty(0)

@@ -11,17 +11,17 @@ from typer.testing import CliRunner
 
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.heads.base import TextBatch
 from foredraft.drafters.heads.eagle import EagleModule
-from foredraft.drafters.trained import save_head
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.heads.base import TextBatch, start_head
+from foredraft.train.heads.saving import save_head
 from foredraft.train.target import TrainingTarget
 
 
 @pytest.fixture
 def head(checkpoint: Path, tmp_path: Path) -> Path:
     source = TrainingTarget(NativeTarget.load(checkpoint), "tiny", "its weights")
-    module = EagleModule.start(source, range(20), {})
+    module = start_head(EagleModule, source, range(20), {})
     tokens = torch.arange(6)
     (states,) = source.read([tokens.numpy()], module.taps)
     taps = {layer: states.layers[layer][None] for layer in module.taps}

@@ -40,8 +40,7 @@ def test_unreadable_predictions_are_explained(
 
 @pytest.mark.parametrize(
     "drafting",
-    [("--drafter", "ngram"), ("--drafter", "none"), ("--draft-model", "x"),
-     ("--drafter", "cascade", "--drafter-option", "stages=suffix,ngram")],
+    [("--drafter", "ngram"), ("--drafter", "none"), ("--draft-model", "x")],
 )  # fmt: skip
 def test_a_prediction_that_nothing_uses_is_refused(
     run: Run, tmp_path: Path, drafting: tuple[str, ...]
@@ -51,12 +50,3 @@ def test_a_prediction_that_nothing_uses_is_refused(
     result = run("generate", "x", "--prediction", str(path), *drafting)
     assert isinstance(result.exception, ConfigError)
     assert "--prediction is not used by drafter" in str(result.exception)
-
-
-def test_a_cascade_may_use_a_prediction(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "expected.txt"
-    path.write_text("text")
-    stages = ("--drafter", "cascade", "--drafter-option", "stages=prediction,suffix",
-              "--drafter-option", "mode=horizontal")  # fmt: skip
-    result = run("generate", "x", "--max-tokens", "3", "--prediction", str(path), *stages)
-    assert result.exit_code == 0, result.exception

@@ -33,6 +33,7 @@ from foredraft.engine.request import GenerationResult
 from foredraft.models.base import ScoreRow, Target
 from foredraft.models.native.weights import DecoderWeights, load_weights
 from foredraft.models.table import TableModel
+from foredraft.train.heads.base import start_head
 from tests.engine.helpers import drain, engine_of, finish
 
 # ----------------------------------------------------------------------------------------- models
@@ -193,14 +194,9 @@ class Setup:
 
 
 WITH_HEADS = {
-    "draft_model+head": "head",
-    "early_exit+adapter": "adapter",
     "blend+table": "table",
-    "mtp+heads": "head",
 }
 """Drafters that a trained head turns into others: their names here, and the option that does it."""
-HOW_MADE: dict[str, dict[str, Any]] = {"mtp+heads": {"heads": 3}}
-"""Options that their heads are made with, by those names."""
 
 
 def spec_of(name: str) -> DrafterSpec:
@@ -225,7 +221,7 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     codec = kind.new_codec()
     built = name.partition("+")[0]
     comes_along = option == "head" and shipped_head(head_kind(built), target) is not None
-    options = {option: saved_head(built, name)} if option and not comes_along else {}
+    options = {option: saved_head(built)} if option and not comes_along else {}
     if option == "table":
         options = {"head": saved_head(built), "table": saved_table()}
     if built == "self_draft":  # by itself it takes what is faster, which varies on a tiny model
@@ -241,21 +237,19 @@ def head_kind(name: str) -> str:
 
 
 @functools.cache
-def saved_head(kind: str, made: str = "") -> Path:
-    """A saved head of the tiny llama that can name every other token; see `HOW_MADE`."""
+def saved_head(kind: str) -> Path:
+    """A saved head of the tiny llama that can name every other token."""
     if kind == "table":
         return saved_table()
-    from foredraft.drafters.heads.base import TextBatch
     from foredraft.drafters.registry import head_class
-    from foredraft.drafters.trained import save_head
+    from foredraft.train.heads.base import TextBatch
+    from foredraft.train.heads.saving import save_head
     from foredraft.train.target import TrainingTarget
 
     target = native_kind("eager").new_target()
     source = TrainingTarget(target, "tiny llama", "its weights")
     torch.manual_seed(9)
-    module = head_class(head_kind(kind)).start(
-        source, range(0, target.vocab_size, 2), HOW_MADE.get(made, {})
-    )
+    module = start_head(head_class(head_kind(kind)), source, range(0, target.vocab_size, 2), {})
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name in ("output", "output.weight"):
@@ -264,7 +258,7 @@ def saved_head(kind: str, made: str = "") -> Path:
     (states,) = source.read([tokens.numpy()], module.taps)
     taps = {layer: states.layers[layer][None] for layer in module.taps}
     text = TextBatch(tokens[None], torch.tensor([6]), source.parts.embed(tokens)[None], taps)
-    directory = Path(_scratch().name) / f"head-{kind}-{made}"
+    directory = Path(_scratch().name) / f"head-{kind}"
     info = {"target": source.identity, "provenance": {}, "measured": {}}
     save_head(directory, module, info, text, 2, "A head that nobody trained.")
     return directory

@@ -14,11 +14,12 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRow, Observation
-from foredraft.drafters.heads.base import HeadModule, TextBatch
+from foredraft.drafters.heads.base import HeadModule
 from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.config import RotaryEmbedding
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.heads.base import TextBatch
 from tests.drafters.prices import FREE_NODES
 
 VOCAB = 96

@@ -12,7 +12,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.grow import best_first
+from foredraft.drafters.guide import best_first
 from foredraft.drafters.spec import checked_cost, checked_count, checked_flag
 
 Word = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Drafters in stages: the draft model's own draft from fewer forwards, and drafters that relay."""
+"""Drafters in stages: the draft model's own draft from fewer forwards of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.model.cascade import HorizontalCascade, Stage, VerticalCascade
+from foredraft.drafters.model.cascade import VerticalCascade
 from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
@@ -35,12 +35,7 @@ from tests.engine.helpers import ScriptedDrafter, counting_model
 
 KIND = table_kind()
 PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
-MODES = [
-    {"stages": "ngram,draft_model", "mode": "vertical"},
-    {"stages": "ngram,draft_model", "mode": "horizontal"},
-    {"stages": "draft_model:2,ngram", "mode": "horizontal"},
-    {"stages": "ngram:1,suffix,draft_model"},
-]
+STAGES: list[dict[str, Any]] = [{}, {"stages": "ngram,suffix,draft_model"}]
 
 
 class Scripted(ScriptedDrafter):
@@ -76,8 +71,7 @@ def row(tokens: Sequence[int], budget: int, **params: Any) -> DraftRow:
 
 
 def vertical(model: Target, *guessers: Drafter) -> VerticalCascade:
-    stages = [Stage(f"guesser {i}", drafter) for i, drafter in enumerate(guessers)]
-    return VerticalCascade(stages, model)
+    return VerticalCascade(guessers, model)
 
 
 class Watched(TableModel):
@@ -95,9 +89,6 @@ class Watched(TableModel):
 
 def build(options: dict[str, Any], target: Target, draft_model: Target | None) -> Drafter:
     return build_drafter("cascade", DrafterContext(target, draft_model, options))
-
-
-# ---------------------------------------------------------------------------------------- vertical
 
 
 @pytest.mark.parametrize("coupling", ["seeded", "drawn"])
@@ -177,78 +168,7 @@ def test_no_room_in_the_draft_models_context_means_no_draft() -> None:
         assert (proposal is NOT_READY) == (expected == 0), "it counts as not asked"
 
 
-# -------------------------------------------------------------------------------------- horizontal
-
-
-def relay(*stages: tuple[Drafter, int | None]) -> HorizontalCascade:
-    return HorizontalCascade(
-        [Stage(str(i), drafter, limit) for i, (drafter, limit) in enumerate(stages)]
-    )
-
-
-def test_the_first_stage_that_offers_something_has_the_step() -> None:
-    def fail(row: DraftRow) -> Proposal:
-        raise AssertionError("asked after another had offered something")
-
-    cascade = relay((silent(), None), (counting(9), None), (Scripted(fail), None))
-    (proposal,) = cascade.propose([row([4], 3)])
-    assert proposal.tree == TokenTree.chain([5, 6, 7])
-    assert proposal.authors == ("1", "1", "1")
-
-
-def test_a_stage_with_a_limit_hands_over() -> None:
-    cascade = relay((counting(9), 2), (silent(), 1), (counting(9), None))
-    (proposal,) = cascade.propose([row([4], 5)])
-    assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9])
-    assert proposal.authors == ("0", "0", "2", "2", "2")
-
-
-def test_a_stage_that_is_not_ready_leaves_the_row_unasked() -> None:
-    late = [NOT_READY, NOT_READY, Proposal.chosen(TokenTree.chain([5]))]
-    head = Scripted(lambda row: late.pop(0))
-    cascade = relay((silent(), None), (head, None))
-    drafts = [cascade.propose([row([4], 3)])[0] for _ in range(3)]
-    assert [draft is NOT_READY for draft in drafts] == [True, True, False]
-    (draft,) = relay((Scripted(lambda row: NOT_READY), None), (counting(9), None)).propose(
-        [row([4], 3)]
-    )
-    assert draft.tree == TokenTree.chain([5, 6, 7]), "another stage has drafted"
-
-
-def test_a_stage_that_is_never_ready_leaves_the_others_to_be_judged() -> None:
-    cascade = relay((silent(), None), (Scripted(lambda row: NOT_READY), None))
-    drafts = [cascade.propose([row([4], 3)])[0] for _ in range(20)]
-    assert [draft is NOT_READY for draft in drafts] == [True] * 4 + [False] * 16
-    cascade.end(0)
-    assert cascade.propose([row([4], 3)])[0] is NOT_READY, "of another request nothing is known"
-
-
-def test_a_stage_that_ends_before_its_limit_ends_the_draft() -> None:
-    short = Scripted(lambda row: Proposal.chosen(TokenTree.chain([5])))
-    (proposal,) = relay((short, 2), (counting(9), None)).propose([row([4], 5)])
-    assert proposal.tree == TokenTree.chain([5])
-
-
-def test_a_tree_is_hung_off_the_end_of_a_chain() -> None:
-    tree = TokenTree((7, 8, 9), (ROOT, ROOT, 1))
-    branching = Scripted(lambda row: Proposal.chosen(tree))
-    (proposal,) = relay((counting(9), 2), (branching, None)).propose([row([4], 5)])
-    assert proposal.tree == TokenTree((5, 6, 7, 8, 9), (-1, 0, 1, 1, 3))
-
-
-def test_a_drawn_draft_is_left_as_it_is() -> None:
-    model = DraftModelDrafter(counting_model())
-    model.begin(DraftRow.of(0, [4]))
-    cascade = relay((model, 2), (counting(9), None))
-    (proposal,) = cascade.propose([row([4], 5, temperature=1.0, coupling="drawn")])
-    assert proposal.is_drawn
-    assert len(proposal.tree) == 2
-
-
-# -------------------------------------------------------------------------------- what both promise
-
-
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", STAGES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_is_the_plain_runs(options: dict[str, Any], temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=17, max_tokens=24)
@@ -258,9 +178,9 @@ def test_the_text_is_the_plain_runs(options: dict[str, Any], temperature: float)
     assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
 
 
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", STAGES)
 @pytest.mark.parametrize("coupling", ["seeded", "drawn"])
-def test_it_conforms_in_every_mode(options: dict[str, Any], coupling: Any) -> None:
+def test_it_conforms(options: dict[str, Any], coupling: Any) -> None:
     params = SamplingParams(temperature=1.0, seed=17, max_tokens=16, coupling=coupling)
     target, model = KIND.new_target(), KIND.new_draft_model()
     check_budget(build(options, target, model), target, PROMPTS, params)
@@ -277,28 +197,15 @@ def test_it_conforms_in_every_mode(options: dict[str, Any], coupling: Any) -> No
         ({"stages": "draft_model"}, "two or more"),
         ({"stages": "ngram,cascade"}, "'cascade' cannot be a stage"),
         ({"stages": "ngram,ngram,draft_model"}, "'ngram' cannot be a stage"),
-        ({"stages": "ngram:0,draft_model"}, "limit in 'ngram:0'"),
-        ({"stages": "ngram:x,draft_model"}, "limit in 'ngram:x'"),
-        ({"stages": "ngram,suffix"}, "not among the stages"),
-        ({"stages": "draft_model,ngram", "mode": "vertical"}, "not 'ngram'"),
-        ({"stages": "ngram,draft_model:3", "mode": "vertical"}, "without a limit"),
-        ({"mode": "verticl"}, "did you mean 'vertical'"),
+        ({"stages": "ngram,suffix"}, "the last one 'draft_model'"),
+        ({"stages": "draft_model,ngram"}, "the last one 'draft_model'"),
+        ({"mode": "vertical"}, "mode"),
         ({"stage": "ngram"}, "did you mean 'stages'"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(options, KIND.new_target(), KIND.new_draft_model())
-
-
-def test_it_does_without_a_draft_model() -> None:
-    target = KIND.new_target()
-    params = SamplingParams(max_tokens=24)
-    results = run(target, build({}, target, None), PROMPTS, params, 5)
-    assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
-    assert sum(r.stats.accepted for r in results) > 0
-    with pytest.raises(ConfigError, match="needs a draft model"):
-        build({"stages": "ngram,draft_model"}, target, None)
 
 
 class Reluctant(ScriptedDrafter):
@@ -319,13 +226,9 @@ def test_a_stage_that_cannot_begin_leaves_nothing_of_the_others(first: bool) -> 
     drafting = DraftModelDrafter(model)
     stages = [reluctant, drafting] if first else [drafting, reluctant]
     params = SamplingParams(max_tokens=5)
-    for cascade in (
-        HorizontalCascade([Stage(f"stage {i}", each) for i, each in enumerate(stages)]),
-        vertical(other, *stages),
-    ):
-        results = run(target, cascade, PROMPTS, params, 4)
-        assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
-        assert all(is_empty(each.cache) for each in (target, model, other))
+    results = run(target, vertical(other, *stages), PROMPTS, params, 4)
+    assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
+    assert all(is_empty(each.cache) for each in (target, model, other))
 
 
 def test_a_stage_that_cannot_end_leaves_nothing_of_the_others() -> None:

@@ -13,8 +13,8 @@ from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismat
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.grow import BestFirstShape, FixedShape, TreeShape
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
+from foredraft.drafters.shapes import BestFirstShape, FixedShape, TreeShape
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores
 from foredraft.models.table import TableModel

@@ -13,6 +13,8 @@ from foredraft.core.rules import SamplingRules
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.heads.base import start_head, training_of
+from foredraft.train.heads.dspark import DsparkTraining
 from tests.drafters.heads import TinySource, random_text, shaken, text_batch, tiny_target
 from tests.drafters.prices import FREE_NODES
 
@@ -21,7 +23,7 @@ VOCAB = 96
 
 def new_module(target: NativeTarget, **options: int) -> DsparkModule:
     torch.manual_seed(4)
-    module = DsparkModule.start(TinySource(target), None, options)
+    module = start_head(DsparkModule, TinySource(target), None, options)
     shaken(module)
     return module.eval()
 
@@ -90,7 +92,7 @@ def test_a_block_of_one_is_still_a_block() -> None:
     target = tiny_target()
     module = new_module(target, block_size=1, num_layers=1)
     batch = text_batch(target, [random_text(10)], module.taps)
-    (only,) = module.predictions(batch, 3)
+    (only,) = training_of(module).predictions(batch, 3)
     assert (only.shift, only.depth) == (2, 1)
 
 
@@ -101,8 +103,9 @@ def test_calibration_finds_the_scale(true_scale: float, monkeypatch: pytest.Monk
     generator = torch.Generator().manual_seed(3)
     logits_NS = torch.randn(20_000, 4, generator=generator, dtype=torch.float64) * 2 + 1
     right_NS = torch.rand(20_000, 4, generator=generator) < (logits_NS * true_scale).sigmoid()
-    monkeypatch.setattr(module, "_places", lambda batch: (logits_NS, right_NS))
-    scales = module.calibrate([None])  # type: ignore[list-item]
+    training = training_of(module)
+    monkeypatch.setattr(training, "_places", lambda batch: (logits_NS, right_NS))
+    scales = training.calibrate([None])  # type: ignore[list-item]
     for scale in scales[:3]:  # few blocks are right up to the last place
         assert scale == pytest.approx(true_scale, rel=0.25)
 
@@ -111,6 +114,6 @@ def test_calibration_looks_inside_the_texts_only() -> None:
     target = tiny_target()
     module = new_module(target)
     batch = text_batch(target, [random_text(14), random_text(9, seed=2)], module.taps)
-    logits_NS, right_NS = module._places(batch)
+    logits_NS, right_NS = DsparkTraining(module)._places(batch)
     assert logits_NS.shape == right_NS.shape == (14 - 5 + 9 - 5, 4)
-    assert len(module.calibrate([batch])) == 4
+    assert len(training_of(module).calibrate([batch])) == 4

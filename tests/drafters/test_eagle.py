@@ -21,14 +21,21 @@ from foredraft.drafters.heads.eagle import (
     EagleRunner,
     FirstEagleModule,
     FirstEagleRunner,
-    published_config,
     published_taps,
-    published_tensors,
     read_published,
 )
 from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.export import published_config, published_tensors
+from foredraft.train.heads.base import (
+    AnchoredAttention,
+    Prediction,
+    TextBatch,
+    start_head,
+    training_of,
+    unrolled,
+)
 from tests.drafters.heads import (
     OUTPUT_IDS,
     VOCAB,
@@ -50,7 +57,7 @@ PLAIN = {"tap_norms": "none", "residual": "plain", "returns": "plain"}
 
 def new_head(output_ids: list[int] | None = OUTPUT_IDS, **options: Any) -> EagleModule:
     torch.manual_seed(4)
-    module = EagleModule.start(SOURCE, output_ids, options)
+    module = start_head(EagleModule, SOURCE, output_ids, options)
     shaken(module)
     with torch.no_grad():  # as it will be stored
         for weight in module.parameters():
@@ -87,9 +94,27 @@ def read(directory: Path) -> EagleModule | FirstEagleModule:
     return read_published(directory, TARGET)
 
 
+def predictions_of(module: Any, batch: TextBatch, depth: int) -> list[Prediction]:
+    """As in training; the first EAGLE heads are read alone, and computed here as papers have it."""
+    if not isinstance(module, FirstEagleModule):
+        return training_of(module).predictions(batch, depth)
+    attention = AnchoredAttention(module.layer)
+
+    def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x = attention.step(module.join(torch.cat((embeddings, state), -1)), k - 1)
+        return x, x
+
+    state_BLE = module.target_norm(batch.taps[module.taps[0]].to(module.output.dtype))
+    return unrolled(batch, depth, module.output, state_BLE, step)
+
+
 def assert_same_logits(one: EagleModule, other: Any) -> None:
     batch = text_batch(TARGET, [random_text(12)], one.taps)
-    for mine, theirs in zip(one.predictions(batch, 3), other.predictions(batch, 3), strict=True):
+    for mine, theirs in zip(
+        predictions_of(one, batch, 3),
+        predictions_of(other, batch, 3),
+        strict=True,
+    ):
         torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR)
 
 
@@ -123,7 +148,7 @@ def test_each_variant_comes_back_and_drafts_as_it_predicts(
 
 def assert_drafts_as_it_predicts(module: Any, drafter: Any, target: NativeTarget = TARGET) -> None:
     text = random_text(20)
-    predictions = module.predictions(text_batch(target, [text], module.taps), DEPTH)
+    predictions = predictions_of(module, text_batch(target, [text], module.taps), DEPTH)
     for anchor in (0, 7):
         drafted = drafted_logits(drafter, target, text, anchor, DEPTH)
         for prediction, logits_V in zip(predictions, drafted, strict=True):
@@ -207,7 +232,7 @@ def test_the_first_eagle_computes_what_its_paper_says(tmp_path: Path) -> None:
     up = tensors["layers.0.mlp.up_proj.weight"] @ normed_E
     x_E = x_E + tensors["layers.0.mlp.down_proj.weight"] @ (gate * up)
     expected_V = SOURCE.head() @ x_E
-    actual_V = module.predictions(batch, 1)[0].logits_BLR[0, 0]
+    actual_V = predictions_of(module, batch, 1)[0].logits_BLR[0, 0]
     torch.testing.assert_close(actual_V, expected_V, rtol=1e-4, atol=1e-4)
 
 
@@ -265,5 +290,5 @@ def test_other_drafters_say_where_a_published_head_goes(tmp_path: Path) -> None:
 
 def test_an_unknown_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'normed'"):
-        EagleModule.start(SOURCE, None, {"returns": "norm"})
+        start_head(EagleModule, SOURCE, None, {"returns": "norm"})
     assert issubclass(EagleModule, HeadModule)

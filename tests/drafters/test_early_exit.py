@@ -12,7 +12,6 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.model.draft_model import DraftModelDrafter
-from foredraft.drafters.model.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.model import EagerDecoder
@@ -97,8 +96,8 @@ def test_a_long_prompt_is_read_before_anything_is_drafted(target: NativeTarget) 
 
 
 @pytest.mark.parametrize("coupling", ["seeded", "drawn"])
-@pytest.mark.parametrize("options", [{"skip": "1"}, {"skip": "a1,m2"}, {"exit_layer": 2}])
-def test_every_way_to_exit_serves_a_batch(
+@pytest.mark.parametrize("options", [{}, {"exit_layer": 2}])
+def test_every_exit_serves_a_batch(
     target: NativeTarget, options: dict[str, Any], coupling: Any
 ) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, coupling=coupling)
@@ -150,29 +149,11 @@ def test_a_cancelled_request_leaves_nothing_for_its_slot(target: NativeTarget) -
 
 
 @pytest.mark.parametrize(
-    ("text", "attention", "mlp"),
-    [
-        ("3", {3}, {3}),
-        ("a4-6, m5, 9", {4, 5, 6, 9}, {5, 9}),
-        ("a0,a1,m0", {0, 1}, {0}),
-    ],
-)
-def test_skip_is_read(text: str, attention: set[int], mlp: set[int]) -> None:
-    assert parse_skip(text, 10) == (attention, mlp)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"exit_layer": 0}, "from 1 to 2"),
         ({"exit_layer": 3}, "from 1 to 2"),
         ({"exit_layer": True}, "from 1 to 2"),
-        ({"exit_layer": 1, "skip": "1"}, "give one of them"),
-        ({"skip": ""}, "is no part"),
-        ({"skip": "x3"}, "is no part"),
-        ({"skip": "2-1"}, "layers 0 to 2"),
-        ({"skip": "0-3"}, "layers 0 to 2"),
-        ({"skip": "0-2"}, "leaves no layer"),
         ({"min_confidence": 1.5}, "between 0 and 1"),
         ({"min_confidence": "high"}, "must be a number"),
         ({"exit_layers": 1}, "did you mean 'exit_layer'"),

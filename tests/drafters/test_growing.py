@@ -8,7 +8,7 @@ from foredraft.core.choices import Choice
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.grow import Growth, GrowthLimits
+from foredraft.drafters.heads.growth import Growth, GrowthLimits
 from tests.drafters.prices import FREE_NODES
 
 TEXT = (1, 2, 3)

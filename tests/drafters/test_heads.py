@@ -10,18 +10,17 @@ import pytest
 import torch
 
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.grow import GrowthLimits
 from foredraft.drafters.heads.base import HeadModule
-from foredraft.drafters.heads.distilled import DraftModelModule
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
 from foredraft.drafters.heads.eagle import EagleModule
+from foredraft.drafters.heads.growth import GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.hydra import HydraModule
 from foredraft.drafters.heads.medusa import MedusaDrafter, MedusaModule
 from foredraft.drafters.heads.mtp import MtpModule
 from foredraft.drafters.heads.steps import StepDrafter
-from foredraft.drafters.model.early_exit import AdaptedDrafter, AdapterModule
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.heads.base import start_head, training_of
 from tests.drafters.heads import (
     OUTPUT_IDS,
     TinySource,
@@ -45,7 +44,7 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def start(self, target: NativeTarget, output_ids: Sequence[int] | None) -> HeadModule:
-        return self.module.start(TinySource(target), output_ids, self.options)
+        return start_head(self.module, TinySource(target), output_ids, self.options)
 
 
 def stepwise(module: type[HeadModule], **options: Any) -> Kind:
@@ -55,11 +54,7 @@ def stepwise(module: type[HeadModule], **options: Any) -> Kind:
 KINDS: dict[str, Kind] = {
     "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1)),
     "mtp": stepwise(MtpModule),
-    "mtp, two heads": stepwise(MtpModule, heads=2),
-    "mtp, three heads": stepwise(MtpModule, heads=3),
     "dspark": Kind(DsparkModule, lambda target, module: DsparkDrafter(module, target)),
-    "early_exit": Kind(AdapterModule, lambda target, module: AdaptedDrafter(module, target)),
-    "draft_model": stepwise(DraftModelModule),
     "hidden_head": stepwise(HiddenHeadModule),
     "eagle": stepwise(EagleModule),
     "hydra": stepwise(HydraModule),
@@ -83,7 +78,9 @@ def test_training_predicts_what_drafting_says(
     module = shaken(kind.start(target, output_ids))
     text, other = random_text(24), random_text(17, seed=2)
     module.eval()
-    predictions = module.predictions(text_batch(target, [text, other], module.taps), DEPTH)
+    predictions = training_of(module).predictions(
+        text_batch(target, [text, other], module.taps), DEPTH
+    )
     assert len(predictions) == DEPTH
     drafter = kind.drafter(target, module)
     for batch_index, words in enumerate([text, other]):
@@ -107,7 +104,11 @@ def test_a_module_is_made_again_from_its_config(kind: Kind, target: NativeTarget
     again = kind.module.from_config(source.shape, module.config)
     again.load_state_dict(module.state_dict())
     batch = text_batch(target, [random_text(12)], module.taps)
-    for one, other in zip(module.predictions(batch, 2), again.predictions(batch, 2), strict=True):
+    for one, other in zip(
+        training_of(module).predictions(batch, 2),
+        training_of(again).predictions(batch, 2),
+        strict=True,
+    ):
         assert torch.equal(one.logits_BLR, other.logits_BLR)
     assert again.config == module.config
     assert again.output_ids_R is not None
@@ -118,9 +119,9 @@ def test_all_of_it_learns(kind: Kind, target: NativeTarget) -> None:
     """No parameter is left out of the predictions."""
     module = shaken(kind.start(target, OUTPUT_IDS))
     batch = text_batch(target, [random_text(12)], module.taps)
-    predictions = module.predictions(batch, 4)
+    predictions = training_of(module).predictions(batch, 4)
     loss = sum(prediction.logits_BLR.square().mean() for prediction in predictions)
-    extra = module.extra_loss(batch, predictions)
+    extra = training_of(module).extra_loss(batch, predictions)
     torch.autograd.backward(loss + (0.0 if extra is None else extra))
     assert [name for name, weight in module.named_parameters() if weight.grad is None] == []
 
@@ -135,7 +136,7 @@ def test_it_can_be_taught(kind: Kind, target: NativeTarget) -> None:
     losses = []
     for _ in range(40):
         loss = torch.zeros(())
-        for each in module.predictions(batch, 2):
+        for each in training_of(module).predictions(batch, 2):
             labels = batch.tokens_BL[:, each.shift :].flatten()
             logits = each.logits_BLR[:, : -each.shift].flatten(0, 1)
             loss = loss + torch.nn.functional.cross_entropy(logits, labels)

@@ -13,6 +13,7 @@ from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import native_decoder
 from foredraft.models.base import HeadRow
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.heads.base import training_of
 from tests.drafters.heads import TinySource, text_batch, tiny_target
 
 TEXT = [token * 7 % 90 for token in range(24)]
@@ -86,7 +87,7 @@ def test_it_drafts_what_training_predicts(target: NativeTarget) -> None:
         state = states[0]
         found.append(logits[0])
     batch = text_batch(target, [TEXT], module.taps)
-    for k, prediction in enumerate(module.predictions(batch, depth)):
+    for k, prediction in enumerate(training_of(module).predictions(batch, depth)):
         assert (prediction.shift, prediction.depth) == (k + 2, k + 1)
         expected = prediction.logits_BLR[0, anchor]
         got = found[k]

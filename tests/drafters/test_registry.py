@@ -211,7 +211,7 @@ def test_an_old_name_is_refused_with_the_new_one(name: str) -> None:
 
 
 def test_kinds_of_heads_are_what_drafters_train() -> None:
-    assert {"hidden_head", "eagle", "draft_model", "early_exit"} <= set(head_kinds())
+    assert {"hidden_head", "eagle", "mtp", "medusa"} <= set(head_kinds())
     assert "blend" not in head_kinds()  # it drafts with a hidden_head
     for kind in head_kinds():
         assert head_class(kind).kind == kind
@@ -242,7 +242,7 @@ def test_ready_drafters_need_nothing_and_include_other_packages() -> None:
         ("prediction", {}, True),
         ("suffix", {}, False),
         ("cascade", {}, False),
-        ("cascade", {"stages": "prediction,suffix"}, True),
+        ("cascade", {"stages": "prediction,draft_model"}, True),
     ],
 )
 def test_a_spec_says_whether_a_prediction_is_used(

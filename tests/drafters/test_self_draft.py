@@ -22,7 +22,7 @@ from foredraft.core.rules import Rules
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.grow import Guide
+from foredraft.drafters.guide import Guide
 from foredraft.drafters.model import self_draft as self_draft_file
 from foredraft.drafters.model.self_draft import Fit, SelfDrafter, measured_fit
 from foredraft.drafters.spec import DrafterContext

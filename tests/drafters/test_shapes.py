@@ -15,7 +15,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.grow import BestFirstShape, FixedShape, TreeShape, Worth, planned_parents
+from foredraft.drafters.shapes import BestFirstShape, FixedShape, TreeShape, planned_parents
+from foredraft.drafters.worth import Worth
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel
 from tests.drafters.prices import FREE_NODES

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from foredraft.drafters.registry import head_class
 from foredraft.drafters.trained import (
+    SELF_TEST,
     SHIPPED,
     identify,
+    read_head,
     read_info,
     shipped_head,
     shipped_head_of_files,
@@ -19,6 +22,7 @@ from foredraft.models.files.store import resolve_model
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 from foredraft.options import DEFAULT_MODEL, LoadOptions
+from foredraft.train.heads.saving import check_self_test
 from tests.drafters.heads import tiny_target
 
 
@@ -48,6 +52,14 @@ def test_other_targets_have_none() -> None:
     for target in (tiny_target(), TableModel.random(6, seed=0)):
         assert shipped_head("hidden_head", target) is None
         assert resolve_drafter(LoadOptions(), False, target) == "suffix"
+
+
+def test_they_compute_what_they_did_when_they_were_saved() -> None:
+    infos = {path.parent: read_info(path.parent) for path in SHIPPED.glob("*/*/head.json")}
+    heads = {head: info for head, info in infos.items() if info.kind != "table"}
+    assert heads
+    for head, info in heads.items():
+        check_self_test(head / SELF_TEST, read_head(head, head_class(info.kind), info))
 
 
 def test_together_they_are_small() -> None:

@@ -14,12 +14,13 @@ import torch
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 from foredraft.drafters import build_drafter
 from foredraft.drafters.heads.base import HeadModule
-from foredraft.drafters.heads.distilled import DraftModelModule
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.registry import head_class, head_kinds
 from foredraft.drafters.spec import DrafterContext
-from foredraft.drafters.trained import identify, read_head, read_info, save_head
+from foredraft.drafters.trained import identify, read_head, read_info
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.heads.base import start_head
+from foredraft.train.heads.saving import save_head
 from tests.drafters.heads import OUTPUT_IDS, TinySource, random_text, text_batch, tiny_target
 
 MEASURED = {"greedy": [0.5, 0.4], "sampled": [0.3, 0.2], "committed_greedy": 1.7, "covered": None}
@@ -33,7 +34,7 @@ def target() -> NativeTarget:
 @pytest.fixture
 def new_head(target: NativeTarget, tmp_path: Path) -> Callable[[type[HeadModule]], Path]:
     def save(kind: type[HeadModule]) -> Path:
-        module = kind.start(TinySource(target), OUTPUT_IDS, {})
+        module = start_head(kind, TinySource(target), OUTPUT_IDS, {})
         text = text_batch(target, [random_text(8)], module.taps)
         info = {"target": identify(target), "provenance": {}, "measured": MEASURED}
         save_head(tmp_path / "head", module, info, text, 2, "A head that nobody trained.")
@@ -96,16 +97,6 @@ def test_a_forged_description_is_refused(
     assert is_plain(raised.value), raised.value
 
 
-def test_numbers_of_layers_are_bounded(
-    new_head: Callable[[type[HeadModule]], Path], target: NativeTarget
-) -> None:
-    """Each is a module, which takes memory on any device."""
-    head = new_head(DraftModelModule)
-    change(head, "config", "num_layers", 10**7)
-    with pytest.raises(ModelLoadError, match="num_layers is 10000000; it must be"):
-        load(head, target, "draft_model")
-
-
 def test_sizes_are_compared_before_memory_is_asked_for(head: Path) -> None:
     devices = []
 
@@ -126,28 +117,16 @@ def test_every_kind_refuses_what_its_options_do_not_take(kind: str, target: Nati
     for name in module.OPTIONS:
         for value in ("x", -1, 10**9, [99], None, 1.5):
             with pytest.raises(ConfigError, match=name) as raised:
-                module.start(source, OUTPUT_IDS, {name: value})
+                start_head(module, source, OUTPUT_IDS, {name: value})
             assert is_plain(raised.value), raised.value
     with pytest.raises(ConfigError, match="nonsense"):
-        module.start(source, OUTPUT_IDS, {"nonsense": 1})
+        start_head(module, source, OUTPUT_IDS, {"nonsense": 1})
 
 
 @pytest.mark.parametrize("value", [2, "2", "2,", [2]])
 def test_one_layer_may_be_written_as_a_number(value: object, target: NativeTarget) -> None:
-    module = HiddenHeadModule.start(TinySource(target), OUTPUT_IDS, {"taps": value})
+    module = start_head(HiddenHeadModule, TinySource(target), OUTPUT_IDS, {"taps": value})
     assert module.taps == (2,)
-
-
-def test_older_names_of_kinds_are_refused_with_what_to_write(
-    head: Path, target: NativeTarget
-) -> None:
-    change(head, None, "kind", "eagle3")
-    with pytest.raises(ModelLoadError, match="'eagle3' is called 'eagle' now; write"):
-        load(head, target)
-    change(head, None, "kind", "eagle")
-    change(head, None, "config", {"taps": [0, 1, 2], "num_output_rows": 32})
-    with pytest.raises(ModelLoadError, match=r"is called 'hidden_head' now; write .*num_rows"):
-        load(head, target)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.grow import FixedShape
-from foredraft.drafters.model.cascade import Stage, VerticalCascade
+from foredraft.drafters.model.cascade import VerticalCascade
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
+from foredraft.drafters.shapes import FixedShape
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
@@ -124,7 +124,7 @@ def test_no_step_reads_more_than_a_chunk(kind: str) -> None:
     drafters: dict[str, Drafter] = {
         "chain": DraftModelDrafter(model),
         "tree": DraftTreeDrafter(model, FixedShape((1, 1, 1))),
-        "cascade": VerticalCascade([Stage("ngram", NgramDrafter())], model),
+        "cascade": VerticalCascade([NgramDrafter()], model),
     }
     running = watch(drafter=drafters[kind], model=model)
     running.submit([1, 2])

@@ -21,9 +21,9 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
 from foredraft.drafters import base as drafters_base
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.grow import BestFirstShape, FixedShape
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.shapes import BestFirstShape, FixedShape
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.suffix import SuffixText

@@ -18,9 +18,9 @@ import pytest
 
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.grow import FixedShape
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.shapes import FixedShape
 from foredraft.drafters.text.ngram import NgramDrafter
 from tests.exactness.drafting import SHAPES, Chosen, Draft, Drawn, TableDrafter
 from tests.exactness.engine_runs import PROMPT, sample

@@ -14,8 +14,9 @@ from torch import Tensor
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow
-from foredraft.drafters.grow import BestFirstShape, FixedShape, TreeShape, best_first
+from foredraft.drafters.guide import best_first
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.shapes import BestFirstShape, FixedShape, TreeShape
 from tests.exactness.engine_runs import generate, texts
 from tests.exactness.worlds import Tokens, world
 

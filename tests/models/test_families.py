@@ -30,6 +30,7 @@ from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, as_tensor, load_weights
 from foredraft.options import LoadOptions
+from foredraft.train.heads.base import start_head
 from tests.conformance.harness import Kind as ModelKind
 from tests.conformance.harness import check_budget, check_forgets, plain, run, set_up
 from tests.models import encoder_decoders
@@ -141,14 +142,14 @@ def drafter_on(name: str, family: str, target: Target) -> Any:
 
 @functools.cache
 def head_of(family: str) -> Path:
-    from foredraft.drafters.heads.base import TextBatch
     from foredraft.drafters.registry import head_class
-    from foredraft.drafters.trained import save_head
+    from foredraft.train.heads.base import TextBatch
+    from foredraft.train.heads.saving import save_head
     from foredraft.train.target import TrainingTarget
 
     source = TrainingTarget(new_target(family, "float32"), family, "its weights")
     torch.manual_seed(9)
-    module = head_class("hidden_head").start(source, range(0, VOCAB_SIZE, 2), {})
+    module = start_head(head_class("hidden_head"), source, range(0, VOCAB_SIZE, 2), {})
     tokens = torch.arange(6)
     (states,) = source.read([tokens.numpy()], module.taps)
     taps = {layer: states.layers[layer][None] for layer in module.taps}

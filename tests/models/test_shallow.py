@@ -16,7 +16,7 @@ from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.models.base import Computed, ScoreRow
 from foredraft.models.native.plan import ForwardPlan, plan_forward, tail
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.models.test_parity import DECODERS, read, text
 
 TREE = TokenTree((7, 8, 9, 8, 10), (ROOT, ROOT, 0, 0, 1))
@@ -319,26 +319,3 @@ def test_the_tail_of_a_plan_sees_what_the_plan_sees() -> None:
 def test_layers_that_do_not_exist_are_refused(target: NativeTarget, exit_layer: int) -> None:
     with pytest.raises(ConfigError, match="the model has 3"):
         target.shallow(exit_layer)
-
-
-def test_left_out_sublayers_are_those_of_transformers(checkpoint: Path) -> None:
-    """Zeroing what a sublayer adds is leaving it out."""
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    tokens = text(12)
-    with torch.no_grad():
-        for layer in (0, 2):
-            reference.model.layers[layer].self_attn.o_proj.weight.zero_()
-        for layer in (1, 2):
-            reference.model.layers[layer].mlp.down_proj.weight.zero_()
-        expected = reference(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-    for factory in DECODERS.values():
-        target = NativeTarget.load(checkpoint, new_decoder=factory())
-        view = target.sublayer_view(no_attention=(0, 2), no_mlp=(1, 2))
-        assert view.num_layers == 2  # layer 2 is gone altogether
-        (scores,) = view.score([ScoreRow(view.cache.allocate(), tokens)])
-        torch.testing.assert_close(scores.logits_NV[0], expected, atol=1e-4, rtol=1e-4)
-        assert view.vocab_size == VOCAB_SIZE
-        with pytest.raises(ConfigError, match="layer 3 does not exist"):
-            target.sublayer_view((3,), ())

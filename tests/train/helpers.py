@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from foredraft.drafters.heads.base import (
-    HeadModule,
-    HeadOption,
-    HeadSource,
-    Prediction,
-    TextBatch,
-)
+from foredraft.drafters.heads.base import HeadModule, HeadOption
 from foredraft.models.base import ModelShape
 from foredraft.models.files.digest import weights_digest
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.heads.base import HeadSource, HeadTraining, Prediction, TextBatch
 from foredraft.train.loop import Job, Trainer
 from foredraft.train.options import Rates, TrainOptions
 from foredraft.train.progress import Status
@@ -35,6 +30,7 @@ class LinearHead(HeadModule):
     """One matrix for each depth, from the last layer's output and the next token's embedding."""
 
     kind = "linear"
+    training_file = __name__
 
     OPTIONS: ClassVar = {
         "tap": HeadOption("the layer it reads", lambda shape: shape.num_hidden_layers - 1, least=0)
@@ -53,22 +49,24 @@ class LinearHead(HeadModule):
     def rows(self) -> Tensor:
         return self.output.weight
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        torch.manual_seed(0)
-        return super().start(source, output_ids, options)
+
+class LinearTraining(HeadTraining[LinearHead]):
+    """Starts from random matrices, the same for each head."""
 
     def take_layers(self, source: HeadSource) -> None:
-        pass
+        torch.manual_seed(0)
+        for join in self.module.joins:
+            cast(nn.Linear, join).reset_parameters()
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        following = batch.embeddings_BLE.roll(-1, 1)
-        x = torch.cat((batch.taps[self.taps[0]], following), -1)
+        module, following = self.module, batch.embeddings_BLE.roll(-1, 1)
+        x = torch.cat((batch.taps[module.taps[0]], following), -1)
         return [
-            Prediction(self.joins[k](x), self.output.weight, k + 2, k + 1) for k in range(depth)
+            Prediction(module.joins[k](x), module.output.weight, k + 2, k + 1) for k in range(depth)
         ]
+
+
+TRAINING = LinearTraining
 
 
 class Watch:
@@ -77,6 +75,7 @@ class Watch:
     def __init__(self, stop_after: int | None = None, fail_after: int | None = None) -> None:
         self.steps = 0
         self.statuses: list[Status] = []
+        self.said: list[str] = []
         self._stop, self._fail = stop_after, fail_after
 
     def stage(self, text: str) -> None:
@@ -89,6 +88,9 @@ class Watch:
         self.steps += 1
         if self.steps == self._fail:
             raise KeyboardInterrupt
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     def evaluated(self, status: Status) -> None:
         self.statuses.append(status)
@@ -112,9 +114,9 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     read = TrainingTarget.read
 
-    def counting(self: TrainingTarget, texts: Any, taps: Any) -> Any:
+    def counting(self: TrainingTarget, texts: Any, *more: Any) -> Any:
         counts.append(len(texts))
-        return read(self, texts, taps)
+        return read(self, texts, *more)
 
     monkeypatch.setattr(TrainingTarget, "read", counting)
     return counts

@@ -11,8 +11,10 @@ import torch
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.eagle import EagleModule, read_published
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
-from foredraft.drafters.trained import identify, save_head
+from foredraft.drafters.trained import identify
 from foredraft.train.export import export_head
+from foredraft.train.heads.base import start_head, training_of
+from foredraft.train.heads.saving import save_head
 from tests.drafters.heads import OUTPUT_IDS, TinySource, shaken, text_batch, tiny_target
 
 TARGET = tiny_target()
@@ -22,7 +24,7 @@ VERIFIER = ("org/tiny", ["LlamaForCausalLM"])
 def saved(
     kind: type[HiddenHeadModule | EagleModule], directory: Path
 ) -> HiddenHeadModule | EagleModule:
-    module = shaken(kind.start(TinySource(TARGET), OUTPUT_IDS, {}))
+    module = shaken(start_head(kind, TinySource(TARGET), OUTPUT_IDS, {}))
     with torch.no_grad():  # as it will be stored
         for weight in module.parameters():
             weight.copy_(weight.bfloat16())
@@ -38,7 +40,11 @@ def test_an_exported_head_is_the_same_head(tmp_path: Path) -> None:
         export_head(tmp_path / "head", tmp_path / "out", "speculators", *VERIFIER)
     found = read_published(tmp_path / "out", TARGET)
     batch = text_batch(TARGET, [[7, 1, 9, 30, 4, 4, 2]], module.taps)
-    for mine, theirs in zip(module.predictions(batch, 3), found.predictions(batch, 3), strict=True):
+    for mine, theirs in zip(
+        training_of(module).predictions(batch, 3),
+        training_of(found).predictions(batch, 3),
+        strict=True,
+    ):
         torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "org/tiny"

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 from foredraft.drafters.trained import finish_saving, identify, load_head, read_info
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.heads.saving import load_tested
 from foredraft.train.target import TrainingTarget
 from tests.train.helpers import LinearHead, Watch, options_of, train, training_target
 
@@ -89,14 +90,14 @@ def test_a_damaged_description_is_explained(
 def test_a_torn_file_is_explained(target: TrainingTarget, head: Path, name: str) -> None:
     (head / name).write_bytes((head / name).read_bytes()[:-10])
     with pytest.raises(ForedraftError, match=name.replace(".", r"\.")):
-        load_head(head, LinearHead, target.identity)
+        load_tested(head, LinearHead, target.identity)
 
 
 def test_other_logits_than_when_it_was_saved(target: TrainingTarget, head: Path) -> None:
     tensors = load_file(head / "self_test.safetensors")
     save_file(tensors | {"logits": tensors["logits"] + 1}, head / "self_test.safetensors")
     with pytest.raises(ModelLoadError, match="other logits"):
-        load_head(head, LinearHead, target.identity)
+        load_tested(head, LinearHead, target.identity)
 
 
 def test_an_interrupted_swap_is_completed(target: TrainingTarget, head: Path) -> None:

@@ -15,15 +15,16 @@ from torch import Tensor
 
 import foredraft.system.files
 from foredraft.core.errors import CapabilityError, ConfigError, TrainingError
-from foredraft.drafters.heads.base import Prediction, TextBatch
 from foredraft.drafters.trained import load_head
 from foredraft.models.table import TableModel
 from foredraft.train.curves import draw_curves, read_curves
+from foredraft.train.heads.base import Prediction, TextBatch
 from foredraft.train.learner import take_over
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import split_texts
 from tests.train.helpers import (
     LinearHead,
+    LinearTraining,
     Watch,
     counted_reads,
     options_of,
@@ -200,14 +201,23 @@ class PoisonedHead(LinearHead):
     """Its third step says NaN."""
 
     kind = "poisoned"
+    training_file = __name__
+
+
+class PoisonedTraining(LinearTraining):
+    """See `PoisonedHead`."""
+
     steps = 0
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
         found = super().predictions(batch, depth)
-        self.steps += self.training
+        self.steps += self.module.training
         if self.steps < 3:
             return found
         return [Prediction(p.states_BLK * torch.nan, p.output_RK, p.shift, p.depth) for p in found]
+
+
+TRAINING = PoisonedTraining
 
 
 def test_nan_ends_training_and_leaves_the_state(target: TrainingTarget, tmp_path: Path) -> None:

@@ -1,99 +1,24 @@
 """Base of every trained drafter: a torch module that training and drafting share.
 
-A kind of head is a file of this folder: a `HeadModule` (the trained and saved module), and the code
-that makes proposals of its guesses. Training knows modules only through this file; drafting never
-imports training.
+A kind of head is a file of this folder: a `HeadModule` (the trained and saved parameters), and the
+code that makes proposals of its guesses. How it learns is in `foredraft.train.heads`, which
+drafting never imports.
 
-Positions are counted alike everywhere: the *anchor* ``i`` is the last token that the target has
-read, so its hidden states are known, and so is token ``i + 1``, which the target drew from them.
-Draft token ``k`` (from 1) is token ``i + 1 + k``.
-
-Shape legend: B texts, L tokens of the longest, E hidden size, V vocabulary, R output rows,
-K columns of the output product (E, or more).
+Shape legend: E hidden size, V vocabulary, R output rows.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.drafters.heads.layers import LlamaLayer, RMSNorm
 from foredraft.models.base import ModelShape
-
-
-class HeadSource(Protocol):
-    """Source of a head's initial weights: a target's sizes and weights. All tensors are copies."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-
-    def embedding(self) -> Tensor:
-        """[V, E]."""
-        ...
-
-    def head(self) -> Tensor:
-        """[V, E]; the embedding itself where the two are tied."""
-        ...
-
-    def final_norm(self) -> Tensor:
-        """[E]."""
-        ...
-
-    def layer(self, index: int) -> Mapping[str, Tensor]:
-        """Weights of a layer under the names of `LlamaLayer`; -1 is the last layer."""
-        ...
-
-
-@dataclass(frozen=True)
-class TextBatch:
-    """Texts with the target's outputs for them.
-
-    Attributes:
-        tokens_BL: int64 token ids; padding after a text's end is any id.
-        lengths_B: int64 tokens of each text.
-        embeddings_BLE: the target's embeddings of the tokens.
-        taps: for each layer that the head asks for its output [B, L, E].
-    """
-
-    tokens_BL: Tensor
-    lengths_B: Tensor
-    embeddings_BLE: Tensor
-    taps: Mapping[int, Tensor]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A head's logits for one later token at every anchor, as two factors not yet multiplied.
-
-    There are far more logits than states: losses compute them piece by piece, and only where they
-    are needed. A bias by token (a Markov head's, say) is added as further columns of both factors.
-
-    Attributes:
-        states_BLK: factor of the output rows; entry ``i`` predicts token ``i + shift``, given all
-            tokens before that one. Entries beyond a text's end have no meaning.
-        output_RK: the output rows.
-        shift: ``depth + 1`` for heads that draft behind an anchor; 1 for one that predicts the
-            token right after the one it stands on.
-        depth: which draft token that is, from 1: acceptance is counted by it.
-    """
-
-    states_BLK: Tensor
-    output_RK: Tensor
-    shift: int
-    depth: int
-
-    @property
-    def logits_BLR(self) -> Tensor:
-        """All of them: for tests and small texts."""
-        return self.states_BLK @ self.output_RK.T
-
 
 LARGEST_SIZE = 1 << 24
 """No size of a head is larger."""
@@ -166,8 +91,8 @@ class HeadOption:
         return value
 
 
-class HeadModule(nn.Module, ABC):
-    """A head: parameters, and predictions for training.
+class HeadModule(nn.Module):
+    """The parameters of a head.
 
     It has output rows of its own, usually those of the tokens that the target writes most. The
     embedding is the target's: it is never a parameter of a head. A subclass names its `OPTIONS` and
@@ -181,6 +106,7 @@ class HeadModule(nn.Module, ABC):
 
     Attributes:
         kind: the registered name of the drafter that uses it.
+        training_file: the module whose ``TRAINING`` is the `HeadTraining` of the kind.
         OPTIONS: options of training.
         shape: of the target.
         taps: the layers of the target that it reads; ascending.
@@ -190,6 +116,7 @@ class HeadModule(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+    training_file: ClassVar[str]
     OPTIONS: ClassVar[Mapping[str, HeadOption]] = {}
     shape: ModelShape
     taps: tuple[int, ...]
@@ -249,84 +176,6 @@ class HeadModule(nn.Module, ABC):
         new: Callable[..., Self] = cls  # subclasses take their options by name
         return new(shape, num_rows, **options)
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        """A new head for a target, as close to useful as copying its weights makes it.
-
-        Args:
-            output_ids: the tokens it may name, ascending; None: all.
-            options: some of `OPTIONS`; the others get their usual values.
-
-        Raises:
-            ConfigError: see `from_config`.
-        """
-        shape = source.shape
-        usual = {name: option.usual_for(shape) for name, option in cls.OPTIONS.items()}
-        num_rows = None if output_ids is None else len(output_ids)
-        module = cls.from_config(shape, {"num_rows": num_rows, **usual, **options})
-        with torch.no_grad():
-            rows_VE = source.head()
-            if output_ids is not None and module.output_ids_R is not None:
-                ids_R = torch.as_tensor(output_ids, device=rows_VE.device)
-                module.output_ids_R.copy_(ids_R)
-                rows_VE = rows_VE[ids_R]
-            module.rows.copy_(rows_VE)
-            module.take_layers(source)
-        return module
-
-    @abstractmethod
-    def take_layers(self, source: HeadSource) -> None:
-        """Start all but the output rows from the target's weights."""
-
-    @abstractmethod
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        """Its predictions for ``depth`` draft tokens behind every anchor.
-
-        The tokens before the one that is predicted are those of the text. Hidden states behind an
-        anchor are the head's own, as they will be when it drafts.
-        """
-
-    def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
-        """A further term of the loss (a confidence head's, say); usually none."""
-        return None
-
-    def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
-        """Set parameters that are not learnt, on held-out text; by default there are none.
-
-        Returns:
-            Lines that describe the settings, for display.
-        """
-        return []
-
-
-def following(x_BLE: Tensor, by: int) -> Tensor:
-    """The entry ``by`` tokens later, for every token; beyond the end it has no meaning."""
-    return x_BLE.roll(-by, 1) if by else x_BLE
-
-
-def unrolled(
-    batch: TextBatch,
-    depth: int,
-    output_RE: Tensor,
-    state_BLE: Tensor,
-    step: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
-) -> list[Prediction]:
-    """Predictions of a head that drafts token by token from a state that it carries on.
-
-    Args:
-        state_BLE: the state at the anchor.
-        step: from the number ``k`` of the draft token (from 1), the embeddings of the token before
-            it and the state there: the input of the output rows, and the next state.
-    """
-    predictions = []
-    for k in range(1, depth + 1):
-        embeddings_BLE = following(batch.embeddings_BLE, k).to(state_BLE.dtype)
-        read_BLE, state_BLE = step(k, embeddings_BLE, state_BLE)
-        predictions.append(Prediction(read_BLE, output_RE, shift=k + 1, depth=k))
-    return predictions
-
 
 def _usual_taps(shape: ModelShape) -> tuple[int, ...]:
     """A low, a middle and the last layer."""
@@ -338,52 +187,3 @@ TAPS = HeadOption(
     "layers of the target to read, such as 9,19,29 (low, middle, last)", _usual_taps, is_layers=True
 )
 """The option of heads that read several layers."""
-
-
-class CausalHead(HeadModule, ABC):
-    """Llama layers, a norm and output rows; a subclass makes their inputs.
-
-    Args:
-        shape: of the target, and of the layers.
-        reads: the target's layers it reads.
-        num_layers: of its own.
-
-    Attributes:
-        shift: which token the first prediction is about: see `Prediction`.
-    """
-
-    shift: ClassVar[int] = 1
-
-    def __init__(
-        self, shape: ModelShape, reads: Sequence[int], num_layers: int, **config: Any
-    ) -> None:
-        super().__init__(shape, reads, num_layers=num_layers, **config)
-        self.num_layers = num_layers
-        self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-
-    @abstractmethod
-    def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        """Inputs [..., E] of the first layer for tokens, in the dtype of the weights.
-
-        Args:
-            embeddings: of the tokens.
-            taps: the target's hidden states of them, by layer.
-        """
-
-    def take_from(self, source: HeadSource, layers: Iterable[int]) -> None:
-        """Start from these layers of the target and its final norm."""
-        self.norm.weight.copy_(source.final_norm())
-        for layer, index in zip(self.layers, layers, strict=True):
-            layer.load_state_dict(dict(source.layer(index)))
-
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        """One while it is trained; else all, which are the same states seen from other anchors."""
-        x_BLE = self.inputs(batch.embeddings_BLE, batch.taps)
-        for layer in self.layers:
-            x_BLE = layer(x_BLE)
-        states_BLE = self.norm(x_BLE)
-        return [
-            Prediction(following(states_BLE, k), self.output, shift=self.shift + k, depth=k + 1)
-            for k in range(1 if self.training else depth)
-        ]

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DraftRow, Observation
-from foredraft.drafters.grow import SURE, GrowthLimits, Guide, best_first
+from foredraft.drafters.guide import Guide, best_first
+from foredraft.drafters.heads.growth import SURE, GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import GROWTH_OPTIONS, StepDrafter, growth_limits
 from foredraft.drafters.spec import DrafterContext, DrafterSpec

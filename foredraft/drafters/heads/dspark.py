@@ -16,7 +16,7 @@ D head size, M rank of the Markov head, R output rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import torch
@@ -28,22 +28,16 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
-from foredraft.drafters.grow import Worth
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
     TAPS,
     HeadModule,
     HeadOption,
-    HeadSource,
-    Prediction,
-    TextBatch,
-    following,
 )
 from foredraft.drafters.heads.layers import (
     Joined,
     LlamaLayer,
     RMSNorm,
-    behind_anchor,
     head_weights,
     rotary,
     rotate,
@@ -51,14 +45,8 @@ from foredraft.drafters.heads.layers import (
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.trained import HEAD_OPTION, trained_head
+from foredraft.drafters.worth import Worth
 from foredraft.models.base import HeadRow, HeadTarget, ModelShape, offered
-
-_CONFIDENCE_STRIDE = 4
-"""The confidence head learns at one anchor in this many: its labels need products of all rows."""
-
-
-_SCALES = torch.logspace(-2, 2, 41, base=2.0, dtype=torch.float64)
-"""Grid on which the scale of a confidence is fitted."""
 
 
 class DsparkModule(HeadModule):
@@ -72,6 +60,7 @@ class DsparkModule(HeadModule):
     """
 
     kind = "dspark"
+    training_file = "foredraft.train.heads.dspark"
 
     confidence_scale_S: Tensor
     OPTIONS: ClassVar = {
@@ -110,22 +99,6 @@ class DsparkModule(HeadModule):
             self.confidence = nn.Linear(hidden + rank, 1)
             self.register_buffer("confidence_scale_S", torch.ones(block_size))
 
-    def take_layers(self, source: HeadSource) -> None:
-        self.norm.weight.copy_(source.final_norm())
-        embedding_VE = source.embedding()
-        self.mask_E.copy_(embedding_VE.mean(0))
-        self.fuse.weight.mul_(0.1)
-        self.fuse.weight[:, -source.shape.hidden_size :] += torch.eye(len(self.mask_E))
-        for i, layer in enumerate(self.layers):
-            layer.load_state_dict(dict(source.layer(i - self.num_layers)))
-        if self.rank:
-            # Similar tokens start alike, so that they learn together.
-            projection_EM = torch.randn(embedding_VE.shape[1], self.rank)
-            rows_VM = F.normalize(embedding_VE.float(), dim=-1) @ projection_EM
-            self.markov.weight.copy_(rows_VM)
-
-    # ------------------------------------------------------------------------------- one forward
-
     def context(self, taps: Sequence[Tensor]) -> Tensor:
         """Context of the backbone from tokens that the target has read; [..., E].
 
@@ -159,113 +132,6 @@ class DsparkModule(HeadModule):
         """Log odds [...] that the token of a place (from 0) is taken; after `markov_states`."""
         logits: Tensor = self.confidence(states)[..., 0]
         return logits * self.confidence_scale_S[place]
-
-    # ---------------------------------------------------------------------------------- training
-
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        context_BLE = self.context([batch.taps[layer] for layer in self.taps])
-        anchors_BLE = following(batch.embeddings_BLE, 1)
-        block = self.block(anchors_BLE.flatten(0, 1))
-        x_BSLE = block.view(*anchors_BLE.shape[:2], *block.shape[1:]).transpose(1, 2)
-        for layer in self.layers:
-            x_BSLE = _over_all_anchors(cast(LlamaLayer, layer), x_BSLE, context_BLE)
-        states_BSLE, output_RK = self.norm(x_BSLE), self.output_RK
-        return [
-            Prediction(
-                self.markov_states(states_BSLE[:, k - 1], following(batch.tokens_BL, k)),
-                output_RK,
-                shift=k + 1,
-                depth=k,
-            )
-            for k in range(1, min(depth, self.block_size) + 1)
-        ]
-
-    def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
-        """Cross-entropy of the confidence with whether the likeliest token is the text's."""
-        if not self.rank:
-            return None
-        total, length = batch.embeddings_BLE.new_zeros(()), batch.tokens_BL.shape[1]
-        anchors = torch.arange(0, length, _CONFIDENCE_STRIDE, device=batch.tokens_BL.device)
-        for each in predictions:
-            states = each.states_BLK[:, anchors].detach()
-            right = self._is_right(states, following(batch.tokens_BL, each.shift)[:, anchors])
-            losses = F.binary_cross_entropy_with_logits(
-                self.confidence(states)[..., 0].float(), right.float(), reduction="none"
-            )
-            inside = anchors + each.shift < batch.lengths_B[:, None]
-            total = total + (losses * inside).sum() / inside.sum().clamp(min=1)
-        return total / len(predictions)
-
-    @torch.no_grad()
-    def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
-        """Scale the confidences to what held-out text shows, place by place.
-
-        Sequential temperature scaling: a draft's length is decided by products of confidences, so
-        each place is scaled by how well the product up to it predicts that all tokens up to it are
-        right, the places before it being scaled already.
-
-        Returns:
-            The scale of each place; they are kept with the weights.
-        """
-        if not self.rank:
-            return []
-        found = [self._places(batch) for batch in batches]
-        if not sum(len(logits) for logits, _ in found):  # no text is as long as a block
-            return []
-        logits_NS = torch.cat([logits for logits, _ in found])
-        right_NS = torch.cat([right for _, right in found]).cumprod(1)
-        survival_N = torch.ones(len(logits_NS), dtype=torch.float64)
-        for place in range(self.block_size):
-            chances_NC = (logits_NS[:, place, None] * _SCALES).sigmoid() * survival_N[:, None]
-            right_NC = right_NS[:, place, None].expand_as(chances_NC).double()
-            chances_NC = chances_NC.clamp(1e-6, 1 - 1e-6)
-            losses_NC = F.binary_cross_entropy(chances_NC, right_NC, reduction="none")
-            best = int(losses_NC.mean(0).argmin())
-            self.confidence_scale_S[place] = _SCALES[best]
-            survival_N = chances_NC[:, best]
-        return [float(scale) for scale in self.confidence_scale_S]
-
-    def _places(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
-        """Unscaled confidences of blocks [N, S] inside the texts, and which tokens are right."""
-        length = batch.tokens_BL.shape[1]
-        anchors_L = torch.arange(length, device=batch.tokens_BL.device)
-        inside_BL = anchors_L + self.block_size + 1 < batch.lengths_B[:, None]
-        logits, right = [], []
-        for each in self.predictions(batch, self.block_size):
-            states_NK = each.states_BLK[inside_BL]
-            tokens_N = following(batch.tokens_BL, each.shift)[inside_BL]
-            logits.append(self.confidence(states_NK)[:, 0].double().cpu())
-            right.append(self._is_right(states_NK, tokens_N).cpu())
-        return torch.stack(logits, 1), torch.stack(right, 1)
-
-    @torch.no_grad()
-    def _is_right(self, states: Tensor, tokens: Tensor) -> Tensor:
-        likeliest = (states @ self.output_RK.T).argmax(-1)
-        ids_R = self.output_ids_R
-        return (likeliest if ids_R is None else ids_R[likeliest]) == tokens
-
-
-def _over_all_anchors(layer: LlamaLayer, x_BSLE: Tensor, context_BLE: Tensor) -> Tensor:
-    """One layer of the backbone for the blocks of all anchors.
-
-    The block of anchor i stands at positions i + 1 to i + S, and sees the text up to i and itself.
-    """
-    batch, size, length, _ = x_BSLE.shape
-    positions_L = torch.arange(length, device=x_BSLE.device)
-    heads = [layer.heads(x_BSLE[:, s], positions_L + s + 1) for s in range(size)]
-    queries, keys, values = (torch.stack(parts, 2) for parts in zip(*heads, strict=True))
-    _, text_keys, text_values = layer.heads(context_BLE, positions_L)
-    repeat = queries.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
-    text_keys, text_values = (x.repeat_interleave(repeat, 1) for x in (text_keys, text_values))
-    queries = queries * queries.shape[-1] ** -0.5  # [B, H, S, L, D]
-    seen = queries @ text_keys.unsqueeze(2).mT + behind_anchor(queries, length)
-    own = torch.einsum("bhsld,bhtld->bhslt", queries, keys)
-    weights = torch.cat((seen, own), -1).softmax(-1)
-    attended = weights[..., :length] @ text_values.unsqueeze(2)
-    attended = attended + torch.einsum("bhslt,bhtld->bhsld", weights[..., length:], values)
-    flat = attended.flatten(2, 3)  # places and anchors side by side, as `finish` wants them
-    return layer.finish(x_BSLE.flatten(1, 2), flat).view(batch, size, length, -1)
 
 
 class Injection:

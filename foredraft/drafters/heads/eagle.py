@@ -6,8 +6,8 @@ the state (arXiv 2503.01840). After the anchor the layer's own output replaces t
 of EAGLE-3.1 are options here: one for each tapped layer, and whether the normed output is passed to
 the next token.
 
-`foredraft.drafters.eagle` is the same idea with a cheaper layer; other engines load heads of this
-shape.
+`foredraft.drafters.heads.hidden_head` is the same idea with a cheaper layer; other engines load
+heads of this shape.
 
 Shape legend: B texts, L tokens, E hidden size, P tapped layers, R output rows.
 """
@@ -29,13 +29,8 @@ from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
     HeadModule,
     HeadOption,
-    HeadSource,
-    Prediction,
-    TextBatch,
-    unrolled,
 )
 from foredraft.drafters.heads.layers import (
-    AnchoredAttention,
     Joined,
     JoinedTokens,
     LlamaLayer,
@@ -98,6 +93,7 @@ class EagleModule(HeadModule):
     """
 
     kind = "eagle"
+    training_file = "foredraft.train.heads.eagle"
     OPTIONS: ClassVar = {
         "taps": HeadOption(
             "layers of the target to read, such as 1,14,26",
@@ -141,15 +137,6 @@ class EagleModule(HeadModule):
         self.layer = WideLayer(shape, residual == "normed")
         self.norm = RMSNorm(hidden, eps)
 
-    def take_layers(self, source: HeadSource) -> None:
-        last, size = dict(source.layer(-1)), source.shape.hidden_size
-        self.norm.weight.fill_(1.0 / float(self.output.norm(dim=1).mean()))
-        self.join_taps.weight.mul_(0.1)
-        self.join_taps.weight[:, -size:] += torch.eye(size)
-        self.layer.qkv.weight.mul_(0.1)
-        self.layer.qkv.weight[:, size:] = last.pop("qkv.weight")
-        self.layer.load_state_dict(last, strict=False)
-
     def fused(self, taps: Sequence[Tensor]) -> Tensor:
         """One state [..., E] of the tapped layers' outputs."""
         states = [tap.to(self.output.dtype) for tap in taps]
@@ -164,17 +151,6 @@ class EagleModule(HeadModule):
     def next_state(self, x: Tensor, normed: Tensor) -> Tensor:
         """State passed to the next token: the layer's output or its norm."""
         return normed if self._returns == "normed" else x
-
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        attention = AnchoredAttention(self.layer)
-
-        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            x = attention.step(torch.cat((embeddings, state), -1), k - 1)
-            normed = self.norm(x)
-            return normed, self.next_state(x, normed)
-
-        state_BLE = self.fused([batch.taps[layer] for layer in self.taps])
-        return unrolled(batch, depth, self.output, state_BLE, step)
 
     def runner(self, target: HeadTarget) -> EagleRunner:
         return EagleRunner(self, target)
@@ -222,17 +198,6 @@ class FirstEagleModule(nn.Module):
         self.join = nn.Linear(2 * hidden, hidden, bias=has_bias)
         self.layer = FirstLayer(shape)
         self.output = nn.Parameter(torch.zeros(shape.vocab_size, hidden))
-
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        """See `HeadModule.predictions`."""
-        attention = AnchoredAttention(self.layer)
-
-        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            x = attention.step(self.join(torch.cat((embeddings, state), -1)), k - 1)
-            return x, x
-
-        state_BLE = self.target_norm(batch.taps[self.taps[0]].to(self.output.dtype))
-        return unrolled(batch, depth, self.output, state_BLE, step)
 
     def runner(self, target: HeadTarget) -> FirstEagleRunner:
         return FirstEagleRunner(self, target)
@@ -321,7 +286,7 @@ class _Fusion:
         return joined_TE * (x_TK.square().mean(-1, keepdim=True) + self._eps).sqrt()
 
 
-_LAYERS = ("layers.0.", "midlayer.")
+LAYER_PREFIXES = ("layers.0.", "midlayer.")
 _TOKEN_NORM, _STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"
 _TARGETS = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that a checkpoint may contain as well."""
@@ -368,11 +333,11 @@ def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEa
     config, shape = _read_config(directory, target.vocab_size)
     check_fits(shape, target, f"the EAGLE head in {directory}")
     tensors = CheckpointTensors(directory)
-    layer = next((p for p in _LAYERS if any(n.startswith(p) for n in tensors.names)), None)
+    layer = next((p for p in LAYER_PREFIXES if any(n.startswith(p) for n in tensors.names)), None)
     if layer is None or "fc.weight" not in tensors.names:
         raise ConfigError(
             f"{directory} holds no EAGLE head: there is no fc.weight beside a layer "
-            f"{' or '.join(_LAYERS)}*. {_ADVICE}"
+            f"{' or '.join(LAYER_PREFIXES)}*. {_ADVICE}"
         )
     found = tensors.below("")
     _check_embeddings(found.get(_TARGETS[0]), parts, directory)
@@ -556,60 +521,6 @@ def _output_ids(published: _Published) -> Tensor | None:
     if not agree:
         raise ModelLoadError(f"{published.what}: d2t and t2d name different tokens")
     return None if len(ids_R) == whole else ids_R
-
-
-# ------------------------------------------------------------------------------------- writing
-
-
-def published_tensors(module: EagleModule) -> dict[str, Tensor]:
-    """A head's weights in bfloat16 under the names of speculators, with both maps."""
-    own, shape, found = module.state_dict(), module.shape, dict[str, Tensor]()
-    query, key = (
-        count * shape.head_dim for count in (shape.num_attention_heads, shape.num_key_value_heads)
-    )
-    sizes = {"layer.qkv.weight": [query, key, key]}
-    for mine, theirs in names_of(module, _LAYERS[0]).items():
-        each = len(own[mine]) // len(theirs)
-        pieces = own[mine].split(sizes.get(mine, each))
-        found |= {n: p.bfloat16().contiguous() for n, p in zip(theirs, pieces, strict=True)}
-    if module.output_ids_R is not None:
-        ids_R = module.output_ids_R.cpu()
-        has_row_V = torch.zeros(shape.vocab_size, dtype=torch.bool)
-        has_row_V[ids_R] = True
-        found |= {"d2t": ids_R - torch.arange(len(ids_R)), "t2d": has_row_V}
-    return found
-
-
-def published_config(module: EagleModule) -> dict[str, Any]:
-    """The head's part of a speculators ``config.json``; see `foredraft.train.export`."""
-    shape, chosen = module.shape, module.config
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": len(module.output),
-        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in module.taps],
-        "fc_norm": chosen["tap_norms"] == "each",
-        "norm_before_fc": chosen["tap_norms"] == "all",
-        "norm_before_residual": chosen["residual"] == "normed",
-        "norm_output": chosen["returns"] == "normed",
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "num_hidden_layers": 1,
-            "vocab_size": shape.vocab_size,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_key_value_heads": shape.num_key_value_heads,
-            "head_dim": shape.head_dim,
-            "rms_norm_eps": shape.rms_norm_eps,
-            "rope_theta": shape.rope_theta,
-        },
-    }
 
 
 DRAFTER = stepwise_drafter(

@@ -15,19 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.heads.base import (
     TAPS,
     HeadModule,
-    HeadSource,
-    Prediction,
-    TextBatch,
-    unrolled,
 )
 from foredraft.drafters.heads.layers import (
-    AnchoredAttention,
     Joined,
     JoinedTokens,
     LlamaLayer,
@@ -46,6 +40,7 @@ class HiddenHeadModule(HeadModule):
     """
 
     kind = "hidden_head"
+    training_file = "foredraft.train.heads.hidden_head"
     OPTIONS: ClassVar = {"taps": TAPS}
 
     def __init__(self, shape: ModelShape, num_rows: int | None, taps: Sequence[int]) -> None:
@@ -67,44 +62,6 @@ class HiddenHeadModule(HeadModule):
     def rows(self) -> Tensor:
         rows: Tensor = self.output.weight
         return rows
-
-    def take_layers(self, source: HeadSource) -> None:
-        # Logits of about 1: a layer that knows nothing yet must not be sure of anything.
-        self.norm.weight.fill_(1.0 / float(self.rows.norm(dim=1).mean()))
-        self.layer.load_state_dict(dict(source.layer(-1)))
-
-    def inputs(self, embeddings: Tensor, taps: Sequence[Tensor]) -> Tensor:
-        """Entries whose token the target has read; [..., E].
-
-        Args:
-            embeddings: of the tokens that follow.
-            taps: the target's states of the tokens themselves, one for each tapped layer.
-        """
-        normed = [norm(x) for norm, x in zip(self.tap_norms, taps, strict=True)]
-        joined: Tensor = self.join_taps(torch.cat(normed, -1)) + self._join_token(embeddings)
-        return joined
-
-    def own_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Entries behind the anchor: ``states`` are the layer's own output one token earlier."""
-        joined: Tensor = self.join_own(self.own_norm(states)) + self._join_token(embeddings)
-        return joined
-
-    def _join_token(self, embeddings: Tensor) -> Tensor:
-        joined: Tensor = self.join_embedding(self.embedding_norm(embeddings))
-        return joined
-
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        attention = AnchoredAttention(self.layer)
-
-        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            if k == 1:
-                x = self.inputs(embeddings, [batch.taps[layer] for layer in self.taps])
-            else:
-                x = self.own_inputs(embeddings, state)
-            x = attention.step(x, k - 1)
-            return self.norm(x), x
-
-        return unrolled(batch, depth, self.rows, batch.embeddings_BLE, step)
 
     def runner(self, target: HeadTarget) -> HiddenHeadRunner:
         return HiddenHeadRunner(self, target)

@@ -23,10 +23,6 @@ from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
     HeadModule,
     HeadOption,
-    HeadSource,
-    Prediction,
-    TextBatch,
-    unrolled,
 )
 from foredraft.drafters.heads.layers import Joined, JoinedTokens, RMSNorm, head_weights
 from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
@@ -60,6 +56,7 @@ class HydraModule(HeadModule):
     """
 
     kind = "hydra"
+    training_file = "foredraft.train.heads.hydra"
     OPTIONS: ClassVar = {
         "width": HeadOption(
             "of the feed-forward layer (the target's own)", 0, least=0, most=LARGEST_SIZE
@@ -77,44 +74,6 @@ class HydraModule(HeadModule):
         self.join_own = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = FeedForward(hidden, self.width, eps)
         self.norm = RMSNorm(hidden, eps)
-
-    def take_layers(self, source: HeadSource) -> None:
-        size = source.shape.hidden_size
-        self.norm.weight.copy_(source.final_norm())
-        for join in (self.join_hidden, self.join_own):
-            join.weight.mul_(0.1)
-            join.weight[:, :size] += torch.eye(size)
-        if self.width == source.shape.intermediate_size:
-            last = source.layer(-1)
-            self.layer.load_state_dict({name: last[name] for name in self.layer.weights()})
-
-    def inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Inputs of the layer for a token that the target has read; [..., E].
-
-        Args:
-            embeddings: of the token after it.
-            hidden: the target's last layer's output.
-        """
-        normed = self.hidden_norm(hidden.to(self.output.dtype))
-        joined: Tensor = self.join_hidden(torch.cat((normed, self._token(embeddings)), -1))
-        return joined
-
-    def own_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Inputs after the anchor: ``states`` are the layer's own output one token earlier."""
-        normed = self.own_norm(states.to(self.output.dtype))
-        joined: Tensor = self.join_own(torch.cat((normed, self._token(embeddings)), -1))
-        return joined
-
-    def _token(self, embeddings: Tensor) -> Tensor:
-        normed: Tensor = self.token_norm(embeddings.to(self.output.dtype))
-        return normed
-
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.layer((self.inputs if k == 1 else self.own_inputs)(embeddings, state))
-            return self.norm(x), x
-
-        return unrolled(batch, depth, self.output, batch.taps[self.taps[0]], step)
 
     def runner(self, target: HeadTarget) -> HydraRunner:
         return HydraRunner(self, target)

@@ -1,6 +1,7 @@
-"""A llama-shaped decoder layer as a torch module, for training heads that have one.
+"""Layers of heads: a llama-shaped decoder layer as a torch module, and joins of inputs.
 
-Drafting runs the same weights through the target's own kernel (see `PartsTarget.parts`).
+Training computes with the module; drafting runs the same weights through the target's own kernel
+(see `HeadTarget.head_runner`).
 
 Shape legend: B texts, L tokens, E hidden size, H query heads, G key-value heads, D head size.
 """
@@ -93,15 +94,6 @@ class LlamaLayer(nn.Module):
         product: Tensor = self.down(F.silu(gate) * up)
         return x_BLE + product
 
-    def forward(self, x_BLE: Tensor) -> Tensor:
-        """Causal, from position 0."""
-        positions_L = torch.arange(x_BLE.shape[1], device=x_BLE.device)
-        queries, keys, values = self.heads(x_BLE, positions_L)
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=True
-        )
-        return self.finish(x_BLE, attended)
-
 
 def head_weights(
     layers: Iterable[nn.Module], norm: RMSNorm, output_RE: Tensor, shape: ModelShape
@@ -109,48 +101,6 @@ def head_weights(
     """Weights with which a target runs a head's layers; see `LlamaLayer.weights`."""
     weights = [cast(LlamaLayer, layer).weights() for layer in layers]
     return HeadWeights(weights, norm.weight.detach(), output_RE.detach(), shape)
-
-
-class AnchoredAttention:
-    """The state of one unrolled layer (training-time test, arXiv 2503.01840).
-
-    In step s (from 0) the query of anchor i stands at position i + s. It sees the entries of the
-    text up to i, which all anchors share, and those that its own earlier steps left.
-    """
-
-    def __init__(self, layer: LlamaLayer) -> None:
-        self._layer = layer
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def step(self, x_BLE: Tensor, step: int) -> Tensor:
-        positions_L = torch.arange(x_BLE.shape[1], device=x_BLE.device) + step
-        queries, keys, values = self._layer.heads(x_BLE, positions_L)
-        repeat = queries.shape[1] // keys.shape[1]
-        self._keys.append(keys.repeat_interleave(repeat, 1))
-        self._values.append(values.repeat_interleave(repeat, 1))
-        if step:
-            return self._layer.finish(x_BLE, self._attend(queries))
-        attended = F.scaled_dot_product_attention(
-            queries, self._keys[0], self._values[0], is_causal=True
-        )
-        return self._layer.finish(x_BLE, attended)
-
-    def _attend(self, queries_BHLD: Tensor) -> Tensor:
-        length, scale = queries_BHLD.shape[2], queries_BHLD.shape[3] ** -0.5
-        queries_BHLD = queries_BHLD * scale
-        scores = queries_BHLD @ self._keys[0].mT + behind_anchor(queries_BHLD, length)
-        own = [(queries_BHLD * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
-        weights = torch.cat([scores, *own], -1).softmax(-1)
-        attended = weights[..., :length] @ self._values[0]
-        for i, values in enumerate(self._values[1:]):
-            attended = attended + weights[..., length + i, None] * values
-        return attended
-
-
-def behind_anchor(like: Tensor, length: int) -> Tensor:
-    """Mask added to attention scores: -inf for entries behind each anchor; [L, L]."""
-    return like.new_full((length, length), -torch.inf).triu(1)
 
 
 _TABLE_BYTES = 128e6

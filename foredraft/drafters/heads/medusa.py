@@ -10,7 +10,7 @@ Shape legend: B texts, L tokens, E hidden size, H heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,11 @@ from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
-from foredraft.drafters.grow import RANK_ACCEPTANCE, PlannedGrowth, best_first, planned_parents
-from foredraft.drafters.heads.base import HeadModule, HeadOption, HeadSource, Prediction, TextBatch
+from foredraft.drafters.guide import best_first
+from foredraft.drafters.heads.base import HeadModule, HeadOption
 from foredraft.drafters.heads.layers import RMSNorm, head_weights
 from foredraft.drafters.heads.rows import OutputRows
+from foredraft.drafters.shapes import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 from foredraft.drafters.trained import HEAD_OPTION, trained_head
 from foredraft.models.base import HeadTarget, ModelShape, offered
@@ -37,12 +38,6 @@ class _Head(nn.Module):
         blocks = [nn.Linear(hidden_size, hidden_size) for _ in range(num_blocks)]
         self.blocks = nn.ModuleList(blocks)
         self.projection = nn.Linear(hidden_size, hidden_size, bias=False)
-
-    @torch.no_grad()
-    def start(self) -> None:
-        for parameter in self.blocks.parameters():
-            parameter.zero_()
-        nn.init.eye_(self.projection.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -60,6 +55,7 @@ class MedusaModule(HeadModule):
     """
 
     kind = "medusa"
+    training_file = "foredraft.train.heads.medusa"
     OPTIONS: ClassVar = {
         "num_heads": HeadOption("heads, and so the most tokens on a path of a draft (4)", 4),
         "num_blocks": HeadOption("residual blocks of each head (1)", 1),
@@ -75,11 +71,6 @@ class MedusaModule(HeadModule):
         self.heads = nn.ModuleList(heads)
         self.output_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def take_layers(self, source: HeadSource) -> None:
-        self.output_norm.weight.copy_(source.final_norm())
-        for head in self.heads:
-            cast(_Head, head).start()
-
     def projected(self, hidden: Tensor, count: int) -> Tensor:
         """Outputs of the first heads for the last layer's output [..., E], before the norm.
 
@@ -88,13 +79,6 @@ class MedusaModule(HeadModule):
         """
         normed = self.norm(hidden.to(self.output.dtype))
         return torch.stack([head(normed) for head in self.heads[:count]], -2)
-
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        states_BLHE = self.output_norm(self.projected(batch.taps[self.taps[0]], depth))
-        return [
-            Prediction(states_BLE, self.output, shift=k + 1, depth=k)
-            for k, states_BLE in enumerate(states_BLHE.unbind(-2), 1)
-        ]
 
 
 class MedusaDrafter(BaseDrafter):

@@ -24,8 +24,9 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
-from foredraft.drafters.grow import Growth, GrowthLimits, Guide
+from foredraft.drafters.guide import Guide
 from foredraft.drafters.heads.base import HeadModule
+from foredraft.drafters.heads.growth import Growth, GrowthLimits
 from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms

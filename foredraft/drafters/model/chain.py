@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from foredraft.cache.base import owner_of
 from foredraft.core.choices import Choice
 from foredraft.core.draws import DrawKey
-from foredraft.core.proposal import NOT_READY, Proposal
-from foredraft.core.traits import DrafterTraits
+from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.drafters.base import DraftRow
 from foredraft.models.base import ScoreRow, Target, read
 
 
@@ -115,64 +113,6 @@ class ChainDraft:
 def confidence(logits_V: Tensor) -> float:
     """The largest probability at temperature 1."""
     return float((logits_V.max() - logits_V.logsumexp(0)).exp())
-
-
-class Predictor(Protocol):
-    """Something that predicts the next token of several rows at once."""
-
-    def begin(self, row: DraftRow) -> None: ...
-
-    def has_room(self, row: DraftRow) -> bool:
-        """Whether the row and as many draft tokens as its budget can be read now."""
-        ...
-
-    def next_logits(
-        self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
-        """Float logits [V] of the token after each row's committed ones and its draft so far.
-
-        Within a step drafts grow by one token a call, starting from none.
-        """
-        ...
-
-    def end(self, request_id: int) -> None: ...
-
-
-class ChainDrafter(BaseDrafter):
-    """Drafts chains; all rows that still draft share each call of the predictor.
-
-    Args:
-        predictor: predicts the next token.
-        min_confidence: see `ChainDraft`.
-        round_share: see `DrafterTraits`.
-    """
-
-    def __init__(
-        self,
-        predictor: Predictor,
-        min_confidence: float = 0.0,
-        round_share: float | None = None,
-    ) -> None:
-        self.traits = DrafterTraits(learns=False, round_share=round_share)
-        self._predictor, self._min_confidence = predictor, min_confidence
-
-    def begin(self, row: DraftRow) -> None:
-        self._predictor.begin(row)
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        chains = [ChainDraft(row, self._min_confidence) for row in rows]
-        active = able = [c for c in chains if c.num_left and self._predictor.has_room(c.row)]
-        while active:
-            logits = self._predictor.next_logits(
-                [chain.row for chain in active], [chain.tokens for chain in active]
-            )
-            for chain, logits_V in zip(active, logits, strict=True):
-                chain.extend(logits_V)
-            active = [chain for chain in active if chain.num_left]
-        return [chain.build() if chain in able else NOT_READY for chain in chains]
-
-    def end(self, request_id: int) -> None:
-        self._predictor.end(request_id)
 
 
 def read_by(model: Target, row: DraftRow) -> Sequence[int]:

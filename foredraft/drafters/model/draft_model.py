@@ -25,11 +25,9 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
-from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, TreeShape
-from foredraft.drafters.heads.distilled import DraftModelModule
-from foredraft.drafters.heads.steps import StepDrafter, growth_limits
 from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
+from foredraft.drafters.shapes import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.spec import (
     DrafterContext,
     DrafterSpec,
@@ -39,9 +37,8 @@ from foredraft.drafters.spec import (
 )
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import found_table
-from foredraft.drafters.trained import trained_head
 from foredraft.kernels.build import describe_instructions
-from foredraft.models.base import ScoreRow, Scores, Target, offered, read
+from foredraft.models.base import ScoreRow, Scores, Target, read
 from foredraft.models.files.kept import recipe_of, this_week
 from foredraft.system.machine import cpu_name
 
@@ -242,8 +239,6 @@ class DraftTreeDrafter(BaseDrafter):
 
 
 def _build(context: DrafterContext) -> Drafter:
-    if "head" in context.options:
-        return _build_distilled(context)
     model = context.draft_model
     assert model is not None  # the registry has checked that there is one
     _check_vocabularies(context, model)
@@ -279,21 +274,6 @@ def _check_vocabularies(context: DrafterContext, model: Target) -> None:
         )
 
 
-def _build_distilled(context: DrafterContext) -> Drafter:
-    if context.draft_model is not None:
-        raise ConfigError("head and a draft model are two ways to draft; give one of them")
-    for name in ("parts", "cache_layers"):
-        if not getattr(context.target.capabilities, name):
-            raise CapabilityError(
-                f"a distilled draft model needs a target with {name}, which "
-                f"{type(context.target).__name__} does not offer"
-            )
-    if "shape" in context.options or "draft_ms" in context.options:
-        raise ConfigError("shape and draft_ms are for draft models that are no head")
-    limits, module = growth_limits(context), trained_head(context, DraftModelModule)
-    return StepDrafter(module, offered(context.target.capabilities.cache_layers), limits)
-
-
 def _shape(options: Mapping[str, Any], plain_ms: float | None) -> TreeShape | None:
     """The tree shape asked for; None for a chain.
 
@@ -304,8 +284,6 @@ def _shape(options: Mapping[str, Any], plain_ms: float | None) -> TreeShape | No
         ConfigError: an option that does not fit.
     """
     name = str(options.get("shape", "chain")).replace("_", "-")
-    if of_head := [option for option in ("branching", "round_cost") if option in options]:
-        raise ConfigError(f"{of_head[0]} is of use with head alone")
     of_chains = {"guesses", "table"} & {*options} if name != "chain" else ()
     if of_chains:
         raise ConfigError(f"{min(of_chains)} is of use with shape 'chain' alone")
@@ -334,15 +312,10 @@ DRAFTER = DrafterSpec(
         "shape": "chain, children at each depth such as 3,2,1, or best-first (chain)",
         "guesses": "chain: copies of earlier text guess for the draft model (true)",
         "table": "chain: directory of a table that guesses too (the one that comes with the model)",
-        "width": "best-first and head: nodes looked below at each depth (4)",
-        "max_depth": "best-first and head: most tokens on a path (6)",
+        "width": "best-first: nodes looked below at each depth (4)",
+        "max_depth": "best-first: most tokens on a path (6)",
         "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",
-        "head": "directory of a distilled draft model, instead of a draft model",
-        "branching": "head: tokens that hang below one node; 1 drafts chains (4)",
-        "round_cost": "head: time of one of its forwards, in plain steps (0.1)",
     },
     num_draft_tokens=4,
     draft_model="required",
-    instead_of_model="head",
-    head=DraftModelModule,
 )

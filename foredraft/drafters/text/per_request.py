@@ -17,8 +17,9 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
-from foredraft.drafters.grow import Guide, asked_prices, best_first
+from foredraft.drafters.guide import Guide, best_first
 from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.worth import asked_prices
 
 Request = TypeVar("Request")
 """The drafter's state of a request while it runs."""

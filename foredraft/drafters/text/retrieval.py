@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.grow import NODE_COST, Guide
+from foredraft.drafters.guide import Guide
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 from foredraft.drafters.text.confidence import MatchConfidence, priors
 from foredraft.drafters.text.per_request import GuidedDrafter
+from foredraft.drafters.worth import NODE_COST
 from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, write_manifest
 from foredraft.models.files.progress import Progress, SilentProgress
 

@@ -20,10 +20,11 @@ from safetensors.numpy import save_file
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.grow import NODE_COST, Guide
+from foredraft.drafters.guide import Guide
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
 from foredraft.drafters.text.confidence import MatchConfidence, priors
 from foredraft.drafters.text.per_request import GuidedDrafter, PerTenant
+from foredraft.drafters.worth import NODE_COST
 
 SEPARATOR = -1
 """Goes between texts that share an automaton; never drafted, never matched."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.grow import NODE_COST, Guide
+from foredraft.drafters.guide import Guide
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence
 from foredraft.drafters.text.per_request import GuidedDrafter
@@ -40,6 +40,7 @@ from foredraft.drafters.trained import (
     read_info,
     shipped_head,
 )
+from foredraft.drafters.worth import NODE_COST
 
 KIND = "table"
 BOTH = "with earlier matches"

@@ -20,10 +20,11 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.sampling import largest
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow, Observation
-from foredraft.drafters.grow import NODE_COST, asked_prices, best_first
+from foredraft.drafters.guide import best_first
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
 from foredraft.drafters.text.confidence import priors
 from foredraft.drafters.text.per_request import PerRequestDrafter, PerTenant
+from foredraft.drafters.worth import NODE_COST, asked_prices
 
 _STEADIEST = 3
 _PRIOR_WEIGHT = 20.0

@@ -83,19 +83,8 @@ class ShallowView:
     def __init__(self, decoder: PartialDecoder, cache: KVCache, exit_layer: int) -> None:
         self._decoder, self._cache, self.exit_layer = decoder, cache, exit_layer
 
-    def score_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
-        logits_RV, _, computed = self._run(rows, wants_logits=True)
-        return list(logits_RV), computed
-
-    def read_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
-        _, hidden, computed = self._run(rows, wants_logits=False)
-        return hidden, computed
-
     @torch.no_grad()
-    def _run(
-        self, rows: Sequence[ScoreRow], wants_logits: bool
-    ) -> tuple[Tensor, list[Tensor], list[Computed]]:
-        """Logits [R, V] if wanted, the last token's state [E] of each row, and what is known."""
+    def score_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
         plan = plan_forward(rows, [self._cache.length(row.slot) for row in rows])
         known = [
             _known(row.computed, plan, span[:-1], self._cache, self.exit_layer)
@@ -104,7 +93,7 @@ class ShallowView:
         announce(plan, self._cache)
         rest = tail(plan, [*map(_count, known)])
         last = [span.stop - 1 for span in rest.rows]
-        rest = replace(rest, heads=last if wants_logits else [])
+        rest = replace(rest, heads=last)
         logits_RV, hidden_TE = run_first(self._decoder, rest, self._cache, self.exit_layer)
         computed: list[Computed] = [
             FirstLayers(
@@ -117,7 +106,7 @@ class ShallowView:
             )
             for span, new, states in zip(plan.rows, rest.rows, known, strict=True)
         ]
-        return logits_RV, [hidden_TE[token] for token in last], computed
+        return list(logits_RV), computed
 
 
 @dataclass(frozen=True)

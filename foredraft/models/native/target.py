@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,15 +201,6 @@ class NativeTarget:
         """
         self._check_layers(layers)
         return self._view(self.weights.select_layers(layers))
-
-    def sublayer_view(self, no_attention: Collection[int], no_mlp: Collection[int]) -> NativeTarget:
-        """A target without the attention or the MLP of some layers, likewise.
-
-        Raises:
-            ConfigError: a layer does not exist.
-        """
-        self._check_layers([*no_attention, *no_mlp])
-        return self._view(self.weights.leave_out(no_attention, no_mlp))
 
     def shallow(self, exit_layer: int) -> ShallowView:
         """The first ``exit_layer`` layers on this target's own cache.

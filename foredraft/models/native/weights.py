@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
@@ -206,15 +206,6 @@ class DecoderWeights:
     def select_layers(self, layers: Sequence[int]) -> DecoderWeights:
         """The same weights with only these layers: a view, nothing is copied."""
         return replace(self, layers=tuple(self.layers[i] for i in layers))
-
-    def leave_out(self, attention: Collection[int], mlp: Collection[int]) -> DecoderWeights:
-        """The same weights without the attention or the MLP of some layers: likewise a view."""
-        kept = [i for i in range(len(self.layers)) if i not in attention or i not in mlp]
-        return replace(
-            self.select_layers(kept),
-            no_attention=frozenset(new for new, old in enumerate(kept) if old in attention),
-            no_mlp=frozenset(new for new, old in enumerate(kept) if old in mlp),
-        )
 
 
 def load_weights(

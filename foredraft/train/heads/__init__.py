@@ -1,0 +1,1 @@
+"""How each kind of head starts and learns: a file a kind, named like the drafter that runs it."""
