@@ -17,12 +17,12 @@ from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.core.rules.book import RuleBook
+from foredraft.core.verify import recorded, verify
 from foredraft.drafters import drafter_spec
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
-from foredraft.engine.drive import Streams
 from foredraft.engine.engine import Engine, EngineOptions
-from foredraft.engine.policy import GuardedTrace, Policy, Trace
+from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.request import Event, GenerationResult, ReplySoFar, RequestOptions, Session
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.load import FOR_PREDICTIONS, ModelPlan, forward_cost, load_models, resolve_drafter
@@ -96,6 +96,7 @@ class LLM:
         self._building = threading.Lock()
         self._for_predictions: Policy | None = None
         self.grammars = Grammars(tokenizer, target.vocab_size) if tokenizer else None
+        self._rule = recorded(verify) if keeps_evidence else verify
         self.drafter_name, self.policy = self._new_policy(options, self._experience)
         self.engine = Engine(
             target,
@@ -109,10 +110,8 @@ class LLM:
                 rule_book=_rule_book(target, tokenizer, self.grammars),
                 cost=cost,
                 trace=trace,
-                keeps_evidence=keeps_evidence,
             ),
         )
-        self._streams = Streams(self.engine, self.policy)
 
     @classmethod
     def load(
@@ -192,10 +191,10 @@ class LLM:
         experience = Experience() if drafter else self._experience
         with self._building:  # the engine goes on meanwhile: a head takes a while to load
             view.drafter_name, policy = view._new_policy(options, experience, drafter)
-        policy.trace, policy.is_apart = GuardedTrace(trace), is_apart
-        policy.keeps_evidence = keeps_evidence
+        policy.trace, policy.is_apart = trace, is_apart
+        if keeps_evidence:
+            policy.rule = recorded(verify)
         view.policy = policy
-        view._streams = Streams(self.engine, policy)
         return view
 
     @property
@@ -269,7 +268,7 @@ class LLM:
             )
             self._for_predictions = self.with_drafter(options).policy
             self._for_predictions.trace = self.policy.trace
-            self._for_predictions.keeps_evidence = self.policy.keeps_evidence
+            self._for_predictions.rule = self.policy.rule
         return self._for_predictions
 
     def _new_policy(
@@ -279,6 +278,7 @@ class LLM:
         name = resolve_drafter(options, self._draft is not None, self.target)
         context, cost = self.drafter_context, self.cost
         policy = policy_for(name, options, context, cost, experience, drafter)
+        policy.rule = self._rule
         return name if drafter else next(iter(policy.drafters), name), policy
 
     def generate(
@@ -365,7 +365,7 @@ class LLM:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[GenerationResult]:
         params = self._params(params)
-        events = self._streams.open(prompts, params, self.request_options(params=params))
+        events = self.engine.stream(prompts, params, self.request_options(params=params))
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.request_id)
 
@@ -376,7 +376,7 @@ class LLM:
         self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
     ) -> Iterator[Event]:
         self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
-        return self._streams.open([prompt], params, options)
+        return self.engine.stream([prompt], params, options)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, lambda text: self._tokenizer().encode(text))

@@ -26,7 +26,7 @@ from foredraft.control.ledger import Ledger
 from foredraft.control.planner import TRIAL_STEPS, Plan, Planner
 from foredraft.control.times import HICCUP
 from foredraft.core.cost import CostModel
-from foredraft.core.record import DrafterTimes, RowStep, StepRecord
+from foredraft.core.record import RowStep, StepRecord, StepTimes
 from foredraft.core.traits import DrafterTraits
 
 _log = logging.getLogger("foredraft")
@@ -180,7 +180,7 @@ class AdaptiveBudget:
             for name, mine in by_drafter.items()
         )
 
-    def _joining_ms(self, name: str, rows: Sequence[RowStep], taken: DrafterTimes) -> float:
+    def _joining_ms(self, name: str, rows: Sequence[RowStep], taken: StepTimes) -> float:
         """Time of joining texts and of prefills by draft models: the investments of a step."""
         new = sum(r.context + r.num_read for r in rows if self._followed.get(r.request_id) != name)
         old = sum(
@@ -199,7 +199,7 @@ class AdaptiveBudget:
         record: StepRecord,
         name: str,
         rows: Sequence[RowStep],
-        taken: DrafterTimes,
+        taken: StepTimes,
         plain_ms: float,
         forward_ms: float,
     ) -> float:
@@ -317,16 +317,14 @@ class AdaptiveBudget:
 
 def _by_drafter(
     record: StepRecord, rows: Mapping[str, Sequence[RowStep]]
-) -> dict[str, DrafterTimes] | None:
+) -> dict[str, StepTimes] | None:
     """The time of each drafter; None if there are several and it is not known.
 
     Planning and the like, which no drafter did, are shared out by the rows that were asked for.
     """
     times = record.times
     if len(rows) == 1:
-        (name,) = rows
-        whole = DrafterTimes(times.begin_ms, times.draft_ms, times.learn_ms, times.read_ms)
-        return {name: whole}
+        return dict.fromkeys(rows, times)
     if not all(name in times.drafters for name in rows):
         return None
     asked = {name: sum(row.budget > 0 for row in mine) for name, mine in rows.items()}

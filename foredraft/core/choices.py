@@ -14,17 +14,15 @@ no way to write that down.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.core.draws import DrawKey
+from foredraft.core.draws import DrawKey, Scored
 from foredraft.core.named import NamedLaws
-from foredraft.core.noise import Scored, gumbel_argmax, gumbel_noise, gumbel_top
+from foredraft.core.noise import gumbel_argmax, gumbel_noise, gumbel_top
 from foredraft.core.rng import Purpose, keyed_uniform
 from foredraft.core.sampling import Law, draw_token
 
@@ -53,17 +51,31 @@ class Choice(NamedTuple):
     chance: float
 
 
-class SharedChoices(Protocol):
-    """Random source of a seeded request's drafter: the noise of the target's own draw."""
+class SharedChoices:
+    """Random source of a seeded request's drafter: the noise of the target's own draw.
+
+    Args:
+        seed: of the request; None: without noise, the tokens that are likeliest before the draw.
+        num_tokens: committed before the step.
+        temperature: of the request.
+    """
+
+    def __init__(self, seed: int | None, num_tokens: int, temperature: float) -> None:
+        self._seed, self._num_tokens = seed, num_tokens
+        self._has_noise = seed is not None and temperature > 0.0
 
     def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         """The ``count`` tokens that a target with this law would likeliest draw, likeliest first.
 
         Args:
-            law: the drafter's own, of the token ``depth`` places after the last committed one.
+            law: the drafter's own, of the token ``depth`` positions after the last committed one.
             trust: how much a better score says, for drafters that are better or worse than most.
         """
-        ...
+        if law.scale is None or self._seed is None:
+            return _likeliest(law, count)
+        at = self._num_tokens + depth
+        scored = gumbel_top(law.logits_V, _num_looked_at(count), self._seed, at, law.scale)
+        return _best(scored, count, trust)
 
     def draw_key(self, depth: int, scale: float) -> DrawKey | None:
         """The key that draws the `best` token of a law of merely scaled logits; None: unsupported.
@@ -72,13 +84,19 @@ class SharedChoices(Protocol):
             depth: as for `best`.
             scale: of the logits; 0 at temperature 0.
         """
-        ...
+        if self._seed is None:
+            return DrawKey(0, 0, 0.0)
+        return DrawKey(self._seed, self._num_tokens + depth, scale)
 
     def best_each(
         self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
     ) -> list[list[Choice]]:
         """`best` of several laws over some of the tokens, each with its depth."""
-        ...
+        if self._seed is None:
+            return [_likeliest(laws.law(index), count) for index in range(len(depths))]
+        positions = [self._num_tokens + depth for depth in depths]
+        found = laws.top(_num_looked_at(count), self._seed, positions)
+        return [_best(scored, count, trust) for scored in found]
 
     def among(
         self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
@@ -92,82 +110,9 @@ class SharedChoices(Protocol):
             candidates: distinct tokens and their probabilities, likeliest first, none 0. The rest
                 of the mass belongs to the other tokens.
         """
-        ...
-
-    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
-        """The same tokens with the chances that the noise leaves them, likeliest first.
-
-        Args:
-            candidates: distinct tokens and the share of like places where each came, as far as is
-                known. The rest of the mass belongs to the other tokens.
-        """
-        ...
-
-
-class DrawnChoices(ABC):
-    """Random source of a drafter for coupling "drawn"; the target never uses its numbers.
-
-    It is a base class, not a protocol: ``isinstance`` runs at every node, and takes 40 µs for a
-    protocol.
-    """
-
-    @abstractmethod
-    def draw(self, probs_V: Tensor, index: int) -> int:
-        """Draw draft token number ``index`` of this step."""
-
-
-DraftChoices = SharedChoices | DrawnChoices
-
-
-class VerifyChoices(Protocol):
-    """Random source of verification, for one row in one step."""
-
-    def draw_target(self, law: Law, depth: int) -> int:
-        """Draw the token ``depth`` places after the last committed one.
-
-        Keyed by absolute position alone: plain decoding draws the same number there.
-        """
-        ...
-
-    def accept(self, probability: float, index: int) -> bool:
-        """Decision number ``index`` of this step: True with ``probability``."""
-        ...
-
-    def draw_residual(self, probs_V: Tensor) -> int:
-        """Draw the next token after the decisions."""
-        ...
-
-
-@dataclass(frozen=True)
-class KeyedSharedChoices:
-    """See `SharedChoices`; ``num_tokens`` tokens are committed before the step."""
-
-    seed: int
-    num_tokens: int
-    temperature: float
-
-    def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
-        if law.scale is None:
-            return _likeliest(law, count)
-        wanted = _num_looked_at(count)
-        scored = gumbel_top(law.logits_V, wanted, self.seed, self._at(depth), law.scale)
-        return _best(scored, count, trust)
-
-    def draw_key(self, depth: int, scale: float) -> DrawKey:
-        return DrawKey(self.seed, self._at(depth), scale)
-
-    def best_each(
-        self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
-    ) -> list[list[Choice]]:
-        found = laws.top(_num_looked_at(count), self.seed, [*map(self._at, depths)])
-        return [_best(scored, count, trust) for scored in found]
-
-    def among(
-        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
-    ) -> list[Choice]:
-        if self.temperature == 0.0 or not candidates:
+        if not self._has_noise or not candidates:
             return list(candidates[:count])
-        noise = gumbel_noise([c.token for c in candidates], self.seed, self._at(depth))
+        noise = self._noise(candidates, depth)
         scored = sorted(
             (
                 (math.log(max(c.chance, 1e-12)) + g, c.token)
@@ -184,69 +129,67 @@ class KeyedSharedChoices:
         return [Choice(token, named_wins * chance) for (_, token), chance in pairs][:count]
 
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
-        if self.temperature == 0.0 or not any(c.chance for c in candidates):
+        """The same tokens with the chances that the noise leaves them, likeliest first.
+
+        Args:
+            candidates: distinct tokens and the share of like positions where each came, as far as
+                is known. The rest of the mass belongs to the other tokens.
+        """
+        if not self._has_noise or not any(c.chance for c in candidates):
             return list(candidates)
-        tokens = [c.token for c in candidates]
-        noise = gumbel_noise(tokens, self.seed, self._at(depth))
         odds = [
             c.chance * math.exp(_TILT * (g - _MEAN_NOISE))
-            for c, g in zip(candidates, noise, strict=True)
+            for c, g in zip(candidates, self._noise(candidates, depth), strict=True)
         ]
         total = sum(odds) + max(0.0, 1.0 - sum(c.chance for c in candidates))
+        tokens = [c.token for c in candidates]
         weighed = sorted(zip(odds, tokens, strict=True), key=itemgetter(0), reverse=True)
         return [Choice(token, x / total) for x, token in weighed]
 
-    def _at(self, depth: int) -> int:
-        return self.num_tokens + depth
+    def _noise(self, candidates: Sequence[Choice], depth: int) -> list[float]:
+        assert self._seed is not None
+        return gumbel_noise([c.token for c in candidates], self._seed, self._num_tokens + depth)
 
 
-class LikeliestChoices:
-    """`SharedChoices` without noise: the tokens that are likeliest before anything is drawn."""
-
-    def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
-        return _likeliest(law, count)
-
-    def draw_key(self, depth: int, scale: float) -> DrawKey:
-        return DrawKey(0, 0, 0.0)
-
-    def best_each(
-        self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
-    ) -> list[list[Choice]]:
-        return [_likeliest(laws.law(place), count) for place in range(len(depths))]
-
-    def among(
-        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
-    ) -> list[Choice]:
-        return list(candidates[:count])
-
-    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
-        return list(candidates)
-
-
-@dataclass(frozen=True)
-class KeyedDrawnChoices(DrawnChoices):
-    """Draft draws of one row in one step.
+class DrawnChoices:
+    """Random source of a drafter for coupling "drawn"; the target never uses its numbers.
 
     Keyed by the number of committed tokens and the node: a position that is drafted again after a
     rejection gets fresh numbers. Reusing the old ones would correlate the new draft with the
     rejection that has just been seen, and bias the output.
+
+    Args:
+        seed: of the request.
+        num_tokens: committed before the step.
     """
 
-    seed: int
-    num_tokens: int
+    def __init__(self, seed: int, num_tokens: int) -> None:
+        self.seed, self.num_tokens = seed, num_tokens
 
     def draw(self, probs_V: Tensor, index: int) -> int:
+        """Draw draft token number ``index`` of this step."""
         return draw_token(probs_V, keyed_uniform(self.seed, self.num_tokens, Purpose.DRAFT, index))
 
 
-@dataclass(frozen=True)
-class KeyedVerifyChoices:
-    """Verify decisions of one row in one step; ``num_tokens`` tokens are committed before it."""
+DraftChoices = SharedChoices | DrawnChoices
 
-    seed: int
-    num_tokens: int
+
+class VerifyChoices:
+    """Random source of verification, for one row in one step.
+
+    Args:
+        seed: of the request.
+        num_tokens: committed before the step.
+    """
+
+    def __init__(self, seed: int, num_tokens: int) -> None:
+        self.seed, self.num_tokens = seed, num_tokens
 
     def draw_target(self, law: Law, depth: int) -> int:
+        """Draw the token ``depth`` positions after the last committed one.
+
+        Keyed by absolute position alone: plain decoding draws the same number there.
+        """
         if law.drawn is not None:
             return law.drawn
         if law.scale is None:
@@ -255,9 +198,11 @@ class KeyedVerifyChoices:
         return gumbel_argmax(law.given_V, self.seed, position, law.scale, law.cut)
 
     def accept(self, probability: float, index: int) -> bool:
+        """Decision number ``index`` of this step: True with ``probability``."""
         return keyed_uniform(self.seed, self.num_tokens, Purpose.ACCEPT, index) < probability
 
     def draw_residual(self, probs_V: Tensor) -> int:
+        """Draw the next token after the decisions."""
         return draw_token(probs_V, keyed_uniform(self.seed, self.num_tokens, Purpose.RESIDUAL))
 
 

@@ -1,30 +1,30 @@
-"""The next token of many rows at once, where their laws are nothing but scaled logits.
+"""The compiled half of drawing: a key in, a token out. All ctypes of the core are here.
 
-The tokens equal those of `foredraft.core.noise.gumbel_argmax` for each row alone. No passes over
-the logits are made to build laws.
+Each function does what its namesake in `foredraft.core.noise`, `sampling` or `named` says, and
+returns None where kernels/noise.cpp could not be built: callers then take numpy, which gives the
+same bits in more time.
 
-Shape legend: N rows of logits, V vocabulary.
+Shape legend: N rows of logits, V vocabulary, R named tokens, M some tokens.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from foredraft.core.noise import Array, compiled
+from foredraft.kernels.build import KernelUnavailable, load_library
 
-
-class Draw(NamedTuple):
-    """Result for one row of logits: the token drawn, the likeliest one, and its logit."""
-
-    token: int
-    best: int
-    logit: float
+Array: TypeAlias = npt.NDArray[Any]
+Scored: TypeAlias = list[tuple[int, float]]
+"""Tokens with their scores, best first."""
 
 
 class DrawKey(NamedTuple):
@@ -38,6 +38,17 @@ class DrawKey(NamedTuple):
     seed: int
     position: int
     scale: float
+
+    def ahead(self, num_tokens: int) -> DrawKey:
+        """The key of a later position."""
+        return DrawKey(self.seed, self.position + num_tokens, self.scale)
+
+
+class Draw(NamedTuple):
+    """Result for one row of logits: the token drawn, and the likeliest one."""
+
+    token: int
+    best: int
 
 
 class DrawRow(ctypes.Structure):
@@ -54,58 +65,170 @@ class DrawRow(ctypes.Structure):
     )
 
 
-class Wanted(NamedTuple):
-    """A row to draw from: which of the N, and as in `DrawKey`."""
+class NoiseRow(ctypes.Structure):
+    """``ForedraftNoiseRow`` of kernels/noise.cpp."""
 
-    row: int
-    seed: int
-    position: int
-    scale: float
-
-
-class DrawRows:
-    """Draws as compiled code makes them, in place.
-
-    Attributes:
-        rows: to be filled in.
-    """
-
-    def __init__(self, wanted: Sequence[Wanted]) -> None:
-        self.rows = (DrawRow * len(wanted))(*[DrawRow(*one) for one in wanted])
-
-    def found(self) -> list[Draw | None]:
-        """See `found_draws`."""
-        return found_draws(self.rows)
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("scale", ctypes.c_double),
+    )
 
 
-def found_draws(rows: Iterable[DrawRow]) -> list[Draw | None]:
-    """None where the largest logit is not finite or one is NaN."""
-    return [Draw(row.token, row.best, row.logit) if row.token >= 0 else None for row in rows]
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled half, built at the first draw; None if it cannot be built."""
+    try:
+        found = load_library("noise")
+    except KernelUnavailable:
+        return None
+    pointer, integer, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+    number = ctypes.c_double
+    named = [pointer, *[integer] * 2, *[pointer] * 2, integer, *[pointer] * 4, integer]
+    signatures = {
+        "gumbel_top": ([pointer, *[integer] * 3, pointer, integer, *[pointer] * 3], integer),
+        "gumbel_top_named": ([*named, *[pointer] * 3], integer),
+        "gumbel_argmax": ([pointer, *[integer] * 2, word, word, number, number], integer),
+        "gumbel_noise": ([pointer, integer, word, word, pointer], None),
+        "filter": ([pointer, *[integer] * 2, *[number] * 3, pointer], integer),
+        "draw_rows": ([pointer, *[integer] * 3, pointer], None),
+    }
+    for name, (arguments, result) in signatures.items():
+        function = getattr(found, f"foredraft_{name}")
+        function.argtypes, function.restype = arguments, result
+    return found
 
 
-def draw_rows(logits_NV: Tensor | Array, wanted: Sequence[Wanted]) -> list[Draw | None]:
-    """A draw for each.
+def draw_rows(logits_NV: Tensor | Array, keys: Sequence[tuple[int, DrawKey]]) -> list[Draw | None]:
+    """A draw from each of these rows, whose distributions are nothing but scaled logits.
+
+    The tokens equal those of `foredraft.core.noise.gumbel_argmax` for each row alone.
 
     Args:
         logits_NV: contiguous float32 or float64 on CPU.
+        keys: numbers of rows, each with its key.
 
     Returns:
-        As `DrawRows.found`; None also for all that have a scale without the compiled half: there is
-        nothing to be gained without it.
+        None where the largest logit is not finite or one is NaN; without the compiled half also
+        where the key has a scale: there is nothing to be gained then.
     """
     logits_NV = logits_NV.detach().numpy() if isinstance(logits_NV, Tensor) else logits_NV
-    library = compiled()
-    if library is None or not logits_NV.flags.c_contiguous:
-        return [None if one.scale else _likeliest(logits_NV[one.row]) for one in wanted]
-    draws = DrawRows(wanted)
-    library.foredraft_draw_rows(
-        *(logits_NV.ctypes.data, logits_NV.dtype == np.float64, logits_NV.shape[1]),
-        *(len(wanted), draws.rows),
+    found = library()
+    if found is None or not logits_NV.flags.c_contiguous:
+        return [None if key.scale else _likeliest(logits_NV[row]) for row, key in keys]
+    draws, is_double = draw_array(keys), logits_NV.dtype == np.float64
+    found.foredraft_draw_rows(
+        *(logits_NV.ctypes.data, is_double, logits_NV.shape[1], len(keys), draws)
     )
-    return draws.found()
+    return found_draws(draws)
+
+
+def draw_array(keys: Sequence[tuple[int, DrawKey]]) -> ctypes.Array[DrawRow]:
+    """Draws for compiled code to fill in."""
+    return (DrawRow * len(keys))(*[DrawRow(row, *key) for row, key in keys])
+
+
+def found_draws(rows: Iterable[DrawRow]) -> list[Draw | None]:
+    """Draws that compiled code has filled in; None where the logits are not finite."""
+    return [Draw(row.token, row.best) if row.token >= 0 else None for row in rows]
 
 
 def _likeliest(logits_V: Array) -> Draw | None:
     token = int(logits_V.argmax())  # of a NaN, if there is one
-    logit = float(logits_V[token])
-    return Draw(token, token, logit) if math.isfinite(logit) else None
+    return Draw(token, token) if math.isfinite(float(logits_V[token])) else None
+
+
+def argmax(
+    logits: int, is_double: bool, size: int, seed: int, position: int, scale: float, cut: float
+) -> int | None:
+    """`gumbel_argmax` of logits at an address; -1 where the largest one is not finite."""
+    found = library()
+    if found is None:
+        return None
+    token: int = found.foredraft_gumbel_argmax(
+        *(logits, is_double, size, seed, position, scale, cut)
+    )
+    return token
+
+
+def filter_cut(
+    logits: int, size: int, top_k: int, top_p: float, min_p: float, scale: float
+) -> tuple[int, float] | None:
+    """The likeliest token of float32 logits at an address, and the least logit that passes."""
+    found, cut = library(), ctypes.c_double()
+    if found is None:
+        return None
+    token = found.foredraft_filter(logits, size, top_k, top_p, min_p, scale, ctypes.byref(cut))
+    return None if token < 0 else (token, cut.value)
+
+
+def noise_of(tokens: Sequence[int], seed: int, position: int) -> list[float] | None:
+    """`gumbel_noise`."""
+    found, count = library(), len(tokens)
+    if found is None:
+        return None
+    noise_M = (ctypes.c_double * count)()
+    found.foredraft_gumbel_noise((ctypes.c_int64 * count)(*tokens), count, seed, position, noise_M)
+    return noise_M[:]
+
+
+def top_rows(
+    logits_NV: Array, count: int, keys: Sequence[DrawKey]
+) -> tuple[list[Scored], int] | None:
+    """`gumbel_top_rows`, and the number of rows before the first that is not finite."""
+    found, (num_rows, vocab) = library(), logits_NV.shape
+    if found is None:
+        return None
+    top, is_double = _TopArrays(num_rows, min(count, vocab)), logits_NV.dtype == np.float64
+    noise = (NoiseRow * num_rows)(*keys)
+    done = found.foredraft_gumbel_top(
+        *(logits_NV.ctypes.data, is_double, num_rows, vocab, noise, *top.arguments)
+    )
+    return top.scored(), done
+
+
+def top_named(
+    logits_NR: Array,
+    lows_R: Array,
+    starts: Array,
+    others: Sequence[Sequence[tuple[int, float]]],
+    count: int,
+    keys: Sequence[DrawKey],
+) -> tuple[list[Scored], int] | None:
+    """`top_rows` of logits over named tokens and a few others (see `NamedLaws`)."""
+    found, (num_rows, num_named) = library(), logits_NR.shape
+    if found is None:
+        return None
+    pairs = [pair for each in others for pair in each]
+    top = _TopArrays(num_rows, count)
+    done = found.foredraft_gumbel_top_named(
+        *(logits_NR.ctypes.data, num_rows, num_named, lows_R.ctypes.data),
+        *(starts.ctypes.data, len(starts) - 1),
+        (ctypes.c_int64 * num_rows)(*accumulate(map(len, others))),
+        (ctypes.c_int64 * len(pairs))(*[token for token, _ in pairs]),
+        (ctypes.c_double * len(pairs))(*[logit for _, logit in pairs]),
+        *((NoiseRow * num_rows)(*keys), *top.arguments),
+    )
+    return top.scored(), done
+
+
+class _TopArrays:
+    """Output arrays: the best tokens of rows."""
+
+    def __init__(self, num_rows: int, count: int) -> None:
+        self._count = count
+        self._tokens = (ctypes.c_int64 * (num_rows * count))()
+        self._scores = (ctypes.c_double * (num_rows * count))()
+        self._found = (ctypes.c_int64 * num_rows)()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The last arguments of the functions that fill them in."""
+        return self._count, self._tokens, self._scores, self._found
+
+    def scored(self) -> list[Scored]:
+        starts = range(0, len(self._tokens), self._count)
+        return [
+            list(zip(self._tokens[i : i + n], self._scores[i : i + n], strict=True))
+            for i, n in zip(starts, self._found, strict=True)
+        ]

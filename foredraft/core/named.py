@@ -8,23 +8,16 @@ Shape legend: N rows of logits, R named tokens, V vocabulary.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 
-from foredraft.core.noise import (
-    Array,
-    NoiseRow,
-    Scored,
-    TopArrays,
-    compiled,
-    gumbel_top_rows,
-)
+from foredraft.core import draws
+from foredraft.core.draws import Array, DrawKey, Scored
+from foredraft.core.noise import gumbel_top_rows
 from foredraft.core.sampling import Law
 
 _GROUP = 256
@@ -96,24 +89,19 @@ class NamedLaws:
         Raises:
             ValueError: see `foredraft.core.noise.gumbel_top`.
         """
-        library = compiled()
-        if library is None or self.tokens.are_all:
+        keys = [DrawKey(seed, position, self.scale) for position in positions]
+        tokens = self.tokens
+        found = None
+        if not tokens.are_all:
+            found = draws.top_named(
+                self.logits_NR, tokens.lows_R, tokens.starts, self.others, count, keys
+            )
+        if found is None:
             return self._dense_top(count, seed, positions)
-        num_places, num_rows = self.logits_NR.shape
-        keys = (NoiseRow * num_places)(*[NoiseRow(seed, at, self.scale) for at in positions])
-        others = [pair for pairs in self.others for pair in pairs]
-        ends = (ctypes.c_int64 * num_places)(*accumulate(map(len, self.others)))
-        top = TopArrays(num_places, count)
-        done = library.foredraft_gumbel_top_named(
-            *(self.logits_NR.ctypes.data, num_places, num_rows, self.tokens.lows_R.ctypes.data),
-            *(self.tokens.starts.ctypes.data, len(self.tokens.starts) - 1, ends),
-            (ctypes.c_int64 * len(others))(*[token for token, _ in others]),
-            (ctypes.c_double * len(others))(*[logit for _, logit in others]),
-            *(keys, *top.arguments),
-        )
-        if done < num_places:
-            raise ValueError(f"the largest of {num_rows} logits of a draft is not finite")
-        return top.scored()
+        scored, num_done = found
+        if num_done < len(positions):
+            raise ValueError(f"the largest of {len(tokens.ids_R)} logits of a draft is not finite")
+        return scored
 
     def _dense_top(self, count: int, seed: int, positions: Sequence[int]) -> list[Scored]:
         logits_NV = self.logits_NR

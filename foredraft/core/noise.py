@@ -28,22 +28,19 @@ Shape legend: N rows, V vocabulary, M some tokens.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from foredraft.core import draws
+from foredraft.core.draws import Array, DrawKey, Scored
 from foredraft.core.rng import MULTIPLIERS, WEYL, Purpose
-from foredraft.kernels.build import KernelUnavailable, load_library
 
-Array: TypeAlias = npt.NDArray[Any]
-Scored: TypeAlias = list[tuple[int, float]]
 MAX_VOCAB = 1 << 31
 """A philox index has 32 bits, and one of them tells coarse from fine."""
 
@@ -71,16 +68,16 @@ def gumbel_argmax(
         ValueError: the largest logit is not finite, a logit is NaN, or an argument out of range.
         TypeError: the logits have another dtype.
     """
-    library = _library()
-    if library is not None and isinstance(logits_V, Tensor) and _is_plain(logits_V):
+    if isinstance(logits_V, Tensor) and _is_plain(logits_V):
         # No numpy: after a forward the caches have forgotten it.
         _check_key(seed, position)
         _check_scale(scale)
         row = (logits_V.data_ptr(), logits_V.dtype is torch.float64, len(logits_V))
-        token: int = library.foredraft_gumbel_argmax(*row, seed, position, scale, cut)
-        if token < 0:
+        token = draws.argmax(*row, seed, position, scale, cut)
+        if token is not None and token < 0:
             raise _not_finite(_as_array(logits_V))
-        return token
+        if token is not None:
+            return token
     if cut > -math.inf:
         values_V = _as_array(logits_V)
         logits_V = np.where(values_V < cut, -math.inf, values_V)
@@ -114,11 +111,15 @@ def gumbel_top_rows(
         _check_scale(scale)
     if len(seeds) != len(logits_NV):
         raise ValueError(f"{len(logits_NV)} rows of logits, but {len(seeds)} seeds")
-    library = _library()
-    if library is not None:
-        return _compiled_top(library, logits_NV, count, seeds, positions, scales)
-    keys = zip(logits_NV, seeds, positions, scales, strict=True)
-    return [_numpy_top(logits_V, count, s, p, scale) for logits_V, s, p, scale in keys]
+    keys = [*map(DrawKey, seeds, positions, scales)]
+    compiled = draws.top_rows(logits_NV, count, keys)
+    if compiled is None:
+        pairs = zip(logits_NV, keys, strict=True)
+        return [_numpy_top(logits_V, count, *key) for logits_V, key in pairs]
+    scored, num_done = compiled
+    if num_done < len(logits_NV):
+        raise _not_finite(logits_NV[num_done])
+    return scored
 
 
 def gumbel_noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:
@@ -126,15 +127,10 @@ def gumbel_noise(tokens: Sequence[int], seed: int, position: int) -> list[float]
     _check_key(seed, position)
     if len(tokens) and not 0 <= min(tokens) <= max(tokens) < MAX_VOCAB:
         raise ValueError(f"tokens must be in [0, {MAX_VOCAB}); got {list(tokens)}")
-    library = _library()
-    if library is None:
-        values: list[float] = _noise(np.asarray(tokens, dtype=np.int64), seed, position).tolist()
-        return values
-    count = len(tokens)
-    noise_M = (ctypes.c_double * count)()
-    tokens_M = (ctypes.c_int64 * count)(*tokens)
-    library.foredraft_gumbel_noise(tokens_M, count, seed, position, noise_M)
-    return noise_M[:]
+    values = draws.noise_of(tokens, seed, position)
+    if values is None:
+        values = _noise(np.asarray(tokens, dtype=np.int64), seed, position).tolist()
+    return values
 
 
 def _as_array(logits: Tensor | Array) -> Array:
@@ -172,94 +168,6 @@ def _check_scale(scale: float) -> None:
 
 def _not_finite(logits_V: Array) -> ValueError:
     return ValueError(f"the largest of {len(logits_V)} logits is {logits_V.max()}, not finite")
-
-
-# ---- compiled -----------------------------------------------------------------------------------
-
-
-class NoiseRow(ctypes.Structure):
-    """ForedraftNoiseRow in kernels/noise.cpp."""
-
-    _fields_ = (
-        ("seed", ctypes.c_uint64),
-        ("position", ctypes.c_uint64),
-        ("scale", ctypes.c_double),
-    )
-
-
-class TopArrays:
-    """Output arrays of the compiled half: the best tokens of rows."""
-
-    def __init__(self, num_rows: int, count: int) -> None:
-        self._count = count
-        self._tokens = (ctypes.c_int64 * (num_rows * count))()
-        self._scores = (ctypes.c_double * (num_rows * count))()
-        self._found = (ctypes.c_int64 * num_rows)()
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The last arguments of its functions: the count and the output arrays."""
-        return self._count, self._tokens, self._scores, self._found
-
-    def scored(self) -> list[Scored]:
-        """The tokens found, with their scores, for each row."""
-        starts = range(0, len(self._tokens), self._count)
-        return [
-            list(zip(self._tokens[i : i + n], self._scores[i : i + n], strict=True))
-            for i, n in zip(starts, self._found, strict=True)
-        ]
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled half, built at the first draw; None where that is not possible."""
-    try:
-        library = load_library("noise")
-    except KernelUnavailable:
-        return None  # nothing is lost but time: numpy gives the same bits
-    pointer, integer, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-    number = ctypes.c_double
-    top, noise = library.foredraft_gumbel_top, library.foredraft_gumbel_noise
-    top.argtypes = [pointer, *[integer] * 3, pointer, integer, *[pointer] * 3]
-    top.restype = integer
-    argmax, cut = library.foredraft_gumbel_argmax, library.foredraft_filter
-    argmax.argtypes = [pointer, *[integer] * 2, word, word, number, number]
-    argmax.restype = integer
-    cut.argtypes = [pointer, *[integer] * 2, *[number] * 3, pointer]
-    cut.restype = integer
-    library.foredraft_draw_rows.argtypes = [pointer, *[integer] * 3, pointer]
-    library.foredraft_draw_rows.restype = None
-    named = library.foredraft_gumbel_top_named
-    named.argtypes = [pointer, *[integer] * 2, *[pointer] * 2, integer, *[pointer] * 4, integer]
-    named.argtypes += [pointer] * 3
-    named.restype = integer
-    noise.argtypes = [pointer, integer, word, word, pointer]
-    noise.restype = None
-    return library
-
-
-def compiled() -> ctypes.CDLL | None:
-    """The compiled half, or None if it cannot be built."""
-    return _library()
-
-
-def _compiled_top(
-    library: ctypes.CDLL,
-    logits_NV: Array,
-    count: int,
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    scales: Sequence[float],
-) -> list[Scored]:
-    num_rows, vocab = logits_NV.shape
-    keys = (NoiseRow * num_rows)(*zip(seeds, positions, scales, strict=True))
-    top, is_double = TopArrays(num_rows, min(count, vocab)), logits_NV.dtype == np.float64
-    done = library.foredraft_gumbel_top(
-        *(logits_NV.ctypes.data, is_double, num_rows, vocab, keys, *top.arguments)
-    )
-    if done < num_rows:
-        raise _not_finite(logits_NV[done])
-    return top.scored()
 
 
 # ---- numpy --------------------------------------------------------------------------------------
@@ -321,13 +229,13 @@ def _noise(tokens_M: Array, seed: int, position: int) -> Array:
     return _gumbel(byte_M << 44 | fine[0] << 12 | fine[1] >> 20)
 
 
-def _coarse_bytes(groups_M: Array, seed: int, position: int) -> Array:
-    """The coarse bytes of all tokens of some groups: [M, 256]."""
-    index = (groups_M[:, None] * _BLOCKS + np.arange(_BLOCKS)).ravel()
-    words = np.empty((len(groups_M), 4, _BLOCKS), "<u4")
-    for i, word in enumerate(_philox(index, seed, position)):
+def _coarse_bytes(num_tokens: int, seed: int, position: int) -> Array:
+    """The coarse bytes of the first tokens: [V]."""
+    num_groups = -(-num_tokens // _GROUP)
+    words = np.empty((num_groups, 4, _BLOCKS), "<u4")
+    for i, word in enumerate(_philox(np.arange(num_groups * _BLOCKS), seed, position)):
         words[:, i] = word.reshape(-1, _BLOCKS)
-    return words.view(np.uint8).reshape(-1, _GROUP)
+    return words.view(np.uint8).ravel()[:num_tokens]
 
 
 @functools.cache
@@ -343,76 +251,19 @@ def _bounds() -> tuple[Array, Array]:
 
 
 def _numpy_top(logits_V: Array, count: int, seed: int, position: int, scale: float) -> Scored:
-    """`gumbel_top`, looking closely at ever fewer tokens: groups, then bytes, then all bits."""
-    groups_GC = _in_groups(logits_V)
-    most_G = groups_GC.max(1)
-    base = float(most_G.max())
+    """`gumbel_top`: coarse bytes for all tokens, then all bits of those that can still win."""
+    base = float(logits_V.max())
     if not math.isfinite(base):
         raise _not_finite(logits_V)
     at_least, at_most = _bounds()
-
-    def scaled(logits: Array) -> Array:
-        return (logits.astype(np.float64) - base) * scale
-
+    coarse_V = _coarse_bytes(len(logits_V), seed, position)
     with np.errstate(over="ignore"):  # far below the largest is -inf, as without a warning in C++
-        # `count` tokens of large logit, with lower bounds of their noise: the score to reach.
-        leaders = _largest(logits_V, count)
-        leading = scaled(logits_V[leaders])
-        floor = _floor(leading + at_least[255], count)
-        most = scaled(most_G)
-        groups = np.flatnonzero((most > -math.inf) & (most + at_most[0] >= floor))
-        coarse = _coarse_bytes(groups, seed, position).ravel()
-        if math.isfinite(floor):
-            place = np.searchsorted(groups, leaders // _GROUP) * _GROUP + leaders % _GROUP
-            floor = _floor(leading + at_least[coarse[place]], count)
-        logits_M = (groups_GC if len(groups) == len(groups_GC) else groups_GC[groups]).ravel()
-        hopeless = _hopeless(logits_V.dtype, floor, base, scale)
-        places = np.flatnonzero((coarse == 0) | (logits_M > hopeless))
-        weight, byte = scaled(logits_M[places]), coarse[places]
-        floor = max(floor, _floor(weight + at_least[byte], count))
-        hopeful = (weight > -math.inf) & (weight + at_most[byte] >= floor)
-        places, weight = places[hopeful], weight[hopeful]
-        tokens = groups[places // _GROUP] * _GROUP + places % _GROUP
-        score = weight + _noise(tokens, seed, position)
+        weight_V = (logits_V.astype(np.float64) - base) * scale
+        floor = -math.inf
+        if count < len(logits_V):
+            floor = np.partition(weight_V + at_least[coarse_V], -count)[-count]
+        can_win_V = (weight_V > -math.inf) & (weight_V + at_most[coarse_V] >= floor)
+        tokens = np.flatnonzero(can_win_V)
+        score = weight_V[tokens] + _noise(tokens, seed, position)
     order = np.lexsort((tokens, -score))[:count]
     return list(zip(tokens[order].tolist(), score[order].tolist(), strict=True))
-
-
-def _in_groups(logits_V: Array) -> Array:
-    """[G, 256], filled up with tokens that cannot occur."""
-    missing = -len(logits_V) % _GROUP
-    if missing:
-        logits_V = np.append(logits_V, np.full(missing, -math.inf, logits_V.dtype))
-    return logits_V.reshape(-1, _GROUP)
-
-
-def _largest(logits_V: Array, count: int) -> Array:
-    """Some tokens with the ``count`` largest logits, or all."""
-    if count == 1:
-        return np.array([logits_V.argmax()])
-    if count >= len(logits_V):
-        return np.arange(len(logits_V))
-    return np.argpartition(logits_V, -count)[-count:]
-
-
-def _floor(at_least_M: Array, count: int) -> float:
-    """Lower bound of the ``count``-th best score, given lower bounds of some scores."""
-    if len(at_least_M) < count:
-        return -math.inf
-    return float(np.partition(at_least_M, -count)[-count])
-
-
-def _hopeless(dtype: npt.DTypeLike, floor: float, base: float, scale: float) -> Any:
-    """A logit that cannot reach the floor with any coarse byte but 0; nor then can smaller ones.
-
-    Where it comes from does not matter: it is tried before it is used.
-    """
-    limits, bound = np.finfo(dtype), float(_bounds()[1][1])
-    distance = (floor - bound) / scale
-    slack = 1e-6 * (abs(base) + abs(distance)) + float(limits.tiny)
-    while (guess := base + distance - slack) > limits.min:
-        logit = limits.dtype.type(guess)
-        if (float(logit) - base) * scale + bound < floor:
-            return logit
-        slack *= 2
-    return limits.dtype.type(-math.inf)

@@ -9,14 +9,16 @@ Shape legend: N tree nodes, V vocabulary, S tokens with a new name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import DrawnChoices
-from foredraft.core.errors import MalformedProposalError
+from foredraft.core.choices import DraftChoices, DrawnChoices, SharedChoices
+from foredraft.core.draws import DrawKey
+from foredraft.core.errors import MalformedProposalError, NoTokenError
+from foredraft.core.rules import Rules
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 
 
@@ -34,12 +36,14 @@ class Proposal:
         chances: for each node the drafter's own estimate that it and all above it are accepted.
             For traces only; nothing is decided by it. None: it has none.
         authors: for each node the drafter that proposed it, if several do; for traces only.
+        is_ready: False: the drafter cannot draft for the row yet. See `NOT_READY`.
     """
 
     tree: TokenTree
     computed: object | None = field(default=None, repr=False, compare=False)
     chances: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
     authors: tuple[str, ...] | None = field(default=None, repr=False, compare=False)
+    is_ready: bool = field(default=True, kw_only=True)
 
     @classmethod
     def chosen(
@@ -63,10 +67,14 @@ class Proposal:
     def is_drawn(self) -> bool:
         return isinstance(self, DrawnProposal)
 
+    def plain(self) -> Proposal:
+        """The draft for a record that outlives the step: without tensors."""
+        return self if self.computed is None else replace(self, computed=None)
+
 
 @dataclass(frozen=True)
 class DrawnProposal(Proposal):
-    """Randomly drawn tokens with their distributions. `DrawnProposalBuilder` makes it.
+    """Randomly drawn tokens with their distributions. `Draft` makes it.
 
     Attributes:
         draft_probs_NV: row i is the distribution that node i was drawn from (before its earlier
@@ -76,6 +84,10 @@ class DrawnProposal(Proposal):
 
     draft_probs_NV: Tensor = field(kw_only=True, repr=False)
     replacement: bool = field(default=True, kw_only=True)
+
+    def plain(self) -> DrawnProposal:
+        none_NV = self.draft_probs_NV.new_empty((0, self.draft_probs_NV.shape[-1]))
+        return replace(self, draft_probs_NV=none_NV, computed=None)
 
     def renamed(self, renaming: Renaming) -> DrawnProposal:
         """`Proposal.renamed`: a renamed draw is a draw from the renamed distribution."""
@@ -143,33 +155,84 @@ class Renaming:
 
 
 NO_PROPOSAL = Proposal.chosen(EMPTY_TREE)
-NOT_READY = Proposal.chosen(EMPTY_TREE)
+NOT_READY = Proposal(EMPTY_TREE, is_ready=False)
 """The proposal of a drafter that cannot draft for a row yet, such as a head that has not read the
 end of the text. The row counts as not asked: it does not enter the drafter's acceptance."""
 
 
-class DrawnProposalBuilder:
-    """Draws draft tokens and records the distribution of each.
+class Draft:
+    """A draft under construction: the one builder, of chosen and drawn drafts, chains and trees.
+
+    `extend` appends tokens that follow from the drafter's logits: chosen with the target's noise,
+    or drawn, as the request's coupling asks. The request's own rules (temperature, filters, bans,
+    grammars) are applied to the logits *before* a token is chosen or drawn; taking one away
+    afterwards would bias drawn drafts. `take` appends a chosen token, `draw` a drawn one.
 
     Whether to draw another token may depend on everything drawn so far; a token that was drawn
     stays in the proposal. Dropping one after seeing it would bias the output, so there is no way
     to do it.
 
     Args:
-        choices: the row's draft stream.
+        choices: the row's random source; it decides between chosen and drawn.
+        rules: the row's, for `extend`.
+        text: all committed tokens, for the rules.
         replacement: draw siblings with replacement; False never drafts a token twice under one
             parent.
+
+    Attributes:
+        tokens, parents: as in `TokenTree`.
+        chances: for each node the estimated chance that it is accepted if its parent is.
     """
 
-    def __init__(self, choices: DrawnChoices, replacement: bool = True) -> None:
-        self._choices = choices
-        self._replacement = replacement
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
+    def __init__(
+        self,
+        choices: DraftChoices,
+        rules: Rules | None = None,
+        text: Sequence[int] = (),
+        replacement: bool = False,
+    ) -> None:
+        self._choices, self._rules, self._text = choices, rules, text
+        self._replacement, self._has_unknown = replacement, False
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.chances: list[float] = []
         self._probs: list[Tensor] = []
 
+    def extend(self, parent: int, logits_V: Tensor, count: int = 1) -> list[int]:
+        """Append up to ``count`` children of ``parent``; their nodes, the most promising first.
+
+        Fewer where fewer are possible. To be called once for each parent.
+
+        Args:
+            parent: `ROOT` or a node.
+            logits_V: the drafter's logits of the token after it.
+        """
+        assert self._rules is not None
+        drafted = self.path(parent)
+        try:
+            law = self._rules.law(logits_V, self._text, drafted)
+        except NoTokenError:  # such as after the end of a grammar
+            return []
+        if isinstance(self._choices, DrawnChoices):
+            drawn = [self.draw(parent, law.probs_V) for _ in range(count)]
+            return [node for node in drawn if node is not None]
+        chosen = self._choices.best(law, len(drafted), count)
+        return [self.take(parent, token, chance) for token, chance in chosen]
+
+    def take(self, parent: int, token: int, chance: float | None = None) -> int:
+        """Append a token below ``parent`` that was chosen elsewhere; returns its node.
+
+        Args:
+            chance: that the target accepts it; None: unknown, and `build` then gives no chances.
+        """
+        self._has_unknown |= chance is None
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.chances.append(1.0 if chance is None else chance)
+        return len(self.tokens) - 1
+
     def draw(self, parent: int, draft_probs_V: Tensor) -> int | None:
-        """Draw one child of ``parent`` and return its node index.
+        """Draw one child of ``parent``, record its distribution, and return its node.
 
         Args:
             draft_probs_V: probabilities [V]; siblings must be drawn from the same ones.
@@ -177,32 +240,58 @@ class DrawnProposalBuilder:
         Returns:
             The new node, or None when drawing without replacement left nothing to draw.
         """
-        siblings = [i for i, p in enumerate(self._parents) if p == parent]
+        assert not isinstance(self._choices, SharedChoices), "the target's noise draws nothing"
+        siblings = [i for i, p in enumerate(self.parents) if p == parent]
         if any(not torch.equal(self._probs[i], draft_probs_V) for i in siblings):
             raise MalformedProposalError("siblings must be drawn from one distribution")
         remaining_V = draft_probs_V
         if not self._replacement and siblings:
             remaining_V = draft_probs_V.clone()
-            remaining_V[[self._tokens[i] for i in siblings]] = 0.0
+            remaining_V[[self.tokens[i] for i in siblings]] = 0.0
         if not float(remaining_V.sum()) > 0.0:
             return None
-        node = len(self._tokens)
-        self._tokens.append(self._choices.draw(remaining_V, node))
-        self._parents.append(parent)
+        token = self._choices.draw(remaining_V, len(self.tokens))
         self._probs.append(draft_probs_V.clone())  # the caller may reuse its buffer
-        return node
+        return self.take(parent, token, float(draft_probs_V[token]))
 
-    def token(self, node: int) -> int:
-        return self._tokens[node]
+    def draw_key(self, parent: int) -> DrawKey | None:
+        """The key that draws the token that `extend` would append below ``parent``.
+
+        None if the draw needs more than scaled logits.
+        """
+        scale = None if self._rules is None else self._rules.scale
+        if scale is None or isinstance(self._choices, DrawnChoices):
+            return None
+        return self._choices.draw_key(len(self.path(parent)), scale)
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the root to a node."""
+        drafted: list[int] = []
+        while node != ROOT:
+            drafted.append(self.tokens[node])
+            node = self.parents[node]
+        return drafted[::-1]
 
     @property
     def tree(self) -> TokenTree:
-        """The tree drawn so far."""
-        return TokenTree(tuple(self._tokens), tuple(self._parents))
+        """The tree so far."""
+        return TokenTree(tuple(self.tokens), tuple(self.parents))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def build(self) -> Proposal:
-        if not self._tokens:
+        """The draft so far, as a proposal."""
+        if not self.tokens:
             return NO_PROPOSAL
-        return DrawnProposal(
-            self.tree, draft_probs_NV=torch.stack(self._probs), replacement=self._replacement
-        )
+        if self._probs:
+            if len(self._probs) < len(self.tokens):
+                raise MalformedProposalError("a draft is chosen or drawn, not both")
+            probs_NV = torch.stack(self._probs)
+            return DrawnProposal(self.tree, draft_probs_NV=probs_NV, replacement=self._replacement)
+        if self._has_unknown:
+            return Proposal.chosen(self.tree)
+        chances: list[float] = []
+        for parent, chance in zip(self.parents, self.chances, strict=True):
+            chances.append(chance if parent == ROOT else chances[parent] * chance)
+        return Proposal.chosen(self.tree, tuple(chances))

@@ -71,16 +71,17 @@ class SpeculationStats:
             self.plain_reason = reason
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class RowStep:
-    """One row's part of a step. The engine fills it in as the step goes on.
+    """One row's part of a step. It is plain data: a trace that collects records keeps no request,
+    and no tensor unless evidence was asked for (`foredraft.core.verify.recorded`).
 
     Attributes:
         context: tokens in the cache before the step.
         num_read: pending tokens that the step reads.
         drafter: name of the row's current drafter; None: the row has none.
         budget: nodes that this drafter was asked for; 0 if it was not asked or not ready.
-        proposal: the draft, from the drafter or from the row's rules.
+        proposal: the draft, from the drafter or from the row's rules (see `Proposal.plain`).
         verdict: result of verification; None after a chunk of a prompt.
         committed: the tokens that were committed, in order.
         num_accepted: how many of them were drafted.
@@ -109,18 +110,8 @@ class RowStep:
 
 
 @dataclass(frozen=True)
-class DrafterTimes:
-    """Milliseconds that one drafter took in a step, of those in `StepTimes`."""
-
-    begin_ms: float = 0.0
-    draft_ms: float = 0.0
-    learn_ms: float = 0.0
-    read_ms: float = 0.0
-
-
-@dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of a step by phase.
+    """Milliseconds of a step by phase, or of one drafter's share of it.
 
     Attributes:
         draft_ms: planning, reserving memory, and drafting.
@@ -132,13 +123,13 @@ class StepTimes:
         drafters: by drafter, as far as it is known.
     """
 
-    draft_ms: float
-    score_ms: float
-    verify_ms: float
-    learn_ms: float
+    draft_ms: float = 0.0
+    score_ms: float = 0.0
+    verify_ms: float = 0.0
+    learn_ms: float = 0.0
     read_ms: float = 0.0
     begin_ms: float = 0.0
-    drafters: Mapping[str, DrafterTimes] = field(default_factory=dict)
+    drafters: Mapping[str, StepTimes] = field(default_factory=dict)
 
     @property
     def total_ms(self) -> float:

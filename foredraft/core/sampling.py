@@ -5,22 +5,20 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from foredraft.core import draws
+from foredraft.core.draws import Array
 from foredraft.core.errors import NonFiniteScoresError
-from foredraft.core.noise import compiled
 from foredraft.core.params import SamplingParams
 
-Array: TypeAlias = npt.NDArray[Any]
 _BLOCK = 128
 """Numbers per block: `kth_largest` compares the maxima of blocks first."""
 _NO_FILTERS = SamplingParams()
@@ -113,13 +111,13 @@ def _likeliest_and_cut(logits_V: Tensor, params: SamplingParams, scale: float) -
 
     It runs almost no Python: after a forward, the CPU's caches no longer hold the interpreter.
     """
-    library, size = compiled(), logits_V.numel()
-    if library is not None and logits_V.dtype is torch.float32:
-        logits_V, cut = logits_V.contiguous(), ctypes.c_double()
+    size = logits_V.numel()
+    if logits_V.dtype is torch.float32:
+        logits_V = logits_V.contiguous()
         filters = (min(params.top_k, size), params.top_p, params.min_p, scale)
-        token = library.foredraft_filter(logits_V.data_ptr(), size, *filters, ctypes.byref(cut))
-        if token >= 0:
-            return token, cut.value
+        found = draws.filter_cut(logits_V.data_ptr(), size, *filters)
+        if found is not None:
+            return found
     values_V: Array = logits_V.numpy()
     token = int(values_V.argmax())  # of a NaN, if there is one
     check_finite(float(values_V[token]), size)

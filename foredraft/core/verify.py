@@ -36,7 +36,7 @@ class Verdict:
         kind: "correction" where the draft offered something else, "bonus" where it had ended,
             "failed" where there is no next token. Plain decoding would have failed there, too.
         error: why it failed.
-        evidence: inputs and decisions of the verification, if a trace asked for them.
+        evidence: inputs and decisions of the verification, if the rule was `recorded`.
     """
 
     path: tuple[int, ...]
@@ -308,21 +308,19 @@ class Decision:
     accepted: bool
 
 
-@dataclass
-class Evidence:
-    """Inputs and decisions of one verification, recorded for traces and the page.
+class Evidence(VerifyChoices):
+    """Inputs and decisions of one verification, for traces and the page.
 
-    It is a recording proxy: the verification rule calls it in place of the laws and the random
-    source, and it stores every answer. It is used only when tracing. It computes nothing that
-    verification does not need: laws are kept by reference, and `foredraft.trace.why` reads the
-    evidence before the next forward, outside the measured times of the step.
+    A recording proxy: the rule calls it in place of the laws and the random source, and it stores
+    every answer (see `recorded`). It computes nothing that verification does not need: laws are
+    kept by reference, and `foredraft.trace.why` reads the evidence before the next forward, outside
+    the measured times of the step.
 
     Args:
+        proposal: the draft.
         laws: the target's, by node. Those of nodes that were not looked at can be had from here,
             too; looking one up may raise.
         choices: the row's.
-        seed: of the row.
-        num_tokens: committed before the step.
 
     Attributes:
         decisions: of the ratio test, in order; none for chosen drafts, which need no test but
@@ -330,31 +328,36 @@ class Evidence:
         residual_V: weights that the next token of a drawn draft was drawn from, not normalised.
     """
 
-    laws: NodeLaws
-    choices: VerifyChoices = field(repr=False)
-    seed: int
-    num_tokens: int
-    decisions: list[Decision] = field(default_factory=list)
-    residual_V: Tensor | None = field(default=None, repr=False)
-    _known: dict[int, Law] = field(default_factory=dict, repr=False)
+    def __init__(self, proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> None:
+        super().__init__(choices.seed, choices.num_tokens)
+        self.proposal = proposal
+        self._laws, self._choices, self._known = laws, choices, dict[int, Law]()
+        self.decisions: list[Decision] = []
+        self.residual_V: Tensor | None = None
 
     def __getitem__(self, node: int) -> Law:
         if node not in self._known:
-            self._known[node] = self.laws[node]
+            self._known[node] = self._laws[node]
         return self._known[node]
 
     def draw_target(self, law: Law, depth: int) -> int:
-        return self.choices.draw_target(law, depth)
+        return self._choices.draw_target(law, depth)
 
     def accept(self, probability: float, index: int) -> bool:
-        accepted = self.choices.accept(probability, index)
+        accepted = self._choices.accept(probability, index)
         self.decisions.append(Decision(index, probability, accepted))
         return accepted
 
     def draw_residual(self, probs_V: Tensor) -> int:
         self.residual_V = probs_V
-        return self.choices.draw_residual(probs_V)
+        return self._choices.draw_residual(probs_V)
 
-    def of(self, verdict: Verdict) -> Verdict:
-        """The verdict with this evidence."""
-        return replace(verdict, evidence=self)
+
+def recorded(rule: Rule) -> Rule:
+    """The same rule, whose verdicts carry their `Evidence`."""
+
+    def verify_and_record(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+        evidence = Evidence(proposal, laws, choices)
+        return replace(rule(proposal, evidence, evidence), evidence=evidence)
+
+    return verify_and_record

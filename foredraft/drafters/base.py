@@ -20,15 +20,12 @@ from foredraft.core.choices import (
     Choice,
     DraftChoices,
     DrawnChoices,
-    KeyedDrawnChoices,
-    KeyedSharedChoices,
-    LikeliestChoices,
+    SharedChoices,
 )
 from foredraft.core.cost import USUAL_PRICES, Prices
-from foredraft.core.draft import ChosenDraft, Draft, DrawnDraft
 from foredraft.core.errors import NoTokenError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import Proposal
+from foredraft.core.proposal import Draft, Proposal
 from foredraft.core.rules import Rules, SamplingRules
 from foredraft.core.traits import DrafterTraits
 from foredraft.models.base import Source
@@ -104,15 +101,12 @@ class DraftRow:
 
     def draft(self) -> Draft:
         """An empty draft that takes logits and chooses or draws, as the row's coupling asks."""
-        if isinstance(self.choices, DrawnChoices):
-            return DrawnDraft(self.rules, self.tokens, self.choices)
-        return ChosenDraft(self.rules, self.tokens, self.choices)
+        return Draft(self.choices, self.rules, self.tokens)
 
     def choose(self, logits_V: Tensor, drafted: Sequence[int] = (), count: int = 1) -> list[Choice]:
         """The tokens that the target will likeliest draw after ``drafted``, likeliest first.
 
-        None where the rules leave nothing. For seeded requests: drawn ones have no such thing (see
-        `draft`).
+        Empty where the rules leave no token. For seeded requests; drawn ones have `draft`.
 
         Args:
             logits_V: the drafter's own of the position.
@@ -127,7 +121,7 @@ class DraftRow:
     def without_noise(self, budget: int) -> DraftRow:
         """The same row for a drafter whose tokens go on to another drafter, not to the target."""
         params = replace(self.params, coupling="seeded")
-        return replace(self, params=params, choices=LikeliestChoices(), budget=budget)
+        return replace(self, params=params, choices=SharedChoices(None, 0, 0.0), budget=budget)
 
     def chosen(self, budget: int) -> DraftRow:
         """The same row for a stage of a drafter, whose tokens are guesses and must be chosen."""
@@ -152,8 +146,8 @@ class DraftRow:
 def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftChoices:
     """The random source of a drafter, by the request's coupling."""
     if params.coupling == "drawn":
-        return KeyedDrawnChoices(seed, num_tokens)
-    return KeyedSharedChoices(seed, num_tokens, params.temperature)
+        return DrawnChoices(seed, num_tokens)
+    return SharedChoices(seed, num_tokens, params.temperature)
 
 
 @dataclass(frozen=True)
@@ -213,8 +207,8 @@ class Drafter(Protocol):
     step commits at least one token without it, and chosen tokens count only where the target draws
     the same. For drawn tokens (`coupling="drawn"`) this rests on one more thing: that they really
     are drawn from the probabilities beside them, with the numbers that ``row.choices`` hands out.
-    `DraftRow.draft` and `DrawnProposalBuilder` see to that; a drafter that goes round them can bias
-    drawn texts, and no check of a single draft can tell (docs/verify.md). After
+    `DraftRow.draft` sees to that; a drafter that goes round them can bias
+    drawn texts, and no check of a single draft can tell (docs/understand/verify.md). After
     `observe`, or at the next `propose` at the latest, nothing of a rejected branch may be left in
     its state. A fault of its own costs it the request that it happened in: `end` follows, also
     after a `begin` that failed.

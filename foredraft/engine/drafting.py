@@ -12,17 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from foredraft.control.base import Allowance
 from foredraft.core.errors import ForedraftError
-from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, DrawnProposal, Proposal
-from foredraft.core.record import DrafterTimes, StepRecord
+from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
+from foredraft.core.record import StepRecord, StepTimes
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.engine.guard import LoadedDrafter
-from foredraft.engine.policy import Policy
+from foredraft.engine.guard import LoadedDrafter, guarded, said
+from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.request import Request
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
-from foredraft.engine.turn import Turn
+from foredraft.engine.turn import Nodes, Turn
 from foredraft.models.base import Scores
 
 _log = logging.getLogger("foredraft")
@@ -46,9 +47,9 @@ class Drafting:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._max_context, self._max_read, self._clock = max_context, max_read, clock
-        self._taken: dict[str, DrafterTimes] = {}
+        self._taken: dict[str, StepTimes] = {}
 
-    def take_times(self) -> dict[str, DrafterTimes]:
+    def take_times(self) -> dict[str, StepTimes]:
         """The times of drafters since the last call."""
         taken, self._taken = self._taken, {}
         return taken
@@ -64,7 +65,7 @@ class Drafting:
         started = self._clock()
         yield
         name = loaded.traits.name
-        before = self._taken.get(name, DrafterTimes())
+        before = self._taken.get(name, StepTimes())
         ms = getattr(before, field) + 1e3 * (self._clock() - started)
         self._taken[name] = replace(before, **{field: ms})
 
@@ -80,7 +81,10 @@ class Drafting:
             running: the requests in the batch.
         """
         policy, named = request.policy, request.params.speculation
-        name = policy.begin(request, running)
+        name = guarded(
+            lambda: _known(policy, policy.controller.begin(request, running)),
+            said("the controller failed to begin a request", None),
+        )
         if named in policy.drafters:
             name = named
         if name is None:
@@ -144,7 +148,7 @@ class Drafting:
         for policy, turns in by_policy.items():
             rows = [turn.request for turn in turns]
             others = [turn.request for turn in able if turn.request.policy is not policy]
-            for turn, allowance in zip(turns, policy.allow(rows, others), strict=True):
+            for turn, allowance in zip(turns, _allowed(policy, rows, others), strict=True):
                 self._take(turn, allowance)
 
     def read(self, batch: Sequence[Turn]) -> None:
@@ -153,7 +157,7 @@ class Drafting:
         """
         reading: dict[LoadedDrafter, list[Turn]] = {}
         for turn in batch:
-            follows = turn.request.drafter is not None and (turn.budget or not turn.reads_all)
+            follows = turn.request.drafter is not None and (turn.nodes.asked or not turn.reads_all)
             if follows and _loaded(turn.request).traits.reads:
                 reading.setdefault(_loaded(turn.request), []).append(turn)
         for loaded, turns in reading.items():
@@ -164,16 +168,16 @@ class Drafting:
                 if turn.request_id not in unread:
                     self._lose(turn.request)
                 if unread.get(turn.request_id, 1):
-                    turn.budget = turn.spare = 0
-                    turn.plain_reason = "reading"
+                    turn.nodes, turn.plain_reason = turn.nodes._replace(asked=0, spare=0), "reading"
 
     def propose(self, batch: Sequence[Turn]) -> None:
         """A proposal for each row, empty where there is none."""
         asked: dict[LoadedDrafter, list[Turn]] = {}
         for turn in batch:
-            turn.proposal = _chain(turn.forced) if turn.forced else NO_PROPOSAL
-            turn.num_forced = len(turn.forced)
-            if turn.budget:
+            forced = turn.nodes.forced
+            turn.proposal = _chain(forced) if forced else NO_PROPOSAL
+            turn.num_forced = len(forced)
+            if turn.nodes.asked:
                 asked.setdefault(_loaded(turn.request), []).append(turn)
         for loaded, turns in asked.items():
             with self._timed(loaded, "draft_ms"):
@@ -187,7 +191,8 @@ class Drafting:
         wanted = {
             _loaded(turn.request)
             for turn in batch
-            if turn.request.drafter is not None and (turn.allowed or _loaded(turn.request).layers)
+            if turn.request.drafter is not None
+            and (turn.nodes.allowed or _loaded(turn.request).layers)
         }
         return sorted({tap for loaded in wanted for tap in loaded.taps})
 
@@ -207,9 +212,24 @@ class Drafting:
     def report(self, batch: Sequence[Turn], record: StepRecord) -> None:
         """Tell controllers, and the traces of policies, of a step."""
         by_policy = _by_policy(batch)
-        for policy, turns in by_policy.items():
-            policy.observe(record)
-            policy.trace(record if len(by_policy) == 1 else replace(record, rows=tuple(turns)))
+        for policy in by_policy:
+            guarded(
+                partial(policy.controller.observe, record),
+                said("the controller failed to observe a step", None),
+            )
+            pairs = zip(batch, record.rows, strict=True)
+            own = tuple(row for turn, row in pairs if turn.request.policy is policy)
+            policy.trace = told(
+                policy.trace, record if len(by_policy) == 1 else replace(record, rows=own)
+            )
+
+    def forget(self, request: Request) -> None:
+        """Tell the request's controller that it is over."""
+        controller = request.policy.controller
+        guarded(
+            lambda: controller.end(request.request_id),
+            said("the controller failed to end a request", None),
+        )
 
     # ---- one row ---------------------------------------------------------------------------------
 
@@ -229,10 +249,11 @@ class Drafting:
             self._move(request, allowance.drafter)
         turn.drafter, turn.prices = request.drafter, allowance.prices
         turn.plain_reason = _why_plain(request, allowance)
-        turn.allowed = max(0, min(allowance.budget, request.room))
-        turn.forced = _forced(request, min(allowance.num_forced, request.room))
-        turn.budget = turn.allowed if request.drafter is not None and _is_asked(turn) else 0
-        turn.spare = max(0, min(allowance.spare, request.room - turn.budget)) if turn.budget else 0
+        allowed = max(0, min(allowance.budget, request.room))
+        forced = _forced(request, min(allowance.num_forced, request.room))
+        asked = allowed if request.drafter and _is_asked(request, allowed, len(forced)) else 0
+        spare = max(0, min(allowance.spare, request.room - asked)) if asked else 0
+        turn.nodes = Nodes(allowed, asked, spare, forced)
 
     def _ask(self, loaded: LoadedDrafter, turns: Sequence[Turn]) -> None:
         """Let a drafter propose for its rows, or go on behind what is forced."""
@@ -241,22 +262,22 @@ class Drafting:
         if rows:
             proposals = loaded.propose(rows)
         for turn in turns:
-            if _goes_on(turn):
-                row = turn.draft_row(len(turn.forced))
-                proposal = loaded.propose_after(row, turn.forced)
+            forced = turn.nodes.forced
+            if goes_on := _goes_on(turn):
+                proposal = loaded.propose_after(turn.draft_row(len(forced)), forced)
             else:
                 proposal = proposals.get(turn.request_id)
             if proposal is None:
                 self._lose(turn.request)
                 continue
-            if proposal is NOT_READY:
-                turn.budget = 0
+            if not proposal.is_ready:
+                turn.nodes = turn.nodes._replace(asked=0, spare=0)
                 turn.plain_reason = "reading" if loaded.traits.reads else "not ready"
                 self._wait(turn.request)
                 continue
             turn.request.num_not_ready = 0
-            if _goes_on(turn):
-                tree = TokenTree.chain(turn.forced).hang(proposal.tree, len(turn.forced) - 1)
+            if goes_on:
+                tree = TokenTree.chain(forced).hang(proposal.tree, len(forced) - 1)
                 turn.proposal = permitted(Proposal.chosen(tree), turn.request)
             elif len(proposal.tree):
                 turn.proposal, turn.num_forced = permitted(proposal, turn.request), 0
@@ -279,22 +300,52 @@ def _why_plain(request: Request, allowance: Allowance) -> str:
     return "no drafter can join this text" if request.drafter is None else "nothing to propose"
 
 
-def _is_asked(turn: Turn) -> bool:
-    """Whether the drafter is to draft, beside what the rules force.
+def _is_asked(request: Request, allowed: int, num_forced: int) -> bool:
+    """Whether the drafter is to draft, beside the tokens that the rules force.
 
     Where they force as much as the row may draft it has nothing to add. Behind several forced
     tokens only a drafter that can go on from a draft has anything to say.
     """
-    if not turn.forced or not turn.allowed:
-        return turn.allowed > 0
-    if len(turn.forced) >= turn.allowed:
-        return False
-    return len(turn.forced) == 1 or _loaded(turn.request).traits.continues
+    if not num_forced:
+        return allowed > 0
+    return num_forced < allowed and (num_forced == 1 or _loaded(request).traits.continues)
 
 
 def _goes_on(turn: Turn) -> bool:
     """Whether the drafter that is asked goes on behind forced tokens."""
-    return bool(turn.forced) and _loaded(turn.request).traits.continues
+    return bool(turn.nodes.forced) and _loaded(turn.request).traits.continues
+
+
+def _allowed(
+    policy: Policy, rows: Sequence[Request], others: Sequence[Request]
+) -> Sequence[Allowance]:
+    """See `Controller.allow`; if it fails, no nodes, and each row keeps its drafter."""
+
+    def ask() -> Sequence[Allowance]:
+        allowances = policy.controller.allow(rows, others)
+        if len(allowances) != len(rows):
+            raise ValueError(f"{len(allowances)} allowances for {len(rows)} rows")
+        for allowance in allowances:
+            _known(policy, allowance.drafter)
+        return allowances
+
+    nothing = [Allowance(row.drafter) for row in rows]
+    return guarded(ask, said("the controller failed to allow anything", nothing))
+
+
+def _known(policy: Policy, name: str | None) -> str | None:
+    if name is not None and name not in policy.drafters:
+        raise ValueError(f"no drafter {name!r} is loaded, only {sorted(policy.drafters)}")
+    return name
+
+
+def told(trace: Trace | None, record: StepRecord) -> Trace | None:
+    """Call a trace. None if it fails: it is then switched off."""
+    if trace is None:
+        return None
+    return guarded(
+        lambda: (trace(record), trace)[1], said("the trace failed and is switched off", None)
+    )
 
 
 def _by_policy(turns: Sequence[Turn]) -> dict[Policy, list[Turn]]:

@@ -1,84 +1,22 @@
-"""Drive an engine: by the readers of streams (`Streams`), or by a thread (`EngineThread`)."""
+"""Drive an engine by a thread of its own. Readers of `Engine.stream` drive it themselves."""
 
 from __future__ import annotations
 
 import logging
 import queue
-import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence
 
 from foredraft.core.errors import EngineStoppedError, QueueFullError
-from foredraft.core.params import SamplingParams
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import Policy
-from foredraft.engine.request import Event, Request, RequestOptions
+from foredraft.engine.request import Event, Request
 
 _log = logging.getLogger("foredraft")
 
 Command = Callable[[], None]
 Mailbox = Callable[[Event | EngineStoppedError], None]
 """Takes a request's events, or its error. Raises `RuntimeError` if the reader is gone."""
-
-
-class Streams:
-    """The reader of a stream drives the engine; events of other streams wait in their inboxes.
-
-    Several threads may read: they take turns at driving.
-
-    Args:
-        engine: runs the requests.
-        policy: whose requests they are; None: the engine's own.
-    """
-
-    def __init__(self, engine: Engine, policy: Policy | None = None) -> None:
-        self._engine, self._policy = engine, policy
-
-    def open(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        options: RequestOptions | None = None,
-    ) -> Iterator[Event]:
-        """Submit requests and yield their events until all are over.
-
-        Closing the iterator early cancels the unfinished requests. Requests are submitted when the
-        first event is asked for, and none is generated unless every prompt is accepted.
-
-        Raises:
-            PromptError, ConfigError: as `Engine.submit`.
-        """
-        engine, inbox, live = self._engine, deque[Event](), set[int]()
-        try:
-            # Compiling a grammar may take long: do it before taking the lock.
-            prepared = [engine.prepare(prompt, params, options) for prompt in prompts]
-            with engine.lock:
-                for requests in prepared:
-                    live.update(request.request_id for request in requests)
-                    engine.add(requests, inbox.append)
-            while live:
-                self._drive(inbox, live)
-                if not inbox:  # an interrupt swallowed the last event
-                    break
-                while inbox:
-                    event = inbox.popleft()
-                    if event.result is not None:
-                        live.discard(event.request_id)
-                    yield event
-        finally:
-            # A stream that is still open when the interpreter ends: nothing is there to be tidy in.
-            if not sys.is_finalizing():
-                for request_id in live:
-                    engine.cancel(request_id)
-
-    def _drive(self, inbox: deque[Event], live: Set[int]) -> None:
-        """Step until an event has arrived (another thread may bring it), or no more can."""
-        while not inbox:
-            with self._engine.lock:
-                if inbox or not any(self._engine.is_live(i) for i in live):
-                    return
-                self._engine.step(self._policy)
 
 
 class EngineThread:

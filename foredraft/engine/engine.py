@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
-from foredraft.cache.prefix import PrefixCache
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import (
     CacheFullError,
@@ -22,8 +23,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.rng import SEED_BITS
 from foredraft.core.rules.book import RuleBook
-from foredraft.engine.drafting import Drafting
-from foredraft.engine.policy import GuardedTrace, Policy, Trace
+from foredraft.engine.drafting import Drafting, told
+from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.proof import LiveProof
 from foredraft.engine.request import (
     Event,
@@ -35,8 +36,8 @@ from foredraft.engine.request import (
 )
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
 from foredraft.engine.slots import SlotManager
-from foredraft.engine.stats import EngineStats, Totals
-from foredraft.engine.step import Stepper
+from foredraft.engine.stats import EngineStats
+from foredraft.engine.step import step
 from foredraft.engine.text import NewDecoder, TextAssembler
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Source, Target
@@ -63,7 +64,6 @@ class EngineOptions:
         rule_book: makes the sampling rules of requests; None: all but those that need a tokenizer.
         cost: the model of step times on this machine, updated by each step. None: not tracked.
         trace: called with the record of each step.
-        keeps_evidence: whether verdicts record the probabilities and draws behind them.
         clock: seconds, for the times of steps.
         new_seed: the seed of a request that names none.
     """
@@ -76,7 +76,6 @@ class EngineOptions:
     rule_book: RuleBook | None = None
     cost: CostModel | None = None
     trace: Trace | None = None
-    keeps_evidence: bool = False
     clock: Callable[[], float] = time.perf_counter
     new_seed: Callable[[], int] = _new_seed
 
@@ -105,12 +104,11 @@ class Engine:
         self._options = options = options or EngineOptions()
         self._target, self._policy = target, policy
         self._encoder = target.capabilities.encoder
-        self._trace = GuardedTrace(options.trace)
+        self._trace = options.trace
         self._drafting = Drafting(target.max_context, options.max_step_tokens, options.clock)
-        self._stepper = Stepper(target, self._drafting, options.clock)
-        self._places = SlotManager(target, options.prefix_caching)
+        self._slots = SlotManager(target.cache, options.prefix_caching)
         self._scheduler = Scheduler(
-            options.max_batch_size, options.max_step_tokens, self._places.must_wait
+            options.max_batch_size, options.max_step_tokens, self._slots.must_wait
         )
         # set after the cache refused memory: admit no request until a running one ends
         self._is_full = False
@@ -119,7 +117,7 @@ class Engine:
         self._ids = itertools.count()
         self.lock = FairLock()
         self.proof: LiveProof | None = None
-        self._totals = Totals()
+        self._stats, self._num_reported = EngineStats(), 0  # preemptions
         self._is_stepping = self._was_interrupted = False
         self._cancelled_meanwhile: list[int] = []
 
@@ -200,9 +198,9 @@ class Engine:
         return self._options.max_batch_size
 
     @property
-    def prefixes(self) -> PrefixCache:
+    def prefixes(self) -> SlotManager:
         """The prefix cache: requests with the same beginning share its entries."""
-        return self._places.prefixes
+        return self._slots
 
     @property
     def has_work(self) -> bool:
@@ -235,8 +233,8 @@ class Engine:
                 self._admit()
                 batch = [t for t in self._scheduler.next_batch(policy) if not t.request.is_over]
                 self._run(batch)
-                self._places.note([t.request for t in batch if not t.request.is_over])
-                self.prefixes.check_now_and_then()
+                self._slots.publish([t.request for t in batch if not t.request.is_over])
+                self._slots.check_now_and_then()
                 changed = {turn.request for turn in batch}
                 events = [
                     self._event(request)
@@ -257,6 +255,54 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+    ) -> Iterator[Event]:
+        """Submit requests and yield their events until all are over: the reader drives the engine.
+
+        Closing the iterator early cancels the unfinished requests. Requests are submitted when the
+        first event is asked for, and none is generated unless every prompt is accepted. Several
+        threads may read: they take turns at stepping, and events of other streams wait for their
+        readers.
+
+        Raises:
+            PromptError, ConfigError: as `submit`.
+        """
+        policy = options.policy if options else None
+        inbox, live = deque[Event](), set[int]()
+        try:
+            # Compiling a grammar may take long: do it before taking the lock.
+            prepared = [self.prepare(prompt, params, options) for prompt in prompts]
+            with self.lock:
+                for requests in prepared:
+                    live.update(request.request_id for request in requests)
+                    self.add(requests, inbox.append)
+            while live:
+                self._drive(inbox, live, policy)
+                if not inbox:  # an interrupt swallowed the last event
+                    break
+                while inbox:
+                    event = inbox.popleft()
+                    if event.result is not None:
+                        live.discard(event.request_id)
+                    yield event
+        finally:
+            # A stream that is still open when the interpreter ends: nothing is there to be tidy in.
+            if not sys.is_finalizing():
+                for request_id in live:
+                    self.cancel(request_id)
+
+    def _drive(self, inbox: deque[Event], live: Set[int], policy: Policy | None) -> None:
+        """Step until an event has arrived (another thread may bring it), or no more can."""
+        while not inbox:
+            with self.lock:
+                if inbox or not any(map(self.is_live, live)):
+                    return
+                self.step(policy)
+
     def cancel(self, request_id: int) -> GenerationResult | None:
         """End a request now and return what it has; None when it is already over.
 
@@ -272,18 +318,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts of the engine's work so far and of its live requests. Never waits for a step."""
-        totals, running = self._totals, len(self._scheduler.running)
-        usage, prefixes = self._target.cache.usage, self.prefixes.stats
-        return EngineStats(
-            running=running,
+        usage, prefixes = self._target.cache.usage, self._slots.stats
+        return replace(
+            self._stats,
+            running=len(self._scheduler.running),
             waiting=self._scheduler.num_waiting,
-            finished=dict(totals.finished),
-            steps=totals.steps,
-            prompt_tokens=totals.prompt_tokens,
-            committed=totals.committed,
-            drafted=totals.drafted,
-            accepted=totals.accepted,
-            preemptions=totals.preemptions,
+            finished=dict(self._stats.finished),
             cache_tokens=usage.used,
             cache_free_tokens=usage.available,
             prefix_tokens=prefixes.tokens,
@@ -372,7 +412,6 @@ class Engine:
             options,
             leader,
             index,
-            keeps_evidence=self._options.keeps_evidence or policy.keeps_evidence,
         )
 
     def _admit(self) -> None:
@@ -383,7 +422,7 @@ class Engine:
         while not self._is_full and (request := self._scheduler.next_waiting()) is not None:
             running = self._scheduler.running
             try:
-                self._places.open(request)
+                self._slots.begin(request)
                 self._drafting.begin(request, running)
             except CacheFullError as error:
                 if running:
@@ -399,27 +438,31 @@ class Engine:
 
     def _run(self, batch: Sequence[Turn]) -> None:
         """Step these rows; fewer if memory is short; each alone if the forward fails."""
-        if not batch:
-            return
-        try:
-            record = self._stepper.step(batch)
-        except CacheFullError as error:
-            self._run(self._with_room(batch, error))
-        # a fault of the target itself: retrying rows one by one cannot help
-        except EngineStoppedError:
-            raise
-        except Exception as error:
-            if len(batch) == 1:
-                batch[0].request.fail(error)
+        while batch:
+            try:
+                record = step(self._target, self._drafting, batch, self._options.clock)
+            except CacheFullError as error:
+                batch = self._with_room(batch, error)
+            except EngineStoppedError:  # of the target itself: retrying rows alone cannot help
+                raise
+            except Exception as error:
+                self._run_each(batch, error)
                 return
-            _log.debug("a step of %d rows failed; each is tried alone", len(batch), exc_info=error)
-            for turn in batch:
-                request = turn.request
-                is_unread = request.slot >= 0 and request.num_cached == turn.context
-                if is_unread and not request.is_over:
-                    self._run([Turn(request, turn.num_read, turn.may_draft)])
-        else:
-            self._report(batch, record)
+            else:
+                self._report(batch, record)
+                return
+
+    def _run_each(self, batch: Sequence[Turn], error: Exception) -> None:
+        """Step each row of a failed step alone; end the request of a row that fails alone."""
+        if len(batch) == 1:
+            batch[0].request.fail(error)
+            return
+        _log.debug("a step of %d rows failed; each is tried alone", len(batch), exc_info=error)
+        for turn in batch:
+            request = turn.request
+            is_unread = request.slot >= 0 and request.num_cached == turn.context
+            if is_unread and not request.is_over:
+                self._run([Turn(request, turn.num_read, turn.may_draft)])
 
     def _with_room(self, batch: Sequence[Turn], error: CacheFullError) -> list[Turn]:
         """The turns that remain when memory ran out: drop the drafts first, then the last row."""
@@ -440,7 +483,7 @@ class Engine:
         _log.debug("request %d waits for memory", request.request_id)
         self._close(request)
         self._scheduler.preempt(request)
-        self._totals.preemptions += 1
+        self._stats.preemptions += 1
         self._is_full = True
 
     def _end_drafting(self) -> None:
@@ -455,7 +498,7 @@ class Engine:
     def _close(self, request: Request) -> None:
         """Detach a request's drafter and free its slot."""
         self._drafting.end(request)
-        self._places.close(request)
+        self._slots.end(request)
 
     def _report(self, batch: Sequence[Turn], record: StepRecord) -> None:
         """Report a step to costs, totals, traces and controllers, unless it is a proof's own."""
@@ -463,13 +506,15 @@ class Engine:
             if self.proof.owns(batch):
                 return
             self.proof.see(batch)
-        waiting, preempted = self._scheduler.num_waiting, self._totals.unreported_preemptions()
-        record = replace(record, num_waiting=waiting, num_preempted=preempted)
-        self._totals.add_step(batch)
+        stats, num_waiting = self._stats, self._scheduler.num_waiting
+        num_preempted = stats.preemptions - self._num_reported
+        self._num_reported = stats.preemptions
+        record = replace(record, num_waiting=num_waiting, num_preempted=num_preempted)
+        stats.add_step(batch)
         if self._options.cost is not None and record.is_decoding:
             self._options.cost.observe(record.sizes, record.times.score_ms)
         self._drafting.report(batch, record)
-        self._trace(record)
+        self._trace = told(self._trace, record)
 
     def _cancel(self, request: Request) -> Event:
         request.finish_reason = "cancelled"
@@ -491,12 +536,13 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         assert request.finish_reason is not None
+        if request.slot >= 0:  # a request that never ran leaves no memory
+            self._is_full = False
         self._close(request)
-        self._is_full = False
-        request.policy.end(request.request_id)
+        self._drafting.forget(request)
         if request.options.session is not None:
             request.options.session.is_busy = False
-        self._totals.add_finished(request.finish_reason)
+        self._stats.add_finished(request.finish_reason)
 
 
 def check_ids(prompt: Sequence[int], vocab_size: int, most: int, room: str) -> None:

@@ -1,12 +1,12 @@
-"""One loaded drafter behind a guard: its faults cost the affected requests only speed."""
+"""Code that is not the engine's own, behind a guard: its faults cost speed, and no request."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,25 @@ _log = logging.getLogger("foredraft")
 _MAX_FAULTS = 3
 _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 1024
+Result = TypeVar("Result")
+
+
+def guarded(call: Callable[[], Result], failed: Callable[[Exception], Result]) -> Result:
+    """The result of ``call``; if it raises, that of ``failed``."""
+    try:
+        return call()
+    except Exception as error:
+        return failed(error)
+
+
+def said(problem: str, fallback: Result) -> Callable[[Exception], Result]:
+    """For `guarded`: logs the problem, and returns a fallback."""
+
+    def failed(error: Exception) -> Result:
+        _log.warning("%s: %s", problem, error, exc_info=error)
+        return fallback
+
+    return failed
 
 
 class LoadedDrafter:
@@ -93,12 +112,7 @@ class LoadedDrafter:
         if self._num_left_out:
             self._num_left_out -= 1
             return False
-        try:
-            self._drafter.begin(row)
-        except Exception as error:
-            self._abandon(row.request_id, "begin", error)
-            return False
-        return True
+        return bool(self._asked([row], "begin", lambda rows: [*map(self._drafter.begin, rows)]))
 
     def propose(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
         """Valid proposals by request id. Where the drafter failed, the request is missing.
@@ -106,39 +120,32 @@ class LoadedDrafter:
         The drafter is detached from such a request. All rows are asked together, or one by one
         after a fault.
         """
-        try:
-            proposals = self._drafter.propose(rows)
-            if len(proposals) != len(rows):
-                raise MalformedProposalError(f"{len(proposals)} proposals for {len(rows)} rows")
-        except Exception as error:
-            if len(rows) > 1:
-                return {k: v for row in rows for k, v in self.propose([row]).items()}
-            self._abandon(rows[0].request_id, "propose", error)
-            return {}
-        pairs = zip(rows, proposals, strict=True)
-        return {row.request_id: p for row, p in pairs if self._is_sound(p, row)}
+        proposals = self._asked(rows, "propose", self._drafter.propose)
+        sound = (row for row in rows if row.request_id in proposals)
+        return {
+            row.request_id: proposals[row.request_id]
+            for row in sound
+            if self._is_sound(proposals[row.request_id], row)
+        }
 
     def read(self, rows: Sequence[DraftRow], most_tokens: int) -> dict[int, int]:
         """How much rows have to read, by request; see `ReadingDrafter`. None where it failed."""
-        try:
-            unread = cast(ReadingDrafter, self._drafter).read(rows, most_tokens)
-        except Exception as error:
-            if len(rows) > 1:
-                share = max(1, most_tokens // len(rows))
-                return {k: v for row in rows for k, v in self.read([row], share).items()}
-            self._abandon(rows[0].request_id, "read", error)
-            return {}
-        return {row.request_id: left for row, left in zip(rows, unread, strict=True)}
+        drafter = cast(ReadingDrafter, self._drafter)
+
+        def read(some: Sequence[DraftRow]) -> Sequence[int]:
+            return drafter.read(some, max(1, most_tokens * len(some) // len(rows)))
+
+        return self._asked(rows, "read", read)
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal | None:
         """The continuation of ``draft`` by a drafter that ``continues``; None if it failed."""
         assert self.traits.continues
-        try:
-            proposal = cast(ContinuingDrafter, self._drafter).propose_after(row, draft)
-        except Exception as error:
-            self._abandon(row.request_id, "propose_after", error)
-            return None
-        return proposal if self._is_sound(proposal, row) else None
+        drafter = cast(ContinuingDrafter, self._drafter)
+        found = self._asked(
+            [row], "propose_after", lambda rows: [drafter.propose_after(row, draft)]
+        )
+        proposal = found.get(row.request_id)
+        return proposal if proposal is not None and self._is_sound(proposal, row) else None
 
     def observe(self, observations: Sequence[Observation]) -> list[int]:
         """Pass on observations; returns the requests that it failed in (now detached)."""
@@ -163,6 +170,27 @@ class LoadedDrafter:
             self._count_fault(request_id, "end", error)
         else:
             self._faults_in_a_row, self._pause = 0, _FIRST_PAUSE
+
+    def _asked(
+        self,
+        rows: Sequence[DraftRow],
+        what: str,
+        ask: Callable[[Sequence[DraftRow]], Sequence[Result]],
+    ) -> dict[int, Result]:
+        """A result for each row, all asked together, or one by one after a fault.
+
+        A row for which the drafter failed is missing; the drafter is detached from it.
+        """
+        try:
+            results = ask(rows)
+            if len(results) != len(rows):
+                raise MalformedProposalError(f"{len(results)} proposals for {len(rows)} rows")
+        except Exception as error:
+            if len(rows) > 1:
+                return {k: v for row in rows for k, v in self._asked([row], what, ask).items()}
+            self._abandon(rows[0].request_id, what, error)
+            return {}
+        return {row.request_id: result for row, result in zip(rows, results, strict=True)}
 
     def _is_sound(self, proposal: Proposal, row: DraftRow) -> bool:
         try:
@@ -210,7 +238,7 @@ def check_proposal(proposal: Proposal, row: DraftRow, target: Target) -> None:
     """Check that a drafter's proposal can be scored and verified.
 
     Takes one pass over the draft probabilities, and almost no time for chosen tokens. One draw
-    cannot show that a token was drawn from the probabilities beside it: `DrawnProposalBuilder`
+    cannot show that a token was drawn from the probabilities beside it: `Draft`
     ensures it, and a drafter that bypasses the builder biases drawn texts.
 
     Raises:

@@ -223,7 +223,6 @@ class Request:
         index: which of these replies it is.
         draft_params: the ``params`` that drafters see: all but the seed.
         draft_source: the text of its source, for drafters.
-        keeps_evidence: whether verdicts record the probabilities and draws behind them.
         reader: called with its events, which the step also returns.
         slot: its slot in the target's cache; -1 while it waits.
         num_cached: how many of its tokens the cache holds.
@@ -255,7 +254,6 @@ class Request:
     options: RequestOptions = RequestOptions()
     leader: Request | None = None
     index: int = 0
-    keeps_evidence: bool = False
     reader: Reader | None = None
 
     slot: int = -1

@@ -1,41 +1,74 @@
-"""Slots of requests in the target's cache: given, shared and taken back."""
+"""Slots of requests in the target's cache: given, shared, published, and taken back.
+
+Only the target's cache decides what is shared: the cached length found does not depend on drafters.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from foredraft.cache.base import NO_MEMORY
-from foredraft.cache.prefix import PrefixCache
+from foredraft.cache.base import NO_MEMORY, Cache, owner_of
 from foredraft.core.errors import CacheFullError
 from foredraft.engine.request import Request
-from foredraft.models.base import Target
 
 HEADROOM = 64
 """Tokens of room for the reply, beyond its text, that the cache must have before a request begins.
 With less the request would soon be preempted."""
+CHECK_VARIABLE = "FOREDRAFT_CHECK"
+"""Environment variable: if set, the accounts of the cache are checked after each step."""
+_CHECK_EVERY = 1000
+"""Steps between two checks when the variable is not set."""
+
+_log = logging.getLogger("foredraft")
+
+
+@dataclass
+class PrefixStats:
+    """Counts of prefix caching.
+
+    Attributes:
+        requests: opened.
+        hits: requests that began with cached tokens.
+        tokens: of all prompts.
+        cached_tokens: tokens that did not have to be prefilled.
+    """
+
+    requests: int = 0
+    hits: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
 
 
 class SlotManager:
-    """Gives requests their slots, and takes them back.
+    """Gives requests their slots, with the cached beginning of their text, and takes them back.
 
     Args:
-        target: whose cache it is.
-        prefix_caching: keep the entries of ended requests for others with the same beginning.
+        cache: the target's.
+        enabled: prefix caching: entries of ended requests stay cached for texts with the same
+            beginning. False: every text is prefilled in full.
     """
 
-    def __init__(self, target: Target, prefix_caching: bool) -> None:
-        self._cache = target.cache
+    def __init__(self, cache: Cache, enabled: bool = True) -> None:
+        self._cache, self.enabled = cache, enabled
         self._headroom = HEADROOM
-        self.prefixes = PrefixCache(target.cache, prefix_caching)
+        self._steps = itertools.count(1)
+        self._check_every = 1 if os.environ.get(CHECK_VARIABLE) else _CHECK_EVERY
+        self.stats = PrefixStats()
 
-    def open(self, request: Request) -> None:
+    # ---- of requests -----------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
         """Give a request a slot, with room for all of its text.
 
         Raises:
             CacheFullError: there is no room; nothing has changed.
         """
         try:
-            request.slot, request.num_cached = self._open(request)
+            request.slot, request.num_cached = self._begin(request)
         except NO_MEMORY as error:
             raise as_cache_full(error) from error
         request.num_begun_with, request.num_named = request.num_cached, 0
@@ -43,27 +76,27 @@ class SlotManager:
             request.num_reused = min(request.num_cached, request.num_prompt)
             request.has_begun = True
 
-    def close(self, request: Request) -> None:
+    def end(self, request: Request) -> None:
         """Free a request's slot. Its entries stay cached for requests with the same beginning."""
         if request.slot < 0:
             return
         slot, tokens = request.slot, request.tokens
         if request.has_read_nonsense:  # its shared beginning may be the cause
-            self.prefixes.discard(slot, tokens, 0)
+            self.discard(slot, tokens, 0)
         elif request.finish_reason == "error":  # its own entries may be the cause
-            self.prefixes.discard(slot, tokens, request.num_begun_with)
+            self.discard(slot, tokens, request.num_begun_with)
         else:
-            self.prefixes.release(slot, tokens)
+            self.release(slot, tokens)
         request.slot, request.num_cached = -1, 0
 
-    def note(self, requests: Sequence[Request]) -> None:
+    def publish(self, requests: Sequence[Request]) -> None:
         """Publish the full blocks that these requests have prefilled, while they continue."""
         size = self._cache.block_size
         for request in requests:
             num_full = request.num_cached // size
             if num_full > request.num_named and request.slot >= 0:
                 request.num_named = num_full
-                self.prefixes.note(request.slot, request.tokens)
+                self.note(request.slot, request.tokens)
 
     def must_wait(self, request: Request, running: Sequence[Request]) -> bool:
         """Whether a request should wait for another that is prefilling the same beginning.
@@ -85,28 +118,30 @@ class SlotManager:
                 and not other.is_over
                 and other.num_prompt >= border
                 and other.tokens[:border] == tokens[:border]
-                and self.prefixes.num_found(tokens, salt) < border
+                and self.num_found(tokens, salt) < border
             ):
                 return True
         return False
 
     def _shares(self, request: Request) -> bool:
-        return self.prefixes.enabled and request.options.prefix_caching
+        return self.enabled and request.options.prefix_caching
 
-    def _open(self, request: Request) -> tuple[int, int]:
+    def _begin(self, request: Request) -> tuple[int, int]:
         leader = request.leader
         if leader is not None and self._holds_prompt(leader):
-            slot, num_cached = self.prefixes.fork(leader.slot, request.num_prompt)
+            slot, num_cached = self.fork(leader.slot, request.num_prompt)
         elif request.options.prefix_caching:
-            slot, num_cached = self.prefixes.open(request.tokens, request.salt)
-            num_cached = self._usable(request, slot, num_cached)
+            slot, num_cached = self.open(request.tokens, request.salt)
+            if request.prompt_logprobs is not None:  # they need prefill
+                num_cached = request.prompt_logprobs.num_usable(num_cached)
+                self._cache.truncate(slot, num_cached)
         else:
             slot, num_cached = self._cache.allocate(), 0
         num_unread = len(request.tokens) - num_cached
         try:
             self._cache.reserve(slot, num_unread + min(self._headroom, request.num_remaining))
         except BaseException:
-            self.prefixes.release(slot, request.tokens)
+            self.release(slot, request.tokens)
             raise
         return slot, num_cached
 
@@ -114,13 +149,82 @@ class SlotManager:
         """Whether the cache has a request's prompt: an interrupted step may have left it behind."""
         return request.has_read_prompt and self._cache.length(request.slot) >= request.num_prompt
 
-    def _usable(self, request: Request, slot: int, num_cached: int) -> int:
-        """Usable part of a cached beginning: prompt log probabilities need prefill."""
-        if request.prompt_logprobs is None:
-            return num_cached
-        num_cached = request.prompt_logprobs.num_usable(num_cached)
+    # ---- of texts --------------------------------------------------------------------------------
+
+    def open(self, tokens: Sequence[int], salt: str | None = None) -> tuple[int, int]:
+        """A slot for a text, and the number of its tokens that the slot already holds.
+
+        At least one is left to read, so that something follows it.
+
+        Args:
+            salt: the owner of the text: texts under different salts are never shared.
+        """
+        if not self.enabled:
+            return self._cache.allocate(), 0
+        slot, num_found = self._cache.share(owner_of(salt), tokens)
+        num_cached = max(0, min(num_found, len(tokens) - 1))
         self._cache.truncate(slot, num_cached)
-        return num_cached
+        self._count(len(tokens), num_cached)
+        return slot, num_cached
+
+    def fork(self, slot: int, num_tokens: int) -> tuple[int, int]:
+        """A slot for a text that begins as another one's first ``num_tokens``; as `open`."""
+        copy = self._cache.fork(slot)
+        self._cache.truncate(copy, num_tokens - 1)
+        self._count(num_tokens, num_tokens - 1)
+        return copy, num_tokens - 1
+
+    def num_found(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        """Number of tokens of a text that are cached now."""
+        return self._cache.num_shared(owner_of(salt), tokens) if self.enabled else 0
+
+    def note(self, slot: int, tokens: Sequence[int]) -> None:
+        """Publish the full blocks of a slot whose text has been prefilled further."""
+        if self.enabled:
+            self._cache.name(slot, tokens)
+
+    def release(self, slot: int, tokens: Sequence[int]) -> None:
+        """Free a slot; its entries stay cached for sharing.
+
+        Args:
+            tokens: the text of its request.
+        """
+        if self.enabled:
+            # Use the cache's length, not the request's: an interrupted step may leave them unequal.
+            self._cache.retire(slot, tokens[: self._cache.length(slot)])
+        else:
+            self._cache.free(slot)
+
+    def discard(self, slot: int, tokens: Sequence[int], start: int) -> None:
+        """Free a slot; entries from ``start`` on may be bad and are not shared."""
+        if self.enabled:
+            self._cache.distrust(slot, tokens, start)
+        self._cache.free(slot)
+
+    def clear(self) -> None:
+        """Evict all cached entries."""
+        self._cache.forget()
+
+    def check_now_and_then(self) -> None:
+        """To be called after each step; see `foredraft.cache.base.Cache.check`.
+
+        Raises:
+            AssertionError: the accounts are wrong, and ``FOREDRAFT_CHECK`` is set.
+        """
+        if next(self._steps) % self._check_every:
+            return
+        try:
+            self._cache.check()
+        except AssertionError as error:
+            if self._check_every == 1:
+                raise
+            _log.error("the cache's accounts are wrong, please report it: %s", error)
+
+    def _count(self, num_tokens: int, num_cached: int) -> None:
+        self.stats.requests += 1
+        self.stats.hits += num_cached > 0
+        self.stats.tokens += num_tokens
+        self.stats.cached_tokens += num_cached
 
 
 def as_cache_full(error: Exception) -> CacheFullError:

@@ -9,9 +9,9 @@ from foredraft.core.record import FinishReason
 from foredraft.engine.turn import Turn
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
-    """A snapshot. Totals count from the engine's start.
+    """Counts since the engine's start; `Engine.stats` hands out copies.
 
     Attributes:
         running: requests in the batch.
@@ -30,25 +30,8 @@ class EngineStats:
         prefix_cached_tokens: tokens of them that were already cached.
     """
 
-    running: int
-    waiting: int
-    finished: dict[FinishReason, int]
-    steps: int
-    prompt_tokens: int
-    committed: int
-    drafted: int
-    accepted: int
-    preemptions: int = 0
-    cache_tokens: int = 0
-    cache_free_tokens: int = 0
-    prefix_tokens: int = 0
-    prefix_cached_tokens: int = 0
-
-
-@dataclass
-class Totals:
-    """Counted as steps happen."""
-
+    running: int = 0
+    waiting: int = 0
     finished: dict[FinishReason, int] = field(default_factory=dict)
     steps: int = 0
     prompt_tokens: int = 0
@@ -56,12 +39,10 @@ class Totals:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
-    _reported_preemptions: int = 0
-
-    def unreported_preemptions(self) -> int:
-        """Preemptions since the last call."""
-        reported, self._reported_preemptions = self._reported_preemptions, self.preemptions
-        return self.preemptions - reported
+    cache_tokens: int = 0
+    cache_free_tokens: int = 0
+    prefix_tokens: int = 0
+    prefix_cached_tokens: int = 0
 
     def add_step(self, batch: Sequence[Turn]) -> None:
         self.steps += 1

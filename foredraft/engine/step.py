@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from foredraft.cache.base import NO_MEMORY, Cache
-from foredraft.core.record import DrafterTimes, StepRecord, StepTimes
+from foredraft.core.record import StepRecord, StepTimes
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.fetch import fetch
 from foredraft.engine.slots import as_cache_full
@@ -15,49 +14,42 @@ from foredraft.engine.turn import Turn
 from foredraft.models.base import Target
 
 
-@dataclass(frozen=True)
-class Stepper:
-    """Runs steps.
+def step(
+    target: Target, drafting: Drafting, batch: Sequence[Turn], clock: Callable[[], float]
+) -> StepRecord:
+    """Draft, score in one forward, verify, commit.
+
+    At least one token for every row that reads all of its pending ones.
 
     Args:
         target: the model whose text it is.
         drafting: asks controllers and drafters.
-        clock: seconds, for the times of steps.
+        batch: the rows of the step.
+        clock: seconds, for the times of its parts.
+
+    Raises:
+        CacheFullError: there is no room for the entries; nothing has been drafted or read.
     """
-
-    target: Target
-    drafting: Drafting
-    clock: Callable[[], float]
-
-    def step(self, batch: Sequence[Turn]) -> StepRecord:
-        """Draft, score in one forward, verify, commit.
-
-        At least one token for every row that reads all of its pending ones.
-
-        Raises:
-            CacheFullError: there is no room for the entries; nothing has been drafted or read.
-        """
-        target, drafting, laps = self.target, self.drafting, [self.clock()]
-        begun_before_ms = drafting.begin_ms
-        drafting.allow(batch)
-        _reserve(target.cache, batch)
-        drafting.read(batch)
-        drafting.propose(batch)
-        laps.append(self.clock())
-        scores = target.score([turn.score_row() for turn in batch], drafting.taps(batch))
-        rules = [turn.request.rules for turn in batch]
-        fetched = fetch(scores, rules, [turn.draw_key for turn in batch])
-        laps.append(self.clock())
-        for turn, row in zip(batch, fetched, strict=True):
-            turn.verify(row)
-        for turn in batch:
-            turn.commit()
-        for turn in batch:
-            target.cache.keep(turn.request.slot, *turn.kept)
-        laps.append(self.clock())
-        drafting.observe(batch, scores)
-        laps.append(self.clock())
-        return StepRecord(tuple(batch), _times(laps, begun_before_ms, drafting.take_times()))
+    laps, begun_before_ms = [clock()], drafting.begin_ms
+    drafting.allow(batch)
+    _reserve(target.cache, batch)
+    drafting.read(batch)
+    drafting.propose(batch)
+    laps.append(clock())
+    scores = target.score([turn.score_row() for turn in batch], drafting.taps(batch))
+    keys = [turn.draw_key for turn in batch]
+    fetched = fetch(scores, keys, [turn.wants_logits for turn in batch])
+    laps.append(clock())
+    for turn, row in zip(batch, fetched, strict=True):
+        turn.verify(row)
+    for turn in batch:
+        turn.commit()
+        target.cache.keep(turn.request.slot, *turn.kept)
+    laps.append(clock())
+    drafting.observe(batch, scores)
+    laps.append(clock())
+    times = _times(laps, begun_before_ms, drafting.take_times())
+    return StepRecord(tuple(turn.record() for turn in batch), times)
 
 
 def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
@@ -71,7 +63,7 @@ def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
 
 
 def _times(
-    laps: Sequence[float], begun_before_ms: float, drafters: Mapping[str, DrafterTimes]
+    laps: Sequence[float], begun_before_ms: float, drafters: Mapping[str, StepTimes]
 ) -> StepTimes:
     """Times of the parts of a step.
 

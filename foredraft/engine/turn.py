@@ -5,29 +5,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-from foredraft.core.choices import KeyedVerifyChoices
+from foredraft.core.choices import VerifyChoices
 from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
-from foredraft.core.proposal import Proposal
-from foredraft.core.record import RowStep
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.record import FinishReason, RowStep
 from foredraft.core.rules import Rules
-from foredraft.core.sampling import Law, check_finite
+from foredraft.core.sampling import Law
 from foredraft.core.text_view import TextView
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.core.verify import Evidence, Verdict
+from foredraft.core.verify import Verdict, verify
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.engine.request import Request
-from foredraft.models.base import RowScores, ScoreRow, Scores
+from foredraft.models.base import ScoreRow, Scores
 
 
-class Turn(RowStep):
+class Nodes(NamedTuple):
+    """How many nodes a row may draft in a step; the controller's numbers, clipped to its room.
+
+    Attributes:
+        allowed: by the controller.
+        asked: of the drafter: 0 where the rules force as many, or the drafter cannot draft now.
+        spare: further nodes that the drafter may add.
+        forced: the tokens that the row's rules force, a draft that needs no drafter.
+    """
+
+    allowed: int = 0
+    asked: int = 0
+    spare: int = 0
+    forced: tuple[int, ...] = ()
+
+    @property
+    def most(self) -> int:
+        return max(self.asked + self.spare, len(self.forced))
+
+
+class Turn:
     """A request's part in one step: it reads the first ``num_read`` of its pending tokens.
 
-    Only a request that reads all of them may draft, and commits something. When the step is over
-    this is its record, too.
+    Only a request that reads all of them may draft, and commits something. `record` is what is left
+    of a turn when the step is over.
 
     Args:
         request: whose turn it is.
@@ -35,28 +56,41 @@ class Turn(RowStep):
         may_draft: False where there is no room for drafts.
 
     Attributes:
+        context, drafter, proposal, num_forced, verdict, committed, num_accepted, finish_reason,
+            plain_reason: as in `RowStep`.
         reads_all: whether it reads all pending tokens.
-        allowed: nodes that the controller allowed.
-        spare: further nodes that the drafter may add.
-        prices: what nodes cost in this step.
-        forced: a draft that the row's rules force, which is verified without asking anybody.
+        nodes: how many it may draft.
+        prices: of nodes in this step.
         path: nodes of the proposal that stay in the cache.
     """
 
     def __init__(self, request: Request, num_read: int, may_draft: bool = True) -> None:
-        super().__init__(request.request_id, request.num_cached, num_read, request.drafter)
-        self.request, self.may_draft = request, may_draft
+        self.request, self.num_read, self.may_draft = request, num_read, may_draft
+        self.request_id, self.context = request.request_id, request.num_cached
         self.reads_all = num_read == request.num_pending
-        self.allowed = self.spare = 0
+        self.drafter, self.nodes, self.plain_reason = request.drafter, Nodes(), ""
         self.prices: Prices = USUAL_PRICES
-        self.forced: tuple[int, ...] = ()
+        self.proposal: Proposal = NO_PROPOSAL
+        self.num_forced = self.num_accepted = 0
+        self.verdict: Verdict | None = None
+        self.finish_reason: FinishReason | None = None
+        self.committed: tuple[int, ...] = ()
         self.path: tuple[int, ...] = ()
         self._logprobs: list[TokenLogprobs] = []
+
+    def record(self) -> RowStep:
+        """The row's part of the step's record."""
+        verdict, proposal = self.verdict, self.proposal
+        return RowStep(
+            *(self.request_id, self.context, self.num_read, self.drafter, self.nodes.asked),
+            *(proposal.plain(), verdict, self.committed, self.num_accepted, self.finish_reason),
+            *(self.num_forced, self.plain_reason),
+        )
 
     @property
     def most_tokens(self) -> int:
         """That the forward may read for it, drafted ones included."""
-        return self.num_read + max(self.budget + self.spare, len(self.forced))
+        return self.num_read + self.nodes.most
 
     @property
     def num_prefill(self) -> int:
@@ -80,10 +114,16 @@ class Turn(RowStep):
         scale = request.rules.scale if self.reads_all else None
         return None if scale is None else DrawKey(request.seed, len(request.tokens), scale)
 
+    @property
+    def wants_logits(self) -> bool:
+        """Whether verification needs more of its scores than the likeliest tokens."""
+        key = self.draw_key
+        return key is None or key.scale > 0.0 or self.request.params.logprobs is not None
+
     def draft_row(self, num_forced: int = 0) -> DraftRow:
         """The row as its drafter sees it, behind this many forced tokens."""
-        row = self.request.draft_row(self.budget - num_forced, self.prices)
-        return replace(row, spare=self.spare) if self.spare else row
+        row = self.request.draft_row(self.nodes.asked - num_forced, self.prices)
+        return replace(row, spare=self.nodes.spare) if self.nodes.spare else row
 
     def score_row(self) -> ScoreRow:
         """Its part of the forward."""
@@ -96,8 +136,12 @@ class Turn(RowStep):
             request.slot, pending, tree, self.reads_all, computed, self.draw_key, source
         )
 
-    def verify(self, scores: RowScores) -> None:
-        """Accept what the target would have written itself, by the row's own rules and noise."""
+    def verify(self, scores: Scores) -> None:
+        """Accept what the target would have written itself, by the row's own rules and noise.
+
+        Args:
+            scores: of this row alone.
+        """
         request = self.request
         if self.wants_prompt_logprobs and request.prompt_logprobs is not None:
             try:
@@ -116,8 +160,7 @@ class Turn(RowStep):
         """
         request, verdict = self.request, self.verdict
         if verdict is not None:
-            tokens = tuple(self.proposal.tree.tokens[node] for node in verdict.path)
-            tokens += () if verdict.next_token is None else (verdict.next_token,)
+            tokens = self._tokens_of(verdict)
             self.committed = tokens[: self._append(tokens, verdict.num_accepted)]
             num_taken = len(self.committed)
             self.num_accepted = min(num_taken, verdict.num_accepted)
@@ -133,16 +176,6 @@ class Turn(RowStep):
         if request.finish_reason != "error":
             request.check()
         self.finish_reason = request.finish_reason
-
-    def _count(self, num_verified: int, num_committed: int) -> None:
-        """In the request's statistics."""
-        stats, num_drafted = self.request.stats, len(self.proposal.tree)
-        stats.record(num_drafted, num_verified, self.num_accepted, num_committed)
-        stats.credit("rules", self.num_forced)
-        if self.drafter is not None:
-            stats.credit(self.drafter, num_drafted - self.num_forced)
-        if not num_drafted:
-            stats.note_plain(self.plain_reason or "no memory for drafts")
 
     @property
     def kept(self) -> tuple[int, Sequence[int]]:
@@ -167,27 +200,25 @@ class Turn(RowStep):
             tokens=TextView(self.request.tokens),
         )
 
-    def _verdict(self, scores: RowScores) -> Verdict:
-        request, proposal = self.request, self.proposal
+    def _verdict(self, scores: Scores) -> Verdict:
+        request, proposal, rule = self.request, self.proposal, self.request.policy.rule
         drawn = scores.draws[0] if scores.draws else None
-        if drawn is not None and not (proposal.tree.tokens or request.keeps_evidence):
-            return Verdict((), drawn.token, "bonus")
-        num_tokens, rule = len(request.tokens), request.policy.rule
-        choices = KeyedVerifyChoices(request.seed, num_tokens)
-        if request.keeps_evidence:
-            laws = _RowLaws(proposal, scores, request.rules, tuple(request.tokens))
-            evidence = Evidence(laws, choices, request.seed, num_tokens)
-            return evidence.of(rule(proposal, evidence, evidence))
-        return rule(proposal, _RowLaws(proposal, scores, request.rules, request.tokens), choices)
+        if drawn is not None and not proposal.tree.tokens and rule is verify:
+            return Verdict((), drawn.token, "bonus")  # as `verify` would say, sooner
+        laws = RowLaws(proposal.tree, scores, request.rules, TextView(request.tokens))
+        return rule(proposal, laws, VerifyChoices(request.seed, len(request.tokens)))
 
-    def _logprobs_by(self, verdict: Verdict, scores: RowScores) -> list[TokenLogprobs]:
+    def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:
+        """The accepted tokens and the next one, if there is one."""
+        tokens = tuple(self.proposal.tree.tokens[node] for node in verdict.path)
+        return tokens if verdict.next_token is None else (*tokens, verdict.next_token)
+
+    def _logprobs_by(self, verdict: Verdict, scores: Scores) -> list[TokenLogprobs]:
         """Of the tokens of a verdict, by the logits of the nodes that they follow."""
         count = self.request.params.logprobs
         if count is None:
             return []
-        tokens = [self.proposal.tree.tokens[node] for node in verdict.path]
-        tokens += [] if verdict.next_token is None else [verdict.next_token]
-        nodes = zip((ROOT, *verdict.path), tokens, strict=False)
+        nodes = zip((ROOT, *verdict.path), self._tokens_of(verdict), strict=False)
         return [TokenLogprobs.of(scores.logits_NV[node + 1], token, count) for node, token in nodes]
 
     def _append(self, tokens: Sequence[int], num_drafted: int) -> int:
@@ -208,13 +239,30 @@ class Turn(RowStep):
                 return num_taken
         return len(tokens)
 
+    def _count(self, num_verified: int, num_committed: int) -> None:
+        """In the request's statistics."""
+        stats, num_drafted = self.request.stats, len(self.proposal.tree)
+        stats.record(num_drafted, num_verified, self.num_accepted, num_committed)
+        stats.credit("rules", self.num_forced)
+        if self.drafter is not None:
+            stats.credit(self.drafter, num_drafted - self.num_forced)
+        if not num_drafted:
+            stats.note_plain(self.plain_reason or "no memory for drafts")
+
 
 @dataclass(frozen=True)
-class _RowLaws:
-    """The target's law at each node of a row's proposal, looked up as verification gets there."""
+class RowLaws:
+    """The target's law at each node of a row's draft, looked up as verification gets there.
 
-    proposal: Proposal
-    scores: RowScores
+    Attributes:
+        tree: the draft.
+        scores: of the row.
+        rules: the request's.
+        text: all tokens that were committed before the step.
+    """
+
+    tree: TokenTree
+    scores: Scores
     rules: Rules
     text: Sequence[int]
 
@@ -225,14 +273,9 @@ class _RowLaws:
             NonFiniteScoresError: its logits are not finite.
             ForedraftError: the rules allow no token.
         """
-        scores, logits_V = self.scores, self.scores.logits_NV[node + 1]
-        draw = scores.draws[node + 1] if node + 1 < len(scores.draws) else None
+        logits_V, draws = self.scores.logits_NV[node + 1], self.scores.draws or ()
+        draw = draws[node + 1] if node + 1 < len(draws) else None
         if draw is not None:  # else it is looked at alone, and found out what is wrong
             return Law(logits_V, self.rules.scale or None, draw.best, drawn=draw.token)
-        if scores.best is not None:
-            token, logit = scores.best[node + 1]
-            check_finite(logit, logits_V.numel())
-            return Law(logits_V, None, token)
-        tree = self.proposal.tree
-        path = () if node == ROOT else tree.paths[node]
-        return self.rules.law(logits_V, self.text, [tree.tokens[i] for i in path])
+        path = () if node == ROOT else self.tree.paths[node]
+        return self.rules.law(logits_V, self.text, [self.tree.tokens[i] for i in path])

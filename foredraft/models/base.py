@@ -1,7 +1,7 @@
 """The target seam: whatever can score pending tokens and a tree in one forward.
 
-Shape legend: N positions whose logits are wanted, V vocabulary, T tokens of the forward (T of one
-row in `RowScores`), E hidden size, R some rows of the head.
+Shape legend: N positions whose logits are wanted, V vocabulary, T tokens of the forward, E hidden
+size, R some rows of the head.
 """
 
 from __future__ import annotations
@@ -139,35 +139,18 @@ class ScoreRow:
 
 
 @dataclass(frozen=True)
-class RowScores:
-    """Results of a forward for one row.
+class Scores:
+    """Results of a forward for all rows together; item i has those of row i alone.
 
     Attributes:
-        logits_NV: float32 (or float64) logits after the last pending token (row 0) and after each
-            tree node (row i + 1); no rows if none were wanted.
-        taps: for each tapped layer its output [T, E] over the tokens read and the nodes.
-        best: the likeliest token and its logit at each of the N positions, where the rules of the
-            row look at nothing else; the logits may be on the target's device still.
-        draws: the tokens after the first of the N positions, as far as they are drawn already.
-    """
-
-    logits_NV: Tensor
-    taps: Mapping[int, Tensor] = field(default_factory=dict)
-    best: Sequence[tuple[int, float]] | None = None
-    draws: Sequence[Draw | None] = ()
-
-
-@dataclass(frozen=True)
-class Scores(Sequence[RowScores]):
-    """Results of a forward for all rows together; item i is about row i.
-
-    Attributes:
-        logits_NV: the wanted logits of all rows, one row below the other, on the target's device.
+        logits_NV: float32 (or float64) logits of all rows, one row below the other, on the target's
+            device: after the last pending token (the row's first) and after each tree node; none
+            of a row whose logits were not wanted.
         heads: the rows of ``logits_NV`` that belong to each row of the forward.
         taps: for each tapped layer its output [T, E] over all tokens of the forward.
         tokens: the rows of these that belong to each row of the forward.
-        draws: the result of `draw_rows` for each row of ``logits_NV``, None for rows without a
-            draw; None: nothing was drawn at all.
+        draws: the result of `draw_rows` for the first rows of ``logits_NV``, None for rows without
+            a draw; None: nothing was drawn at all.
     """
 
     logits_NV: Tensor
@@ -177,27 +160,39 @@ class Scores(Sequence[RowScores]):
     draws: Sequence[Draw | None] | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[RowScores]) -> Scores:
+    def of_row(cls, logits_NV: Tensor, taps: Mapping[int, Tensor] | None = None) -> Scores:
+        """Of a forward of one row."""
+        num_tokens = len(next(iter((taps or {}).values()), ()))
+        return cls(logits_NV, (range(len(logits_NV)),), taps or {}, (range(num_tokens),))
+
+    @classmethod
+    def of(cls, rows: Sequence[Scores]) -> Scores:
         """From rows that were scored one by one."""
         logits_NV = torch.cat([row.logits_NV for row in rows])
         layers = rows[0].taps
         taps = {layer: torch.cat([row.taps[layer] for row in rows]) for layer in layers}
-        sizes = [len(next(iter(row.taps.values()), ())) for row in rows]
+        sizes = [len(row.tokens[0]) for row in rows]
         heads = _ranges([len(row.logits_NV) for row in rows])
         return cls(logits_NV, heads, taps, _ranges(sizes))
 
     def __len__(self) -> int:
         return len(self.heads)
 
-    def __getitem__(self, index: int) -> RowScores:  # type: ignore[override]
-        heads = self.heads[index]
+    def __getitem__(self, index: int) -> Scores:
+        heads, draws = self.heads[index], self.draws
         taps = {
             layer: x_TE[self.tokens[index].start : self.tokens[index].stop]
             for layer, x_TE in self.taps.items()
         }
-        return RowScores(self.logits_NV[heads.start : heads.stop], taps)
+        return Scores(
+            self.logits_NV[heads.start : heads.stop],
+            (range(len(heads)),),
+            taps,
+            (range(len(self.tokens[index])),) if self.tokens else (),
+            None if draws is None else draws[heads.start : heads.stop],
+        )
 
-    def __iter__(self) -> Iterator[RowScores]:
+    def __iter__(self) -> Iterator[Scores]:
         return (self[i] for i in range(len(self)))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from foredraft.cache.blocks import BLOCK
 from foredraft.cache.memory import CacheMemory
 from foredraft.cache.paged import PagedCache
-from foredraft.models.base import Capabilities, RowScores, ScoreRow, Scores, check_taps
+from foredraft.models.base import Capabilities, ScoreRow, Scores, check_taps
 
 Conditional = Callable[[tuple[int, ...]], Sequence[float]]
 
@@ -134,7 +134,7 @@ class TableModel:
             self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
         return Scores.of([self._score_row(row, taps) for row in rows])
 
-    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
+    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> Scores:
         before = self.cache.context(row.slot)
         context = (*before, *row.pending)
         self.cache.write(row.slot, (*row.pending, *row.tree.tokens))
@@ -143,7 +143,7 @@ class TableModel:
         logits_NV = torch.empty((0, self.vocab_size), dtype=torch.float64)
         if row.wants_logits:
             logits_NV = torch.stack([self._logits_after(seen) for seen in (context, *nodes)])
-        return RowScores(logits_NV, {layer: _tapped(layer, read) for layer in taps})
+        return Scores.of_row(logits_NV, {layer: _tapped(layer, read) for layer in taps})
 
     def _logits_after(self, context: tuple[int, ...]) -> Tensor:
         if context not in self._logits:

@@ -60,10 +60,10 @@ def _rounded(x: float) -> float:
 
 def why(row: RowStep, texts: TokenTexts) -> tuple[f.Why | None, f.TracedDraft]:
     """The evidence for a row's verdict, and its draft with the target's probabilities."""
-    verdict, proposal = row.verdict, row.proposal
+    verdict = row.verdict
     if verdict is None or verdict.evidence is None:
-        return None, _draft(proposal, texts, {})
-    evidence = verdict.evidence
+        return None, _draft(row.proposal, texts, {})
+    evidence, proposal = verdict.evidence, verdict.evidence.proposal
     laws = {node: _Probs(law) for node, law in _laws(proposal, verdict, evidence)}
     rule = "target-only"
     if isinstance(proposal, DrawnProposal):

@@ -14,11 +14,11 @@ import pytest
 from foredraft.audit.levels import EXIT_DIFFERENT, exit_code
 from foredraft.audit.servers import Endpoint, ServerAudit, connect
 from foredraft.bench.prompts import load_prompts
-from foredraft.core.choices import KeyedVerifyChoices, VerifyChoices
+from foredraft.core.choices import VerifyChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.sampling import Law, NodeLaws
-from foredraft.core.verify import Evidence, Verdict, verify
+from foredraft.core.verify import Verdict, verify
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.text.tokenizer import Tokenizer
@@ -61,18 +61,17 @@ def corrections_not_counted(llm: LLM) -> None:
     """
     uncounted: dict[tuple[int, ...], int] = {}  # by text: corrections in it
 
-    def rule(proposal: Proposal, seen: Evidence, _: VerifyChoices) -> Verdict:
-        text = seen.laws.text  # type: ignore[attr-defined]
+    def rule(proposal: Proposal, seen: NodeLaws, choices: VerifyChoices) -> Verdict:
+        text = tuple(seen.text)  # type: ignore[attr-defined]
         lag = uncounted.pop(text, 0)
-        verdict = verify(proposal, seen, KeyedVerifyChoices(seen.seed, seen.num_tokens - lag))
+        verdict = verify(proposal, seen, VerifyChoices(choices.seed, choices.num_tokens - lag))
         tokens = [proposal.tree.tokens[node] for node in verdict.path]
         if verdict.next_token is not None:
             after = (*text, *tokens, verdict.next_token)
             uncounted[after] = lag + (verdict.kind == "correction")
         return verdict
 
-    llm.policy.keeps_evidence = True  # the rule is then asked in steps without drafts, too
-    llm.policy.rule = rule  # type: ignore[assignment]
+    llm.policy.rule = rule
 
 
 def rows_rolled_back_as_one(llm: LLM) -> None:

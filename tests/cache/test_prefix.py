@@ -9,8 +9,8 @@ import torch
 
 from foredraft.cache.base import KVShape
 from foredraft.cache.index import common_prefix
-from foredraft.cache.prefix import CHECK_VARIABLE, PrefixCache
 from foredraft.core.errors import CacheFullError
+from foredraft.engine.slots import CHECK_VARIABLE, SlotManager
 from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
 
 TEXT = [*range(1000, 1200)]  # three blocks and a part of a fourth
@@ -21,7 +21,7 @@ class Requests:
 
     def __init__(self, probe: Probe, enabled: bool = True) -> None:
         self.probe, self.cache = probe, probe.cache
-        self.prefixes = PrefixCache(self.cache, enabled)
+        self.prefixes = SlotManager(self.cache, enabled)
 
     def begin(self, tokens: Sequence[int], salt: str | None = None) -> tuple[int, int]:
         """One that reads all of its tokens but the last; its slot, and how many were cached."""
@@ -394,9 +394,9 @@ def test_a_fault_in_the_accounts_is_found(
     cache.pool.give_back(cache.table(slot)[1:2])
     monkeypatch.setenv(CHECK_VARIABLE, "1")
     with pytest.raises(AssertionError, match="listed by"):
-        PrefixCache(cache).check_now_and_then()
+        SlotManager(cache).check_now_and_then()
     monkeypatch.delenv(CHECK_VARIABLE)
-    prefixes = PrefixCache(cache)
+    prefixes = SlotManager(cache)
     for _ in range(1000):
         prefixes.check_now_and_then()
     assert caplog.text.count("please report it") == 1

@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 from foredraft.cache.base import KVShape
 from foredraft.cache.kv import KVCache
 from foredraft.cache.paged import PagedCache
-from foredraft.cache.prefix import PrefixCache
 from foredraft.core.errors import CacheFullError
+from foredraft.engine.slots import SlotManager
 from foredraft.models.table import TokenCache
 from tests.cache.test_kv import SHAPE, entries_of, tokens_of
 
@@ -57,7 +57,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, max_tokens: int) -> None:
         self.cache = self.new_cache(max_tokens)
         self.layers = self.cache.add_layers(KVShape(1, 1, 1), torch.float32)
-        self.prefixes = PrefixCache(self.cache)
+        self.prefixes = SlotManager(self.cache)
         self.lists: dict[int, list[int]] = {}
         self.salts: dict[int, str | None] = {}  # by slot that was opened with one
         self.known: dict[str | None, list[list[int]]] = {}

@@ -12,7 +12,7 @@ from foredraft.control.experience import Experience
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.record import DrafterTimes, RowStep, StepRecord, StepTimes
+from foredraft.core.record import RowStep, StepRecord, StepTimes
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.core.verify import Verdict
@@ -95,7 +95,7 @@ class Simulation:
         self.last_drafted: dict[int, int] = {}
         self.drafted_by: Counter[str] = Counter()
         self._unread: set[int] = set()
-        self._begun: dict[str, DrafterTimes] = {}
+        self._begun: dict[str, StepTimes] = {}
         self.spent_ms = self.plain_ms = 0.0
         self.worst_ms = 0.0
         self.drafted = self.committed = self.num_steps = 0
@@ -163,7 +163,7 @@ class Simulation:
         for mine in by.values():
             mine["draft_ms"] *= slower_drafting
         forward = self.cost.ms(sizes) * slower_forward
-        drafters = {name: DrafterTimes(**mine) for name, mine in by.items()}
+        drafters = {name: StepTimes(**mine) for name, mine in by.items()}
         drafting, following, reading, joining = (
             sum(getattr(each, part) for each in drafters.values())
             for part in ("draft_ms", "learn_ms", "read_ms", "begin_ms")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from foredraft.core import noise
+from foredraft.core import draws
 
 
 @pytest.fixture(params=["compiled", "numpy"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test on either half."""
     if request.param == "numpy":
-        monkeypatch.setattr(noise, "_library", lambda: None)
-    elif noise._library() is None:
+        monkeypatch.setattr(draws, "library", lambda: None)
+    elif draws.library() is None:
         pytest.skip("no compiled half here")

@@ -8,9 +8,9 @@ import torch
 
 from foredraft.core.choices import (
     Choice,
-    KeyedDrawnChoices,
-    KeyedSharedChoices,
-    KeyedVerifyChoices,
+    DrawnChoices,
+    SharedChoices,
+    VerifyChoices,
 )
 from foredraft.core.sampling import Law
 
@@ -27,38 +27,36 @@ def test_a_target_draw_is_keyed_by_absolute_position() -> None:
     """Plain decoding reaches the position in another step, and must draw the same token there."""
     uniform = Law.of_probs(torch.ones(1000))
     for depth in range(5):
-        ahead = KeyedVerifyChoices(9, 20).draw_target(uniform, depth)
-        assert ahead == KeyedVerifyChoices(9, 20 + depth).draw_target(uniform, 0)
+        ahead = VerifyChoices(9, 20).draw_target(uniform, depth)
+        assert ahead == VerifyChoices(9, 20 + depth).draw_target(uniform, 0)
 
 
 def test_other_draws_are_keyed_by_the_step() -> None:
     uniform = torch.ones(1000)
     steps = range(40)
-    assert len({KeyedDrawnChoices(9, n).draw(uniform, 0) for n in steps}) > 30
-    assert len({KeyedDrawnChoices(9, 0).draw(uniform, n) for n in steps}) > 30
-    assert len({KeyedVerifyChoices(9, n).draw_residual(uniform) for n in steps}) > 30
+    assert len({DrawnChoices(9, n).draw(uniform, 0) for n in steps}) > 30
+    assert len({DrawnChoices(9, 0).draw(uniform, n) for n in steps}) > 30
+    assert len({VerifyChoices(9, n).draw_residual(uniform) for n in steps}) > 30
 
 
 def test_accept_honours_its_probability() -> None:
     for probability in (0.03, 0.5, 0.9):
-        hits = sum(KeyedVerifyChoices(s, 3).accept(probability, 1) for s in range(COUNT))
+        hits = sum(VerifyChoices(s, 3).accept(probability, 1) for s in range(COUNT))
         assert within_five_errors(hits, probability)
 
 
 def test_certainties() -> None:
     for seed in range(200):
-        choices = KeyedVerifyChoices(seed, 3)
+        choices = VerifyChoices(seed, 3)
         assert choices.accept(1.0, 0)
         assert not choices.accept(0.0, 0)
 
 
 def test_draws_honour_their_probabilities() -> None:
     draws = {
-        "draft": [KeyedDrawnChoices(s, 3).draw(PROBS, 0) for s in range(COUNT)],
-        "target": [
-            KeyedVerifyChoices(s, 3).draw_target(Law.of_probs(PROBS), 0) for s in range(COUNT)
-        ],
-        "residual": [KeyedVerifyChoices(s, 3).draw_residual(PROBS) for s in range(COUNT)],
+        "draft": [DrawnChoices(s, 3).draw(PROBS, 0) for s in range(COUNT)],
+        "target": [VerifyChoices(s, 3).draw_target(Law.of_probs(PROBS), 0) for s in range(COUNT)],
+        "residual": [VerifyChoices(s, 3).draw_residual(PROBS) for s in range(COUNT)],
     }
     for name, tokens in draws.items():
         for token, probability in enumerate(PROBS.tolist()):
@@ -78,8 +76,8 @@ def test_noise_makes_the_chances_of_copies_better() -> None:
     named = Choice(2, sum(shares) / len(shares))
     without = weighed = total = 0.0
     for seed in range(COUNT):
-        came = KeyedVerifyChoices(seed, 7).draw_target(laws[seed % 10], 1) == named.token
-        ((token, chance),) = KeyedSharedChoices(seed, 7, 1.0).weigh([named], 1)
+        came = VerifyChoices(seed, 7).draw_target(laws[seed % 10], 1) == named.token
+        ((token, chance),) = SharedChoices(seed, 7, 1.0).weigh([named], 1)
         assert token == named.token
         without += log_loss(named.chance, came)
         weighed += log_loss(chance, came)
@@ -91,7 +89,7 @@ def test_noise_makes_the_chances_of_copies_better() -> None:
 def test_weighing_names_each_candidate_once_and_the_likeliest_first() -> None:
     candidates = [Choice(5, 0.4), Choice(6, 0.3), Choice(9, 0.0)]
     for seed in range(50):
-        found = KeyedSharedChoices(seed, 7, 0.7).weigh(candidates, 2)
+        found = SharedChoices(seed, 7, 0.7).weigh(candidates, 2)
         chances = [choice.chance for choice in found]
         assert sorted(choice.token for choice in found) == [5, 6, 9]
         assert chances == sorted(chances, reverse=True)
@@ -100,6 +98,6 @@ def test_weighing_names_each_candidate_once_and_the_likeliest_first() -> None:
 
 def test_what_noise_cannot_change_stays() -> None:
     sure, none = [Choice(3, 1.0)], [Choice(3, 0.0), Choice(4, 0.0)]
-    assert KeyedSharedChoices(1, 7, 1.0).weigh(sure, 0) == sure
-    assert KeyedSharedChoices(1, 7, 1.0).weigh(none, 0) == none
-    assert KeyedSharedChoices(1, 7, 0.0).weigh([Choice(3, 0.4)], 0) == [Choice(3, 0.4)]
+    assert SharedChoices(1, 7, 1.0).weigh(sure, 0) == sure
+    assert SharedChoices(1, 7, 1.0).weigh(none, 0) == none
+    assert SharedChoices(1, 7, 0.0).weigh([Choice(3, 0.4)], 0) == [Choice(3, 0.4)]

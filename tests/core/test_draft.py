@@ -5,29 +5,22 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import torch
 
 import foredraft
-from foredraft.core.choices import (
-    DrawnChoices,
-    KeyedDrawnChoices,
-    KeyedSharedChoices,
-    LikeliestChoices,
-    SharedChoices,
-)
-from foredraft.core.draft import ChosenDraft, DrawnDraft
+from foredraft.core.choices import DrawnChoices, SharedChoices
+from foredraft.core.errors import MalformedProposalError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import DrawnProposal, DrawnProposalBuilder, Proposal
+from foredraft.core.proposal import Draft, DrawnProposal, Proposal
 from foredraft.core.rules import SamplingRules
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import DraftRow
 
 RULES = SamplingRules(SamplingParams(temperature=1.0))
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4])
-SHARED = [KeyedSharedChoices(3, 0, 1.0), LikeliestChoices()]
+SHARED = [SharedChoices(3, 0, 1.0), SharedChoices(None, 0, 0.0)]
 
 
 def verbs(choices: type) -> set[str]:
@@ -36,28 +29,31 @@ def verbs(choices: type) -> set[str]:
 
 def test_the_two_kinds_of_choices_have_no_verb_in_common() -> None:
     assert not verbs(SharedChoices) & verbs(DrawnChoices)
-    assert not verbs(KeyedSharedChoices) & verbs(DrawnChoices)
-    assert not verbs(KeyedDrawnChoices) & verbs(SharedChoices)
     assert not any(isinstance(choices, DrawnChoices) for choices in SHARED)
-
-
-def test_each_draft_asks_for_its_own_kind() -> None:
-    assert get_type_hints(ChosenDraft.__init__)["choices"] is SharedChoices
-    assert get_type_hints(DrawnDraft.__init__)["choices"] is DrawnChoices
-    assert get_type_hints(DrawnProposalBuilder.__init__)["choices"] is DrawnChoices
 
 
 @pytest.mark.parametrize("choices", SHARED)
 def test_the_noise_of_the_target_draws_nothing(choices: SharedChoices) -> None:
-    with pytest.raises(AttributeError):
-        DrawnDraft(RULES, (1,), choices).extend(ROOT, LOGITS)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="draws nothing"):
+        Draft(choices, RULES, (1,)).draw(ROOT, LOGITS.softmax(0))
+    assert not Draft(choices, RULES, (1,)).build().is_drawn
 
 
-def test_the_numbers_of_drawn_drafts_choose_nothing() -> None:
-    with pytest.raises(AttributeError):
-        ChosenDraft(RULES, (1,), KeyedDrawnChoices(3, 0)).extend(  # type: ignore[arg-type]
-            ROOT, LOGITS
-        )
+def test_what_the_numbers_of_drawn_drafts_append_is_drawn() -> None:
+    draft = Draft(DrawnChoices(3, 0), RULES, (1,))
+    draft.extend(ROOT, LOGITS, 2)
+    assert draft.draw_key(ROOT) is None
+    built = draft.build()
+    assert isinstance(built, DrawnProposal)
+    assert len(built.draft_probs_NV) == len(built.tree) == 2
+
+
+def test_a_draft_is_chosen_or_drawn() -> None:
+    draft = Draft(DrawnChoices(3, 0), RULES, (1,))
+    draft.extend(ROOT, LOGITS)
+    draft.take(0, 2)
+    with pytest.raises(MalformedProposalError, match="chosen or drawn"):
+        draft.build()
 
 
 @pytest.mark.parametrize(("coupling", "kind"), [("seeded", Proposal), ("drawn", DrawnProposal)])

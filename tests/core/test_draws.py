@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foredraft.core.draws import Wanted, draw_rows
+from foredraft.core.draws import DrawKey, draw_rows
 from foredraft.core.noise import gumbel_argmax
 
 
@@ -19,16 +19,16 @@ def test_rows_drawn_together_are_drawn_as_each_alone(dtype: Any, vocab: int) -> 
     logits_NV = generator.normal(0.0, 3.0, (6, vocab)).astype(dtype)
     logits_NV[2] = 1.0  # of equal ones the first
     rows = [
-        *(Wanted(4, 3, 0, 1.0), Wanted(0, 1 << 63, 17, 0.0)),
-        *(Wanted(2, 0, 1 << 40, 1.7), Wanted(5, 9, 5, 0.0)),
+        *((4, DrawKey(3, 0, 1.0)), (0, DrawKey(1 << 63, 17, 0.0))),
+        *((2, DrawKey(0, 1 << 40, 1.7)), (5, DrawKey(9, 5, 0.0))),
     ]
     draws = draw_rows(logits_NV, rows)
     if None in draws:
         pytest.skip("there is no compiler here")
-    for draw, (row, seed, position, scale) in zip(draws, rows, strict=True):
+    for draw, (row, (seed, position, scale)) in zip(draws, rows, strict=True):
         assert draw is not None
         logits_V = logits_NV[row]
-        assert (draw.best, draw.logit) == (int(logits_V.argmax()), float(logits_V.max()))
+        assert draw.best == int(logits_V.argmax())
         alone = gumbel_argmax(logits_V, seed, position, scale) if scale else draw.best
         assert draw.token == alone
 
@@ -36,5 +36,5 @@ def test_rows_drawn_together_are_drawn_as_each_alone(dtype: Any, vocab: int) -> 
 def test_rows_that_are_not_finite_are_left_to_others() -> None:
     logits_NV = np.zeros((4, 300), np.float32)
     logits_NV[1, 5], logits_NV[2, 7], logits_NV[3] = np.nan, np.inf, -np.inf
-    draws = draw_rows(logits_NV, [Wanted(i, 0, 0, 1.0 * (i < 3)) for i in range(4)])
+    draws = draw_rows(logits_NV, [(i, DrawKey(0, 0, 1.0 * (i < 3))) for i in range(4)])
     assert draws[1:] == [None, None, None]

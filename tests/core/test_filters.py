@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.core import noise, sampling
-from foredraft.core.choices import KeyedVerifyChoices
+from foredraft.core import draws, sampling
+from foredraft.core.choices import VerifyChoices
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import Law, law_of
@@ -51,7 +51,7 @@ def rows(size: int) -> Iterator[Array]:
 
 def in_numpy(logits_V: Tensor, params: SamplingParams) -> Law:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "compiled", lambda: None)
+        patch.setattr(draws, "library", lambda: None)
         return law_of(logits_V, params)
 
 
@@ -82,7 +82,7 @@ def is_within_rounding(logits_V: Array, one: Law, other: Law, params: SamplingPa
 
 @pytest.fixture(autouse=True)
 def _needs_the_library() -> None:
-    if noise.compiled() is None:
+    if draws.library() is None:
         pytest.skip("no compiled half here")
 
 
@@ -141,7 +141,7 @@ def test_strided_logits_go_the_same_way() -> None:
     for n in range(3):
         strided, whole = law_of(wide_VN[:, n], params), law_of(wide_VN[:, n].contiguous(), params)
         assert (strided.token, strided.cut) == (whole.token, whole.cut)
-        assert KeyedVerifyChoices(1, 2).draw_target(strided, 3) == gumbel_argmax(
+        assert VerifyChoices(1, 2).draw_target(strided, 3) == gumbel_argmax(
             whole.logits_V, 1, 5, 1 / 0.7
         )
 
@@ -155,11 +155,11 @@ def test_a_draw_above_a_cut_is_one_of_the_filtered_logits(
         logits_V = torch.from_numpy(wide_V.astype(np.float32)).to(dtype)
         for filters in FILTERS[::7]:
             law = law_of(logits_V, SamplingParams(temperature=0.7, **filters))
-            choices = KeyedVerifyChoices(size, i)
+            choices = VerifyChoices(size, i)
             drawn = [choices.draw_target(law, depth) for depth in range(20)]
             assert law.scale is not None
             key = [(size, i + depth, law.scale) for depth in range(20)]
             assert drawn == [gumbel_argmax(law.logits_V, *one) for one in key]
             with monkeypatch.context() as patch:
-                patch.setattr(noise, "_library", lambda: None)
+                patch.setattr(draws, "library", lambda: None)
                 assert drawn == [choices.draw_target(law, depth) for depth in range(20)]

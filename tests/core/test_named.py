@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from foredraft.core import named
-from foredraft.core.choices import KeyedSharedChoices, LikeliestChoices
+from foredraft.core.choices import SharedChoices
 from foredraft.core.named import NamedLaws, NamedTokens
 from foredraft.core.noise import gumbel_top
 
@@ -69,7 +69,9 @@ def test_what_is_not_finite_is_refused() -> None:
         laws.top(2, 1, [1, 2])
 
 
-@pytest.mark.parametrize("new", [lambda: KeyedSharedChoices(3, 7, 0.8), LikeliestChoices])
+@pytest.mark.parametrize(
+    "new", [lambda: SharedChoices(3, 7, 0.8), lambda: SharedChoices(None, 0, 0.0)]
+)
 def test_each_is_chosen_as_if_alone(new: Callable[[], Any]) -> None:
     laws, choices = laws_of(np.random.default_rng(1), 300, num_others=2), new()
     found = choices.best_each(laws, [0, 1, 2], 3, 0.7)

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.core import draws as native
 from foredraft.core import noise
 from foredraft.core.noise import (
     gumbel_argmax,
@@ -37,12 +38,12 @@ both = pytest.mark.usefixtures("path")
 @pytest.fixture
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Call something without the compiled half."""
-    if noise._library() is None:
+    if native.library() is None:
         pytest.skip("no compiled half here")
 
     def call(function: Callable[..., Any], *args: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(noise, "_library", lambda: None)
+            patch.setattr(native, "library", lambda: None)
             return function(*args)
 
     return call

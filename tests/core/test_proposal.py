@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import KeyedDrawnChoices
+from foredraft.core.choices import DrawnChoices
 from foredraft.core.errors import MalformedProposalError
-from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal, Renaming
+from foredraft.core.proposal import NO_PROPOSAL, Draft, Proposal, Renaming
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 
 
@@ -38,15 +38,15 @@ def test_a_chosen_proposal_has_no_distribution() -> None:
 
 
 def test_a_builder_that_drew_nothing_proposes_nothing() -> None:
-    assert DrawnProposalBuilder(Scripted([])).build() is NO_PROPOSAL
+    assert Draft(Scripted([]), replacement=True).build() is NO_PROPOSAL
 
 
 def test_a_drawn_chain() -> None:
     choices = Scripted([2, 0])
-    builder = DrawnProposalBuilder(choices)
+    builder = Draft(choices, replacement=True)
     assert builder.draw(ROOT, HALF) == 0
     assert builder.draw(0, OTHER) == 1
-    assert [builder.token(node) for node in (0, 1)] == [2, 0]
+    assert [builder.tokens[node] for node in (0, 1)] == [2, 0]
     proposal = builder.build()
     assert proposal.is_drawn
     assert proposal.tree == TokenTree.chain([2, 0])
@@ -57,7 +57,7 @@ def test_a_drawn_chain() -> None:
 
 def test_siblings_with_replacement_are_drawn_from_the_same() -> None:
     choices = Scripted([0, 0])
-    builder = DrawnProposalBuilder(choices)
+    builder = Draft(choices, replacement=True)
     builder.draw(ROOT, HALF)
     builder.draw(ROOT, HALF)
     assert choices.asked == [(HALF.tolist(), 0), (HALF.tolist(), 1)]
@@ -67,7 +67,7 @@ def test_siblings_with_replacement_are_drawn_from_the_same() -> None:
 
 def test_siblings_without_replacement_leave_the_distribution() -> None:
     choices = Scripted([0, 2, 1, 0])
-    builder = DrawnProposalBuilder(choices, replacement=False)
+    builder = Draft(choices, replacement=False)
     for _ in range(2):
         builder.draw(ROOT, HALF)
     assert builder.draw(1, HALF) == 2, "a child of another parent starts afresh"
@@ -86,13 +86,13 @@ def test_siblings_without_replacement_leave_the_distribution() -> None:
 
 def test_an_exhausted_support_draws_nothing() -> None:
     two = torch.tensor([0.5, 0.0, 0.5])
-    builder = DrawnProposalBuilder(KeyedDrawnChoices(1, 0), replacement=False)
+    builder = Draft(DrawnChoices(1, 0), replacement=False)
     assert [builder.draw(ROOT, two) for _ in range(4)] == [0, 1, None, None]
     assert sorted(builder.build().tree.tokens) == [0, 2]
 
 
 def test_siblings_must_share_their_distribution() -> None:
-    builder = DrawnProposalBuilder(Scripted([0, 1]))
+    builder = Draft(Scripted([0, 1]), replacement=True)
     builder.draw(ROOT, HALF)
     with pytest.raises(MalformedProposalError, match="siblings"):
         builder.draw(ROOT, OTHER)
@@ -101,7 +101,7 @@ def test_siblings_must_share_their_distribution() -> None:
 def test_a_reused_buffer_does_not_change_what_was_recorded() -> None:
     """Drafters write each step's probabilities into one buffer; the record must not follow."""
     buffer = HALF.clone()
-    builder = DrawnProposalBuilder(Scripted([0, 1]))
+    builder = Draft(Scripted([0, 1]), replacement=True)
     builder.draw(ROOT, buffer)
     buffer.copy_(OTHER)
     builder.draw(0, buffer)
@@ -112,21 +112,21 @@ def test_a_reused_buffer_does_not_change_what_was_recorded() -> None:
 
 def test_drawing_leaves_the_distribution_as_it_was() -> None:
     probs_V = HALF.clone()
-    builder = DrawnProposalBuilder(KeyedDrawnChoices(1, 0), replacement=False)
+    builder = Draft(DrawnChoices(1, 0), replacement=False)
     for _ in range(3):
         builder.draw(ROOT, probs_V)
     assert torch.equal(probs_V, HALF)
 
 
 def test_a_drawn_node_needs_an_earlier_parent() -> None:
-    builder = DrawnProposalBuilder(Scripted([0]))
+    builder = Draft(Scripted([0]), replacement=True)
     builder.draw(3, HALF)
     with pytest.raises(MalformedProposalError, match="parent 3"):
         builder.build()
 
 
 def test_renaming_keeps_shape_probabilities_and_replacement() -> None:
-    builder = DrawnProposalBuilder(Scripted([2, 0]), replacement=False)
+    builder = Draft(Scripted([2, 0]), replacement=False)
     for _ in range(2):
         builder.draw(ROOT, torch.tensor([0.25, 0.0, 0.75]))
     renamed = builder.build().renamed(Renaming({0: 3, 2: 1}, vocab_size=5))

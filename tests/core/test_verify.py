@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foredraft.core.choices import DrawnChoices, VerifyChoices
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, Draft, Proposal
 from foredraft.core.sampling import Law, NodeLaws, law_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify, verify_block, verify_traversal
@@ -84,7 +84,7 @@ def drawn(
     draft_probs: Sequence[Sequence[float]],
     replacement: bool = True,
 ) -> Proposal:
-    builder = DrawnProposalBuilder(Told(tokens), replacement)
+    builder = Draft(Told(tokens), replacement=replacement)
     for parent, row in zip(parents, draft_probs, strict=True):
         builder.draw(parent, torch.tensor(row, dtype=torch.float64))
     return builder.build()
@@ -236,7 +236,7 @@ def test_a_draft_that_is_the_target_is_never_rejected(rule: Rule) -> None:
         logits_NV = torch.randn(4, 1000, generator=generator)
         params = SamplingParams(temperature=1.0)
         laws = {i - 1: law_of(logits_V, params) for i, logits_V in enumerate(logits_NV)}
-        builder = DrawnProposalBuilder(Told([1, 2, 3]))
+        builder = Draft(Told([1, 2, 3]), replacement=True)
         for parent in range(-1, 2):
             builder.draw(parent, laws[parent].probs_V)
         choices = Scripted([True] * 3, [0])

@@ -7,14 +7,14 @@ import inspect
 import re
 import textwrap
 
-from foredraft.engine.step import Stepper
+from foredraft.engine.step import step
 from tests.docs.pages import REPO, blocks, links
 
 PAGE = REPO / "docs" / "understand" / "life-of-a-token.md"
 
 
 def test_the_step_is_shown_as_it_is() -> None:
-    source = textwrap.dedent(inspect.getsource(Stepper.step))
+    source = textwrap.dedent(inspect.getsource(step))
     [function] = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     first = function.body[1].lineno - 1  # behind the docstring
@@ -23,7 +23,7 @@ def test_the_step_is_shown_as_it_is() -> None:
 
 
 def test_the_walk_goes_in_the_order_of_the_code() -> None:
-    source, page = inspect.getsource(Stepper.step), PAGE.read_text()
+    source, page = inspect.getsource(step), PAGE.read_text()
     calls = ["drafting.allow", "drafting.propose", "target.score", "turn.verify", "turn.commit"]
     calls += ["cache.keep", "drafting.observe"]
     at = [source.index(f"{call}(") for call in calls]

@@ -28,7 +28,7 @@ from foredraft.drafters.model.self_draft import Fit, SelfDrafter, measured_fit
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.policy import GuardedTrace, Policy
+from foredraft.engine.policy import Policy
 from foredraft.models.base import LowBitCopy, ScoreRow, read
 from foredraft.models.files.kept import KeptFiles
 from foredraft.models.native import copy as copy_module
@@ -177,9 +177,7 @@ def test_guesses_change_no_draft_and_save_forwards(
         with monkeypatch.context() as patched:
             patched.setattr(SelfDrafter, "_extend", count)
             policy = Policy.of(target, drafter, FixedBudget(6))
-            policy.trace = GuardedTrace(
-                lambda record: drafts[-1].append(record.rows[0].proposal.tree.tokens)
-            )
+            policy.trace = lambda record: drafts[-1].append(record.rows[0].proposal.tree.tokens)
             engine = Engine(target, policy)
             engine.submit(prompt, params)
             drain(engine)
@@ -258,7 +256,7 @@ def test_it_drafts_nothing_in_the_first_step(target: NativeTarget) -> None:
     """So a drawn text does not depend on what the cache holds of its prompt."""
     sizes: list[list[int]] = []
     policy = Policy.of(target, self_draft(target), FixedBudget(4))
-    policy.trace = GuardedTrace(lambda record: sizes[-1].append(len(record.rows[0].proposal.tree)))
+    policy.trace = lambda record: sizes[-1].append(len(record.rows[0].proposal.tree))
     engine = Engine(target, policy)
     for _ in range(2):  # the second finds its prompt in the cache
         sizes.append([])

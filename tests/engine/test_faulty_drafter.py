@@ -12,7 +12,7 @@ import torch
 
 from foredraft.core.errors import CacheFullError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, Draft, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.engine.request import GenerationResult
@@ -188,7 +188,7 @@ def unchecked_tree(tokens: Any, parents: Any) -> Proposal:
 
 
 def drawn(row: DraftRow, **changes: Any) -> Proposal:
-    builder = DrawnProposalBuilder(row.choices)
+    builder = Draft(row.choices, replacement=True)
     builder.draw(ROOT, torch.full((V,), 1 / V))
     return dataclasses.replace(builder.build(), **changes)
 
@@ -319,7 +319,7 @@ def test_draft_probs_need_not_be_normalised() -> None:
 
     def draws(scale: float, dtype: torch.dtype) -> list[tuple[int, ...]]:
         def script(row: DraftRow) -> Proposal:
-            builder = DrawnProposalBuilder(row.choices)
+            builder = Draft(row.choices, replacement=True)
             weights_V = (torch.arange(V, dtype=dtype) % 4 + 1) * scale
             builder.draw(ROOT, weights_V)
             return builder.build()

@@ -11,7 +11,6 @@ import pytest
 
 from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
-from foredraft.engine.drive import Streams
 from foredraft.engine.request import Event
 from tests.engine.helpers import counting_drafter, counting_model, generate, new_engine
 
@@ -31,8 +30,7 @@ def last_of(events: list[Event]) -> Event:
 
 def test_streams_read_in_turns_lose_nothing() -> None:
     engine = new_engine(counting_model(), counting_drafter(wrong_every=3))
-    streams = Streams(engine)
-    first, second = streams.open([[1]], PARAMS), streams.open([[5]], PARAMS)
+    first, second = engine.stream([[1]], PARAMS), engine.stream([[5]], PARAMS)
     seen: tuple[list[Event], list[Event]] = ([], [])
     for one, other in itertools.zip_longest(first, second):
         seen[0].extend([one] if one else [])
@@ -45,10 +43,10 @@ def test_streams_read_in_turns_lose_nothing() -> None:
 
 
 def test_one_reader_may_run_to_the_end_before_another_goes_on() -> None:
-    streams = Streams(new_engine(counting_model()))
-    first = streams.open([[1]], PARAMS)
+    engine = new_engine(counting_model())
+    first = engine.stream([[1]], PARAMS)
     begun = next(first)
-    others = list(streams.open([[5], [6]], PARAMS))
+    others = list(engine.stream([[5], [6]], PARAMS))
     assert sum(event.result is not None for event in others) == 2
     last_of([begun, *first])
 
@@ -56,8 +54,7 @@ def test_one_reader_may_run_to_the_end_before_another_goes_on() -> None:
 def test_closing_a_stream_cancels_its_request_only() -> None:
     target = counting_model()
     engine = new_engine(target)
-    streams = Streams(engine)
-    first, second = streams.open([[1], [2]], PARAMS), streams.open([[5]], PARAMS)
+    first, second = engine.stream([[1], [2]], PARAMS), engine.stream([[5]], PARAMS)
     next(first)
     begun = next(second)
     close(first)
@@ -73,7 +70,7 @@ def close(stream: Iterator[Event]) -> None:
 
 def test_a_stream_that_nobody_reads_submits_nothing() -> None:
     engine = new_engine(counting_model())
-    stream = Streams(engine).open([[1]], PARAMS)
+    stream = engine.stream([[1]], PARAMS)
     assert not engine.has_work
     close(stream)
     assert not engine.has_work
@@ -83,14 +80,14 @@ def test_one_bad_prompt_and_nothing_is_generated() -> None:
     target = counting_model()
     engine = new_engine(target)
     with pytest.raises(PromptError):
-        list(Streams(engine).open([[1], [2], []], PARAMS))
+        list(engine.stream([[1], [2], []], PARAMS))
     assert not engine.has_work
     assert target.cache.slots == []
 
 
 def test_a_request_cancelled_behind_its_stream_ends_it() -> None:
     engine = new_engine(counting_model())
-    stream = Streams(engine).open([[1]], PARAMS)
+    stream = engine.stream([[1]], PARAMS)
     begun = next(stream)
     engine.cancel(begun.request_id)
     result = last_of([begun, *stream]).result
@@ -99,7 +96,7 @@ def test_a_request_cancelled_behind_its_stream_ends_it() -> None:
 
 
 def test_no_prompts_no_events() -> None:
-    assert list(Streams(new_engine(counting_model())).open([], PARAMS)) == []
+    assert list(new_engine(counting_model()).stream([], PARAMS)) == []
 
 
 def test_preparing_a_request_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,4 +112,4 @@ def test_preparing_a_request_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) ->
         return prepare(*args)
 
     monkeypatch.setattr(engine, "prepare", while_another_steps)
-    last_of(list(Streams(engine).open([[1]], PARAMS)))
+    last_of(list(engine.stream([[1]], PARAMS)))

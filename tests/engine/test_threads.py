@@ -13,7 +13,7 @@ import pytest
 
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.text.ngram import NgramDrafter
-from foredraft.engine.drive import Streams
+from foredraft.engine.engine import Engine
 from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
@@ -30,8 +30,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> NativeTarget:
     return NativeTarget.load(directory, new_decoder=EagerDecoder)
 
 
-def read(streams: Streams, prompt: list[int], params: SamplingParams = PARAMS) -> tuple[int, ...]:
-    events = list(streams.open([prompt], params))
+def read(streams: Engine, prompt: list[int], params: SamplingParams = PARAMS) -> tuple[int, ...]:
+    events = list(streams.stream([prompt], params))
     assert events[-1].result is not None
     assert events[-1].result.error is None
     assert tuple(t for event in events for t in event.token_ids) == events[-1].result.token_ids
@@ -40,10 +40,8 @@ def read(streams: Streams, prompt: list[int], params: SamplingParams = PARAMS) -
 
 def test_threads_take_turns_and_each_gets_its_own_text(target: NativeTarget) -> None:
     prompts = [[i + 1, 2, 3, i + 1, 2] for i in range(12)]
-    alone = [read(Streams(new_engine(target, new_decoder=None)), prompt) for prompt in prompts]
-    streams = Streams(
-        new_engine(target, NgramDrafter(min_ngram_size=1), max_batch_size=3, new_decoder=None)
-    )
+    alone = [read(new_engine(target, new_decoder=None), prompt) for prompt in prompts]
+    streams = new_engine(target, NgramDrafter(min_ngram_size=1), max_batch_size=3, new_decoder=None)
     for _ in range(3):
         with ThreadPoolExecutor(6) as pool:
             assert list(pool.map(lambda prompt: read(streams, prompt), prompts)) == alone
@@ -52,7 +50,7 @@ def test_threads_take_turns_and_each_gets_its_own_text(target: NativeTarget) -> 
 
 
 def test_asyncio_threads_as_well(target: NativeTarget) -> None:
-    streams = Streams(new_engine(target, NgramDrafter(), new_decoder=None))
+    streams = new_engine(target, NgramDrafter(), new_decoder=None)
     expected = read(streams, [4, 5, 6])
 
     async def together() -> list[tuple[int, ...]]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from foredraft.core.choices import DrawnChoices
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.proposal import Draft as Builder
+from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.models.table import TableModel
@@ -74,7 +75,7 @@ class Drawn:
     def __call__(
         self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
-        builder = DrawnProposalBuilder(choices, self.replacement)
+        builder = Builder(choices, replacement=self.replacement)
         built: dict[int, int | None] = {ROOT: ROOT}
         texts: dict[int, Tokens] = {ROOT: context}
         for node, parent in enumerate(self.parents[:budget]):
@@ -82,7 +83,7 @@ class Drawn:
             built[node] = None if above is None else builder.draw(above, probs(texts[parent]))
             drawn = built[node]
             if drawn is not None:
-                texts[node] = (*texts[parent], builder.token(drawn))
+                texts[node] = (*texts[parent], builder.tokens[drawn])
         return builder.build()
 
 
@@ -96,13 +97,13 @@ class StopAfterUnlikely:
     def __call__(
         self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
-        builder = DrawnProposalBuilder(choices)
+        builder = Builder(choices, replacement=True)
         parent = ROOT
         for _ in range(min(self.num_draft_tokens, budget)):
             probs_V = probs(context)
             node = builder.draw(parent, probs_V)
             assert node is not None
-            token = builder.token(node)
+            token = builder.tokens[node]
             if float(probs_V[token]) < self.threshold:
                 break
             parent, context = node, (*context, token)
@@ -119,7 +120,7 @@ class StopBeforeFlat:
     def __call__(
         self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
-        builder = DrawnProposalBuilder(choices)
+        builder = Builder(choices, replacement=True)
         parent = ROOT
         for _ in range(min(self.num_draft_tokens, budget)):
             probs_V = probs(context)
@@ -127,7 +128,7 @@ class StopBeforeFlat:
                 break
             node = builder.draw(parent, probs_V)
             assert node is not None
-            parent, context = node, (*context, builder.token(node))
+            parent, context = node, (*context, builder.tokens[node])
         return builder.build()
 
 

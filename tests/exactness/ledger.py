@@ -23,7 +23,7 @@ from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import DrawnChoices
-from foredraft.core.draws import Draw, Wanted
+from foredraft.core.draws import Draw, DrawKey
 from foredraft.core.sampling import Law as TokenLaw
 from foredraft.drafters.model import staged
 from foredraft.engine import fetch as engine_fetch
@@ -174,12 +174,12 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
             :count
         ]
 
-    def rows(logits_NV: Tensor, wanted: Sequence[Wanted]) -> list[Draw | None]:
+    def rows(logits_NV: Tensor, wanted: Sequence[tuple[int, DrawKey]]) -> list[Draw | None]:
         drawn: list[Draw | None] = []
-        for row, seed, position, scale in wanted:
+        for row, (seed, position, scale) in wanted:
             best = int(logits_NV[row].argmax())
             token = argmax(logits_NV[row], seed, position, scale) if scale else best
-            drawn.append(Draw(token, best, float(logits_NV[row, best])))
+            drawn.append(Draw(token, best))
         return drawn
 
     def noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:

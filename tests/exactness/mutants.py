@@ -18,8 +18,6 @@ from torch import Tensor
 from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import (
     DrawnChoices,
-    KeyedDrawnChoices,
-    KeyedVerifyChoices,
     VerifyChoices,
 )
 from foredraft.core.noise import gumbel_noise
@@ -53,8 +51,8 @@ class Parts:
 
     draft: Draft = CHAIN
     rule: Rule = verify
-    draft_choices: Callable[[int, int], DrawnChoices] = KeyedDrawnChoices
-    verify_choices: Callable[[int, int], VerifyChoices] = KeyedVerifyChoices
+    draft_choices: Callable[[int, int], DrawnChoices] = DrawnChoices
+    verify_choices: Callable[[int, int], VerifyChoices] = VerifyChoices
     law: Callable[[Tensor, SamplingParams], Law] = law_of
     new_cache: Callable[[], TokenCache] = TokenCache
     params: SamplingParams = DRAWN
@@ -64,8 +62,8 @@ class Parts:
         """Let the engine's step use these parts."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_policy, "verify", self.rule)
-            patch.setattr(drafters_base, "KeyedDrawnChoices", self.draft_choices)
-            patch.setattr(engine_turn, "KeyedVerifyChoices", self.verify_choices)
+            patch.setattr(drafters_base, "DrawnChoices", self.draft_choices)
+            patch.setattr(engine_turn, "VerifyChoices", self.verify_choices)
             # Draws for all rows at once bypass these parts.
             patch.setattr(engine_fetch, "draw_rows", lambda _, wanted: [None] * len(wanted))
             patch.setattr(
@@ -282,7 +280,7 @@ def siblings_sorted(proposal: Proposal) -> Proposal:
 # Mistakes of the random streams -------------------------------------------------------------
 
 
-class SharedStream(KeyedDrawnChoices):
+class SharedStream(DrawnChoices):
     """Draws a draft token with the number that will decide its acceptance."""
 
     def draw(self, probs_V: Tensor, index: int) -> int:
@@ -293,11 +291,11 @@ class SharedStream(KeyedDrawnChoices):
         return int(draw_token(probs_V, number))
 
 
-class ReusedNumbers(KeyedDrawnChoices):
+class ReusedNumbers(DrawnChoices):
     """Keys a draft token by its absolute position: drafted again, it gets the old number."""
 
     def draw(self, probs_V: Tensor, index: int) -> int:
-        return KeyedDrawnChoices(self.seed, self.num_tokens + index).draw(probs_V, 0)
+        return DrawnChoices(self.seed, self.num_tokens + index).draw(probs_V, 0)
 
 
 # Mistakes of the shared noise ---------------------------------------------------------------
@@ -309,21 +307,21 @@ def _best(probs_V: Tensor, seed: int, position: int) -> int:
     return int(argmax(probs_V.log(), seed, position, 1.0))
 
 
-class NoiseForTwo(KeyedVerifyChoices):
+class NoiseForTwo(VerifyChoices):
     """Takes the noise of one position at the next one as well."""
 
     def draw_target(self, law: Law, depth: int) -> int:
         return _best(law.probs_V, self.seed, (self.num_tokens + depth) // 2)
 
 
-class NoiseOfTheStep(KeyedVerifyChoices):
+class NoiseOfTheStep(VerifyChoices):
     """Takes the noise of the step's first position at all of them."""
 
     def draw_target(self, law: Law, depth: int) -> int:
         return _best(law.probs_V, self.seed, self.num_tokens)
 
 
-class NoiseRenormalised(KeyedVerifyChoices):
+class NoiseRenormalised(VerifyChoices):
     """Gives the noise of the tokens that a filter has left its mean and spread back."""
 
     def draw_target(self, law: Law, depth: int) -> int:
@@ -334,14 +332,14 @@ class NoiseRenormalised(KeyedVerifyChoices):
         return int(kept[(law.probs_V[kept].log() + noise_M).argmax()])
 
 
-class DrawnWithTheNoise(KeyedDrawnChoices):
+class DrawnWithTheNoise(DrawnChoices):
     """Draws a chain for the ratio test with the noise that is for choosing."""
 
     def draw(self, probs_V: Tensor, index: int) -> int:
         return _best(probs_V, self.seed, self.num_tokens + index)
 
 
-class CorrectedWithTheNoise(KeyedVerifyChoices):
+class CorrectedWithTheNoise(VerifyChoices):
     """After the ratio test of one token draws as the target would: with the position's noise."""
 
     def __init__(self, seed: int, num_tokens: int) -> None:

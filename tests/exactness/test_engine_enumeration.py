@@ -14,8 +14,8 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
-from foredraft.core.choices import KeyedSharedChoices
-from foredraft.core.draws import Draw, Wanted, draw_rows
+from foredraft.core.choices import SharedChoices
+from foredraft.core.draws import Draw, DrawKey, draw_rows
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
@@ -112,8 +112,8 @@ def test_drafts_are_chosen_with_the_number_of_the_draw(name: str) -> None:
                 if seed is not None:
                     patch.setattr(
                         drafters_base,
-                        "KeyedSharedChoices",
-                        lambda _, *rest: KeyedSharedChoices(seed, *rest),
+                        "SharedChoices",
+                        lambda _, *rest: SharedChoices(seed, *rest),
                     )
                 (result,) = generate(w.target(), DRAFTERS[name](w), 3, [(PROMPT, SEEDED)])
             return result.stats.accepted
@@ -156,8 +156,10 @@ def test_no_key_is_used_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(keyed_choices, "keyed_uniform", recorded)
 
-    def recorded_rows(logits_NV: Tensor, wanted: Sequence[Wanted]) -> list[Draw | None]:
-        used.extend(("noise", row.seed, row.position) for row in wanted)
+    def recorded_rows(
+        logits_NV: Tensor, wanted: Sequence[tuple[int, DrawKey]]
+    ) -> list[Draw | None]:
+        used.extend(("noise", key.seed, key.position) for _, key in wanted)
         return draw_rows(logits_NV, wanted)
 
     monkeypatch.setattr(keyed_choices, "gumbel_argmax", recorded_noise)

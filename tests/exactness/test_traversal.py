@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foredraft.core import verify
-from foredraft.core.choices import DrawnChoices, KeyedDrawnChoices, KeyedVerifyChoices
-from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.choices import DrawnChoices, VerifyChoices
+from foredraft.core.proposal import Draft, Proposal
 from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT
 from foredraft.core.verify import verify_block, verify_traversal
@@ -40,16 +40,16 @@ class Grown:
     def __call__(
         self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
-        builder = DrawnProposalBuilder(choices, self.replacement)
+        builder = Draft(choices, replacement=self.replacement)
         parent, text = ROOT, context
         for _ in range(min(self.num_nodes, budget)):
             probs_V = probs(text)
             node = builder.draw(parent, probs_V)
             if node is None:
                 break
-            if float(probs_V[builder.token(node)]) > 0.4:
-                parent, text = node, (*text, builder.token(node))
-            elif builder.token(node) == 0:  # back to the root: the order of drawing is mixed up
+            if float(probs_V[builder.tokens[node]]) > 0.4:
+                parent, text = node, (*text, builder.tokens[node])
+            elif builder.tokens[node] == 0:  # back to the root: the order of drawing is mixed up
                 parent, text = ROOT, context
         return builder.build()
 
@@ -69,8 +69,8 @@ def test_on_a_chain_it_is_block_verification(kind: str) -> None:
     w = world(kind, 4)
     target, draft = Probs(w.target(), PLAIN), Probs(w.draft(), PLAIN)
     for seed in range(200):
-        proposal = Drawn((ROOT, 0, 1, 2))((), draft, KeyedDrawnChoices(seed, 0), 4)
-        probs, choices = TreeProbs(target.law, (), proposal.tree), KeyedVerifyChoices(seed, 0)
+        proposal = Drawn((ROOT, 0, 1, 2))((), draft, DrawnChoices(seed, 0), 4)
+        probs, choices = TreeProbs(target.law, (), proposal.tree), VerifyChoices(seed, 0)
         assert verify_traversal(proposal, probs, choices) == verify_block(proposal, probs, choices)
 
 
@@ -90,8 +90,8 @@ def test_a_wide_vocabulary_in_float32() -> None:
     """Weights stay probabilities where a softmax sums to one only roughly."""
     generator = torch.Generator().manual_seed(3)
     for seed in range(50):
-        choices, verify_choices = KeyedDrawnChoices(seed, 0), KeyedVerifyChoices(seed, 0)
-        builder = DrawnProposalBuilder(choices, replacement=False)
+        choices, verify_choices = DrawnChoices(seed, 0), VerifyChoices(seed, 0)
+        builder = Draft(choices, replacement=False)
         logits_NV = torch.randn(7, 2000, generator=generator)
         for node, parent in enumerate((ROOT, ROOT, 0, 0, 1, 3)):
             same = {ROOT: 0, 0: 1, 1: 2, 3: 3}[parent]

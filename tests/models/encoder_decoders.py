@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from foredraft.core.rules.bans import ModelBans
-from foredraft.models.base import Capabilities, Encoder, RowScores, ScoreRow
+from foredraft.models.base import Capabilities, Encoder, ScoreRow, Scores
 from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
 from foredraft.models.table import TableModel
 from tests.models.checkpoints import VOCAB_SIZE
@@ -90,7 +90,7 @@ class SourceTable(TableModel):
         )
         self._source: tuple[int, ...] = ()
 
-    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
+    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> Scores:
         self._source = row.source.token_ids if row.source else ()
         return super()._score_row(row, taps)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.core.draws import DrawKey, Wanted, draw_rows
+from foredraft.core.draws import DrawKey, draw_rows
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
@@ -54,15 +54,13 @@ def test_a_forward_draws_what_its_logits_give(checkpoint: Path, num_threads: int
     asked = rows(model)
     scores = model.score(asked)
     wanted = [
-        Wanted(place, row.draw.seed, row.draw.position + ahead, row.draw.scale)
+        (place, row.draw.ahead(ahead))
         for row, places in zip(asked, scores.heads, strict=True)
         if row.draw
         for ahead, place in enumerate(places if row.tree.is_chain else places[:1])
     ]
     assert len(wanted) == 4 + 3  # of the chain behind each node
-    drawn = dict(
-        zip([each.row for each in wanted], draw_rows(scores.logits_NV, wanted), strict=True)
-    )
+    drawn = dict(zip([row for row, _ in wanted], draw_rows(scores.logits_NV, wanted), strict=True))
     assert scores.draws == [drawn.get(place) for place in range(len(scores.logits_NV))]
 
 

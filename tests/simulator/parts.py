@@ -20,7 +20,7 @@ from foredraft.core.record import StepRecord
 from foredraft.core.traits import OWN, DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow, Observation
-from foredraft.models.base import RowScores, ScoreRow, Scores
+from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
 
 VOCAB_SIZE = 8
@@ -81,7 +81,7 @@ class SimTarget(TableModel):
             self._dice.interrupt()
         return super().score(rows, taps)
 
-    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
+    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> Scores:
         scores = super()._score_row(row, taps)
         if isinstance(self.cache, SimCache) and self.cache.spoils(row.slot):
             scores.logits_NV.fill_(torch.nan)

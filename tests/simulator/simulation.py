@@ -97,10 +97,10 @@ class Simulation:
         )
         self.engine = Engine(self.target, self.policies[0], options)
         # Small replies are to run out of memory, too.
-        self.places = self.engine._places
+        self.places = self.engine._slots
         self.places._headroom = dice.choice([0, 0, 5, 64])
-        self._open, self._close = self.places.open, self.places.close
-        self.places.open, self.places.close = self._checked_open, self._checked_close  # type: ignore[method-assign]
+        self._open, self._close = self.places.begin, self.places.end
+        self.places.begin, self.places.end = self._checked_open, self._checked_close  # type: ignore[method-assign]
         self.left: list[tuple[str | None, list[int]]] = []
         """Texts that requests have left in the cache, and whose they are."""
         self.distrusted: set[int] = set()
@@ -108,7 +108,7 @@ class Simulation:
         """Requests of an interrupted step whose entries are not those that they count."""
         self.complaint = ""  # a trace that raises is only switched off
         self._stepping: Policy | None = None
-        self.all_is_kept = self.memory is None and self.places.prefixes.enabled
+        self.all_is_kept = self.memory is None and self.places.enabled
         self.asked: dict[int, Asked] = {}
         self.live: set[int] = set()
         self.num_steps = 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from foredraft.cache.paged import PagedCache
-from foredraft.cache.prefix import PrefixCache
+from foredraft.core.proposal import NOT_READY
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine
 from foredraft.engine.request import Request
@@ -64,7 +64,7 @@ def test_it_notices_a_slot_that_is_not_given_back(monkeypatch: pytest.MonkeyPatc
     def close(self: SlotManager, row: Request) -> None:
         row.slot, row.num_cached = -1, 0
 
-    monkeypatch.setattr(SlotManager, "close", close)
+    monkeypatch.setattr(SlotManager, "end", close)
     assert notices()
 
 
@@ -89,7 +89,7 @@ def test_it_notices_drafts_that_are_counted_and_were_not_asked_for(
     def counting(self: Drafting, batch: Sequence[Turn]) -> None:
         propose(self, batch)
         for turn in batch:
-            turn.budget = turn.allowed
+            turn.nodes = turn.nodes._replace(asked=turn.nodes.allowed)
 
     monkeypatch.setattr(Drafting, "propose", counting)
     assert notices()
@@ -98,15 +98,15 @@ def test_it_notices_drafts_that_are_counted_and_were_not_asked_for(
 def test_it_notices_a_drafter_that_is_not_ready_and_counts_as_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("foredraft.engine.drafting.NOT_READY", None)
+    monkeypatch.setitem(vars(NOT_READY), "is_ready", True)
     assert notices()
 
 
 def test_it_notices_guesses_in_what_others_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries that a drafter leaves behind the text, on the target's own cache."""
-    note = PrefixCache.note
+    note = SlotManager.note
 
-    def hasty(self: PrefixCache, slot: int, tokens: Sequence[int]) -> None:
+    def hasty(self: SlotManager, slot: int, tokens: Sequence[int]) -> None:
         cache = self._cache
         assert isinstance(cache, PagedCache)
         state, length = cache.slot(slot), cache.length(slot)
@@ -115,7 +115,7 @@ def test_it_notices_guesses_in_what_others_begin_with(monkeypatch: pytest.Monkey
         note(self, slot, tokens)
         state.length = length
 
-    monkeypatch.setattr(PrefixCache, "note", hasty)
+    monkeypatch.setattr(SlotManager, "note", hasty)
     assert notices(first=200)  # few schedules are short of memory just there
 
 
@@ -135,15 +135,15 @@ def test_it_notices_a_row_that_nobody_drafts_for_after_a_preemption(
 def test_it_notices_a_text_that_is_kept_only_as_far_as_a_drafter_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    release = PrefixCache.release
+    release = SlotManager.release
 
-    def covered(self: PrefixCache, slot: int, tokens: Sequence[int]) -> None:
+    def covered(self: SlotManager, slot: int, tokens: Sequence[int]) -> None:
         cache = self._cache
         assert isinstance(cache, PagedCache)
         held = min((layers.covered(slot) for layers in cache._layers), default=len(tokens))
         release(self, slot, tokens[:held])
 
-    monkeypatch.setattr(PrefixCache, "release", covered)
+    monkeypatch.setattr(SlotManager, "release", covered)
     assert notices()
 
 

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.proposal import Draft, Proposal
 from foredraft.core.record import StepTimes
 from foredraft.core.tree import ROOT, TokenTree
+from foredraft.core.verify import recorded, verify
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM
@@ -54,7 +55,7 @@ class Counting(BaseDrafter):
         last = row.tokens[-1]
         tokens = [(last + 1 + i) % 10 for i in range(row.budget)]
         if row.params.coupling == "drawn":
-            builder = DrawnProposalBuilder(row.choices)  # type: ignore[arg-type]
+            builder = Draft(row.choices, replacement=True)  # type: ignore[arg-type]
             node = ROOT
             for token in tokens:
                 probs_V = torch.full((10,), 0.05)
@@ -88,8 +89,9 @@ def run(path: Path | None, budget: int = 4, **params: object) -> GenerationResul
             FixedBudget(budget),
             new_decoder=Letters().new_decoder,
             trace=trace,
-            keeps_evidence=trace is not None,
         )
+        if trace is not None:
+            engine._policy.rule = recorded(verify)
         engine.submit(PROMPT, given)
         *_, last = engine.run()
         assert last.result is not None

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from foredraft.core.choices import Choice, DrawnChoices
+from foredraft.core.draws import Array
 from foredraft.core.named import NamedLaws, NamedTokens
-from foredraft.core.noise import Array
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import DraftRow
 from foredraft.kernels.build import KernelUnavailable, load_library

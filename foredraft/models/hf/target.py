@@ -26,7 +26,6 @@ from foredraft.models.base import (
     Capabilities,
     HeadWeights,
     Join,
-    RowScores,
     ScoreRow,
     Scores,
     check_taps,
@@ -174,7 +173,7 @@ class HFTarget:
             self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
         return Scores.of([self._score_row(row, taps) for row in rows])
 
-    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
+    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> Scores:
         plan = plan_forward([row], [self.cache.length(row.slot)])
         last = self._num_layers - 1
         with self._parts.last_output() if last in taps and self._parts else nullcontext() as caught:
@@ -188,7 +187,7 @@ class HFTarget:
         logits_TV = output.logits[0]
         logits_NV = logits_TV[len(logits_TV) - len(plan.heads) :].float()
         states = [*output.hidden_states[1:-1], *(caught or ())] if taps else []
-        return RowScores(logits_NV, {i: states[i][0] for i in taps})
+        return Scores.of_row(logits_NV, {i: states[i][0] for i in taps})
 
     def _decoder_config(self, model: Any) -> Any:
         return model.config.get_text_config(decoder=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.cache.store import Entries
-from foredraft.core.draws import DrawKey, Wanted
+from foredraft.core.draws import DrawKey
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
@@ -126,9 +126,9 @@ class NativeLowBitCopy:
         # All are drawn: what may win has the head's own logits then, and not those of the screen.
         keys = [row.draw or _LIKELIEST for row in rows]
         wanted = [
-            Wanted(place, key.seed, key.position + ahead, key.scale)
+            (logits_row, key.ahead(depth))
             for key, heads in zip(keys, plan.row_heads, strict=True)
-            for ahead, place in enumerate(heads)
+            for depth, logits_row in enumerate(heads)
         ]
         return scored(self._decoder, plan, cache, wanted)
 

@@ -141,7 +141,7 @@ class FusedDecoder:
             described.rounds_taps = not plan.is_beginning
             _point_to_entries(described, plan, cache)
             if plan.draws is not None:
-                described.num_draws, described.draws = len(plan.draws.rows), plan.draws.rows
+                described.num_draws, described.draws = len(plan.draws), plan.draws
             self._call(described)
         return logits_NV, tapped
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.cache.store import Entries
-from foredraft.core.draws import Draw, DrawRows, Wanted
+from foredraft.core.draws import Draw, DrawKey, draw_array, found_draws
 from foredraft.core.errors import CapabilityError
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Scores, Target
@@ -543,16 +543,16 @@ def scored(
     decoder: Decoder,
     plan: ForwardPlan,
     cache: Entries,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[tuple[int, DrawKey]],
     taps: Sequence[int] = (),
 ) -> Scores:
     """Run a plan, and draw what is wanted where the decoder does that."""
     if decoder.draws and wanted:
-        plan = replace(plan, draws=DrawRows(wanted))
+        plan = replace(plan, draws=draw_array(wanted))
     logits_NV, tapped = decoder.forward(plan, cache, taps)
     draws: list[Draw | None] | None = None
     if plan.draws:
         draws = [None] * len(plan.heads)
-        for one, draw in zip(wanted, plan.draws.found(), strict=True):
-            draws[one.row] = draw
+        for (logits_row, _), draw in zip(wanted, found_draws(plan.draws), strict=True):
+            draws[logits_row] = draw
     return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), draws)

@@ -8,6 +8,7 @@ Shape legend: T tokens of the forward, H tokens whose logits are wanted, E hidde
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
-from foredraft.core.draws import DrawRows
+from foredraft.core.draws import DrawRow
 from foredraft.models.base import ScoreRow
 
 
@@ -54,7 +55,7 @@ class ForwardPlan:
     row_heads: list[range] = field(default_factory=list)
     layers: range | None = None
     hidden_TE: Tensor | None = None
-    draws: DrawRows | None = None
+    draws: ctypes.Array[DrawRow] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -12,7 +12,6 @@ from torch import Tensor
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
-from foredraft.core.draws import Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
@@ -140,10 +139,10 @@ class NativeTarget:
         to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
         # Of a tree few nodes will be looked at, and nearly all of a chain.
         wanted = [
-            Wanted(place, row.draw.seed, row.draw.position + ahead, row.draw.scale)
+            (logits_row, row.draw.ahead(depth))
             for row, heads in zip(rows, plan.row_heads, strict=True)
             if row.draw is not None
-            for ahead, place in enumerate(heads if row.tree.is_chain else heads[:1])
+            for depth, logits_row in enumerate(heads if row.tree.is_chain else heads[:1])
         ]
         scores = scored(self.decoder, plan, self.cache, wanted, to_run)
         if len(to_run) == len(taps):

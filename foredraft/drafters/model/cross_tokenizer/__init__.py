@@ -99,7 +99,7 @@ class SharedTokens:
 
 
 @dataclass(frozen=True)
-class _RenamedChoices:
+class _RenamedChoices(SharedChoices):
     """Choices in the draft model's ids, with the noise of the target's."""
 
     choices: SharedChoices
