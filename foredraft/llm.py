@@ -253,10 +253,11 @@ class LLM:
 
     def policy_for(self, params: SamplingParams) -> Policy:
         """The policy of a request. With a prediction, its drafter reads the prediction."""
-        uses_it = drafter_spec(self.drafter_name).uses_prediction(self.options.drafter_options)
         is_named = params.speculation not in ("auto", FOR_PREDICTIONS)
-        stays = uses_it or is_named or self.policy.is_apart or not self.policy.drafters
+        stays = is_named or self.policy.is_apart or not self.policy.drafters
         if params.prediction is None or stays:
+            return self.policy
+        if drafter_spec(self.drafter_name).uses_prediction(self.options.drafter_options):
             return self.policy
         if self._for_predictions is None:
             options = replace(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -78,21 +78,17 @@ class DraftRow:
         seed: int = 0,
         *,
         rules: Rules | None = None,
-        prices: Prices = USUAL_PRICES,
-        slot: int = -1,
-        tenant: str | None = None,
-        num_cached: int = 0,
-        source: Source | None = None,
-        stop_ids: frozenset[int] = frozenset(),
+        **more: Any,
     ) -> DraftRow:
-        """A row with the choices that its coupling allows, keyed by its seed and length."""
+        """A row with the choices that its coupling allows, keyed by its seed and length.
+
+        Args:
+            more: further attributes.
+        """
         params = params or SamplingParams()
         choices = draft_choices(params, seed, len(tokens))
         rules = rules or SamplingRules(params)
-        return cls(
-            *(request_id, tokens, params, budget, choices, rules),
-            *(prices, slot, tenant, num_cached, source, stop_ids),
-        )
+        return cls(request_id, tokens, params, budget, choices, rules, **more)
 
     @property
     def context(self) -> Sequence[int]:

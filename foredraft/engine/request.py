@@ -193,15 +193,6 @@ Reader = Callable[[Event], None]
 """Takes one request's events on the thread that steps. It must be quick and must not raise."""
 
 
-@dataclass
-class _Sent:
-    """Counts of ids, accepted and drafted tokens that a request's events have carried."""
-
-    num_ids: int = 0
-    num_accepted: int = 0
-    num_drafted: int = 0
-
-
 @dataclass(eq=False)
 class Request:
     """One reply to one prompt, from its arrival to its end.
@@ -276,7 +267,7 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     prompt_logprobs: PromptLogprobs | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _sent: _Sent = field(default_factory=_Sent)
+    _sent: tuple[int, int, int] = (0, 0, 0)  # ids, accepted, drafted in its events so far
 
     def __post_init__(self) -> None:
         self.draft_params = replace(self.params, seed=None)
@@ -360,7 +351,7 @@ class Request:
         self.text.take()
         self.index, self.logprobs = so_far.index, [*so_far.logprobs]
         self.stats = replace(so_far.stats, committed=num_tokens, drafters={})
-        self._sent = _Sent(num_tokens, self.stats.accepted, self.stats.drafted)
+        self._sent = num_tokens, self.stats.accepted, self.stats.drafted
 
     def completes(self, token: int, is_drafted: bool) -> bool:
         """Take in the text of the last token; True when it ends the reply."""
@@ -370,16 +361,19 @@ class Request:
         return self.text.push(token, is_drafted) or self.rules.is_complete(self.tokens)
 
     def draft_row(
-        self, budget: int = 0, prices: Prices = USUAL_PRICES, num_cached: int | None = None
+        self,
+        budget: int = 0,
+        prices: Prices = USUAL_PRICES,
+        num_cached: int | None = None,
+        spare: int = 0,
     ) -> DraftRow:
         """The request as a drafter sees it.
 
         Args:
-            budget: most nodes to draft.
-            prices: what nodes cost.
+            budget, prices, spare: see `DraftRow`.
             num_cached: tokens that will not be observed; None: those that the cache holds.
         """
-        row = DraftRow.of(
+        return DraftRow.of(
             self.request_id,
             TextView(self.tokens),
             self.draft_params,
@@ -392,8 +386,9 @@ class Request:
             num_cached=self.num_cached if num_cached is None else num_cached,
             source=self.draft_source,
             stop_ids=self.stop_ids,
+            spare=spare,
+            shares=self.options.prefix_caching,
         )
-        return row if self.options.prefix_caching else replace(row, shares=False)
 
     def fail(self, error: Exception) -> None:
         """End only this request with an error. Committed tokens stay; a finished request is not
@@ -435,24 +430,23 @@ class Request:
 
     def take_event(self) -> Event:
         """The news since the last event. The last event of a finished request has its result."""
-        sent, stats = self._sent, self.stats
-        ids = tuple(self.tokens[self.num_prompt + sent.num_ids :])
-        is_first = bool(ids) and not sent.num_ids and self.prompt_logprobs is not None
-        event = Event(
+        (num_sent, num_accepted, num_drafted), stats = self._sent, self.stats
+        ids = tuple(self.tokens[self.num_prompt + num_sent :])
+        is_first = bool(ids) and not num_sent and self.prompt_logprobs is not None
+        self._sent = num_sent + len(ids), stats.accepted, stats.drafted
+        return Event(
             self.request_id,
             ids,
-            stats.accepted - sent.num_accepted,
+            stats.accepted - num_accepted,
             tuple(self.text.take(final=self.is_over)),
             self.num_prompt_read,
             tuple(self.logprobs[-len(ids) :]) if ids and self.logprobs else (),
             self._result() if self.is_over else None,
             self.parent_id,
             self.index,
-            stats.drafted - sent.num_drafted,
+            stats.drafted - num_drafted,
             self._logprobs_of_prompt() if is_first else None,
         )
-        self._sent = _Sent(sent.num_ids + len(ids), stats.accepted, stats.drafted)
-        return event
 
     def _result(self) -> GenerationResult:
         """The result so far."""

@@ -21,12 +21,6 @@ def step(
 
     At least one token for every row that reads all of its pending ones.
 
-    Args:
-        target: the model whose text it is.
-        drafting: asks controllers and drafters.
-        batch: the rows of the step.
-        clock: seconds, for the times of its parts.
-
     Raises:
         CacheFullError: there is no room for the entries; nothing has been drafted or read.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -122,8 +122,8 @@ class Turn:
 
     def draft_row(self, num_forced: int = 0) -> DraftRow:
         """The row as its drafter sees it, behind this many forced tokens."""
-        row = self.request.draft_row(self.nodes.asked - num_forced, self.prices)
-        return replace(row, spare=self.nodes.spare) if self.nodes.spare else row
+        budget = self.nodes.asked - num_forced
+        return self.request.draft_row(budget, self.prices, spare=self.nodes.spare)
 
     def score_row(self) -> ScoreRow:
         """Its part of the forward."""

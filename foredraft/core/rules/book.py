@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
@@ -29,14 +29,14 @@ class RuleBook:
     Attributes:
         vocab_size: of the model.
         encode: text to ids without special tokens around it; None: there is no tokenizer.
-        new_matcher: makes the matcher of a grammar; None: likewise.
-        model_bans: tokens that the model's own generation config rules out.
+        new_matcher: makes the matcher of a grammar; None: there is no tokenizer.
+        model_bans: tokens that the model's own generation config rules out; None: none.
     """
 
     vocab_size: int
     encode: Callable[[str], Sequence[int]] | None = None
     new_matcher: Callable[[Grammar], Matcher] | None = None
-    model_bans: ModelBans = field(default_factory=ModelBans)
+    model_bans: ModelBans | None = None
 
     def rules(
         self, params: SamplingParams, num_prompt: int = 0, stop_ids: Iterable[int] = ()
@@ -56,19 +56,17 @@ class RuleBook:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("stop_token_ids", params.stop_token_ids)
         stops = frozenset(stop_ids)
-        found = RowRules(
-            params,
-            num_prompt,
-            Bias(params.logit_bias) if params.logit_bias else None,
-            Penalties(params, num_prompt) if Penalties.are_in(params) else None,
-            self._bans(params, stops),
-            self._grammar(params, stops, num_prompt),
-        )
-        is_plain = not (found.bias or found.penalties or found.bans)
-        return SamplingRules(params) if is_plain else found
+        bias = Bias(params.logit_bias) if params.logit_bias else None
+        penalties = Penalties(params, num_prompt) if Penalties.are_in(params) else None
+        bans, grammar = self._bans(params, stops), self._grammar(params, stops, num_prompt)
+        if bias or penalties or bans or grammar:
+            return RowRules(params, num_prompt, bias, penalties, bans, grammar)
+        return SamplingRules(params)
 
     def _bans(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[Ban]:
-        bans: list[Ban] = [*self.model_bans.of_reply(params.max_tokens)]
+        bans: list[Ban] = [
+            *(self.model_bans.of_reply(params.max_tokens) if self.model_bans else ())
+        ]
         if params.allowed_token_ids is not None:
             bans.append(AllowedTokens(params.allowed_token_ids, self.vocab_size))
         if params.bad_words:

@@ -1,0 +1,127 @@
+"""The core path has few names, and the page that walks along it lists them all.
+
+What is counted, and why so: a real `LLM.generate` runs on tables, with the suffix drafter and a
+fixed budget, and every class of foredraft is noted whose code runs, or of which an object is made,
+until the last token is committed. So no name can be left out because it was forgotten. Two kinds of
+names are not counted. What runs inside a call of a *seam* (a target, a cache, a drafter, a
+controller) is behind it: a reader of the path needs the seam alone, which counts as one name. And
+locks, paths and compilers of `system` and `kernels` are what Python's own library is to others.
+Functions are read where they stand; three of them are stations of the token, and count.
+
+Names are of two kinds. *Parts* do something and change; *records* are plain data that parts hand to
+each other (frozen dataclasses and named tuples), and are read in a minute.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import is_dataclass
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from foredraft.cache.base import Cache
+from foredraft.cache.paged import PagedCache
+from foredraft.control.base import Controller
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.params import SamplingParams
+from foredraft.drafters.base import BaseDrafter, Drafter
+from foredraft.llm import LLM
+from foredraft.models.base import Target
+from foredraft.models.table import TableModel
+from foredraft.options import LoadOptions
+from tests.docs.pages import REPO
+
+PAGE = REPO / "docs" / "understand" / "life-of-a-token.md"
+GLOSSARY = REPO / "docs" / "understand" / "glossary.md"
+SEAMS: dict[type, type] = {
+    TableModel: Target,
+    PagedCache: Cache,
+    BaseDrafter: Drafter,
+    FixedBudget: Controller,
+}
+"""The implementations that the run has, and their seams."""
+STATIONS = {"step", "fetch", "verify"}
+WIRED = {"Policy"}
+"""Data that was put together before the run, and that the path reads."""
+MOST_PARTS, MOST_NAMES = 22, 44
+"""At revision 88f81de, counted in the same way, there were 27 parts and 53 names."""
+
+
+class Touched:
+    """A profiler: the classes of foredraft that calls touch, outside of seams."""
+
+    def __init__(self) -> None:
+        self.classes: set[type] = set()
+        self._inside: list[bool] = []
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "return" and self._inside:
+            self._inside.pop()
+        if event != "call":
+            return
+        owner = _owner(frame)
+        is_inside = bool(self._inside) and self._inside[-1]
+        seam = next(
+            (seam for kind, seam in SEAMS.items() if owner and issubclass(owner, kind)), None
+        )
+        if owner is not None and not is_inside:
+            self.classes.add(seam or owner)
+        self._inside.append(is_inside or seam is not None)
+
+
+def _owner(frame: FrameType) -> type | None:
+    """The class of foredraft whose method, constructor included, a frame runs."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    if not names or names[0] not in ("self", "cls", "_cls"):
+        return None
+    first: Any = frame.f_locals[names[0]]
+    kind = first if isinstance(first, type) else type(first)
+    found = next((each for each in kind.__mro__ if each.__module__.startswith("foredraft.")), None)
+    is_infrastructure = found and found.__module__.split(".")[1] in ("system", "kernels")
+    return None if is_infrastructure else found
+
+
+@pytest.fixture(scope="module")
+def touched() -> dict[str, type]:
+    llm = LLM(TableModel.random(9, seed=1), None, LoadOptions(drafter="suffix", num_draft_tokens=4))
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
+    profiler = Touched()
+    sys.setprofile(profiler)
+    try:
+        (result,) = llm.generate([[1, 2, 3, 1, 2, 3]], params)
+    finally:
+        sys.setprofile(None)
+    assert result.stats.drafted > result.stats.accepted > 0
+    return {kind.__name__: kind for kind in profiler.classes}
+
+
+def is_record(kind: type) -> bool:
+    return (is_dataclass(kind) and kind.__dataclass_params__.frozen) or issubclass(kind, tuple)  # type: ignore[attr-defined]
+
+
+def listed(heading: str) -> set[str]:
+    """The names in the first column of the table under a heading of the page."""
+    section = PAGE.read_text().partition(f"### {heading}\n")[2].partition("\n#")[0]
+    return set(re.findall(r"^\| \[`(\w+)`\]", section, re.MULTILINE))
+
+
+def test_the_page_lists_the_names_of_the_core_path(touched: dict[str, type]) -> None:
+    records = {name for name, kind in touched.items() if is_record(kind)}
+    parts = touched.keys() - records | STATIONS | WIRED
+    assert listed("Parts") == parts
+    assert listed("Records") == records
+
+
+def test_they_are_few(touched: dict[str, type]) -> None:
+    records = {name for name, kind in touched.items() if is_record(kind)}
+    names = touched.keys() | STATIONS | WIRED
+    assert len(names - records) <= MOST_PARTS, sorted(names - records)
+    assert len(names) <= MOST_NAMES, sorted(names)
+
+
+def test_each_is_in_the_glossary(touched: dict[str, type]) -> None:
+    text = GLOSSARY.read_text()
+    assert not [name for name in sorted(touched) if f"`{name}`" not in text]
