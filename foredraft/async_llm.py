@@ -16,6 +16,7 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.engine.drive import EngineThread
+from foredraft.engine.engine import Engine
 from foredraft.engine.policy import Policy
 from foredraft.engine.proof import LiveProof
 from foredraft.engine.request import Event, GenerationResult, ReplySoFar, Request, RequestOptions
@@ -172,7 +173,8 @@ class AsyncLLM:
         proof: results of the proofs so far; None: no proofs are made.
 
     Raises:
-        ConfigError: ``max_waiting`` or ``prove_every`` is not a whole number, 0 or more.
+        ConfigError: ``max_waiting`` or ``prove_every`` is not a whole number, 0 or more, or another
+            `AsyncLLM` proves the steps of this LLM.
     """
 
     def __init__(
@@ -192,15 +194,16 @@ class AsyncLLM:
         self._post = _Post()
         self.proof: LiveProof | None = None
         if prove_every:
+            if llm.engine.proof is not None:
+                raise ConfigError("another AsyncLLM proves the steps of this LLM; close it first")
             plain = Policy(FixedBudget(0, drafter=None), is_apart=True)
-            self.proof = LiveProof(llm.engine, plain, prove_every, on_proof)
-        llm.engine.proof = self.proof
+            self.proof = llm.engine.proof = LiveProof(llm.engine, plain, prove_every, on_proof)
         idle = self.proof.advance if self.proof else lambda: None
         self._worker = EngineThread(llm.engine, llm.policy, self._post.send, idle)
         if self.proof is not None:
             self.proof.wake = self._worker.wake
         # Also when the interpreter ends: a thread in the middle of a step would be cut off.
-        self._stop = weakref.finalize(self, self._worker.stop)
+        self._stop = weakref.finalize(self, _stop, self._worker, llm.engine, self.proof)
 
     @classmethod
     def load(
@@ -379,3 +382,10 @@ class AsyncLLM:
             own = replace(options, policy=options.policy or self.llm.policy_for(params))
             requests += self.llm.engine.prepare(self.llm.encode(prompt), params, own)
         return requests
+
+
+def _stop(worker: EngineThread, engine: Engine, proof: LiveProof | None) -> None:
+    """End the thread. Without it nothing is proven, and nothing may be queued for it."""
+    if proof is not None and engine.proof is proof:
+        engine.proof = None
+    worker.stop()

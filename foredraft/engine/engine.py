@@ -321,7 +321,7 @@ class Engine:
         usage, prefixes = self._target.cache.usage, self._slots.stats
         return replace(
             self._stats,
-            running=len(self._scheduler.running),
+            running=sum(not self._is_proof(request) for request in self._scheduler.running),
             waiting=self._scheduler.num_waiting,
             finished=dict(self._stats.finished),
             cache_tokens=usage.used,
@@ -501,11 +501,16 @@ class Engine:
         self._slots.end(request)
 
     def _report(self, batch: Sequence[Turn], record: StepRecord) -> None:
-        """Report a step to costs, totals, traces and controllers, unless it is a proof's own."""
+        """Report a step to costs, totals, traces and controllers, without a proof's own row."""
         if self.proof is not None:
-            if self.proof.owns(batch):
-                return
             self.proof.see(batch)
+            pairs = zip(batch, record.rows, strict=True)
+            record = replace(
+                record, rows=tuple(row for turn, row in pairs if not self._is_proof(turn.request))
+            )
+            batch = [turn for turn in batch if not self._is_proof(turn.request)]
+            if not batch:
+                return
         stats, num_waiting = self._stats, self._scheduler.num_waiting
         num_preempted = stats.preemptions - self._num_reported
         self._num_reported = stats.preemptions
@@ -542,7 +547,11 @@ class Engine:
         self._drafting.forget(request)
         if request.options.session is not None:
             request.options.session.is_busy = False
-        self._stats.add_finished(request.finish_reason)
+        if not self._is_proof(request):
+            self._stats.add_finished(request.finish_reason)
+
+    def _is_proof(self, request: Request) -> bool:
+        return self.proof is not None and self.proof.owns(request)
 
 
 def check_ids(prompt: Sequence[int], vocab_size: int, most: int, room: str) -> None:

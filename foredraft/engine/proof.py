@@ -95,9 +95,9 @@ class LiveProof:
                     self._samples.append(_Sample(turn.request, num_tokens, turn.committed))
                     self.wake()
 
-    def owns(self, batch: Sequence[Turn]) -> bool:
-        """Whether a step was the proof's own: such steps are not counted."""
-        return all(turn.request.policy is self._policy for turn in batch)
+    def owns(self, request: Request) -> bool:
+        """Whether a request is the proof's own: it is in no trace and in no figure."""
+        return request.policy is self._policy
 
     def advance(self) -> float | None:
         """One step of a proof, if no other request has work.
@@ -144,7 +144,9 @@ class LiveProof:
             self._policy,
             request.rules,
             stop_ids=request.stop_ids,
-            options=RequestOptions(request.options.tenant, prefix_caching=False),
+            options=RequestOptions(
+                request.options.tenant, prefix_caching=False, source=request.options.source
+            ),
         )
 
     def _take(self, event: Event) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.engine.request import Event, RequestOptions, Session
+from foredraft.engine.turn import Turn
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
 from tests.engine.helpers import (
@@ -471,3 +474,47 @@ def test_a_controller_that_fails_at_an_end_costs_nothing(
     request_id = engine.submit([1], PARAMS)
     assert finish(engine)[request_id].token_ids == plain([1])
     assert "the controller failed to end a request: lost" in caplog.text
+
+
+def test_a_row_that_cannot_be_committed_costs_no_other_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = new_engine(counting_model(), counting_drafter())
+    first, second, third = (engine.submit([number], PARAMS) for number in (1, 2, 5))
+    engine.step()
+    commit = Turn.commit
+
+    def fail(turn: Turn) -> None:
+        if turn.request_id == second:
+            raise MemoryError("of one row")
+        commit(turn)
+
+    monkeypatch.setattr(Turn, "commit", fail)
+    results = drain(engine)
+    assert results[second].finish_reason == "error"
+    assert [results[i].token_ids for i in (first, third)] == [plain([1]), plain([5])]
+
+
+def test_records_keep_no_request_and_no_draft_distribution() -> None:
+    steps: list[StepRecord] = []
+    target = counting_model()
+
+    def script(row: DraftRow) -> Proposal:
+        draft = row.draft()
+        for node in range(row.budget):
+            draft.extend(node - 1, torch.zeros(len(LETTERS)))
+        return draft.build()
+
+    engine = new_engine(target, ScriptedDrafter(script), trace=steps.append)
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=12, coupling="drawn")
+    engine.submit([1], params)
+    request = weakref.ref(engine._scheduler.next_waiting())  # type: ignore[arg-type]
+    drain(engine)
+    gc.collect()
+    assert request() is None
+    rows = [row for step in steps for row in step.rows if len(row.proposal.tree)]
+    assert rows
+    assert all(row.proposal.is_drawn for row in rows)
+    assert not sum(row.proposal.draft_probs_NV.numel() for row in rows)  # type: ignore[attr-defined]
+    with pytest.raises(FrozenInstanceError):
+        rows[0].budget = 3  # type: ignore[misc]

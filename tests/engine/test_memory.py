@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import pytest
 
+from foredraft.core.errors import CacheFullError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
@@ -190,3 +193,43 @@ def test_headroom_is_no_more_than_the_reply_may_hold() -> None:
     engine = new_engine(limited(counting_model(), 12))
     (result,) = generate(engine, [[1] * 10], SamplingParams(max_tokens=2))
     assert result.finish_reason == "length"
+
+
+def test_cancelling_one_that_never_ran_makes_no_room() -> None:
+    """After a refusal of memory no row is admitted until another has ended."""
+    engine = new_engine(limited(counting_model(), 160))
+    first, second = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
+    while not engine.stats().preemptions:
+        engine.step()
+    engine.cancel(engine.submit([1], PARAMS))
+    engine.step()
+    assert engine.stats().waiting == 1, "the row that gave way does not come straight back"
+    results = drain(engine)
+    assert [results[number].token_ids for number in (first, second)] == [*map(alone, PROMPTS[:2])]
+
+
+def test_many_rows_give_way_without_a_call_inside_each_other() -> None:
+    depths: list[int] = []
+
+    def deep(frame: FrameType | None) -> int:
+        return 0 if frame is None else 1 + deep(frame.f_back)
+
+    target = limited(counting_model(), 10_000)
+    engine = new_engine(target, max_batch_size=120, prefix_caching=False)
+    for number in range(120):
+        engine.submit([1, number % 9], SamplingParams(max_tokens=4))
+    engine.step()
+    reserve = target.cache.reserve
+
+    def refuse(slot: int, num_tokens: int) -> None:
+        depths.append(deep(sys._getframe()))
+        if len(target.cache.slots) > 2:
+            raise CacheFullError("none is left")
+        reserve(slot, num_tokens)
+
+    target.cache.reserve = refuse  # type: ignore[method-assign]
+    engine.step()
+    assert engine.stats().preemptions == 118
+    assert max(depths) < min(depths) + 5
+    target.cache.reserve = reserve  # type: ignore[method-assign]
+    assert len(drain(engine)) == 120

@@ -19,6 +19,7 @@ from foredraft.engine.proof import LiveProof
 from foredraft.llm import DraftModel
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
+from tests.models.encoder_decoders import SourceTable
 
 VOCAB = 12
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
@@ -114,6 +115,7 @@ def test_a_proof_gives_way_and_changes_nothing_for_others() -> None:
     assert llm.engine.num_live == 0
     assert len(records) == 2 * steps, "no trace and no figure has a proof's own steps"
     assert llm.engine.stats().steps == 2 * counted
+    assert llm.engine.stats().finished == {"length": 2}
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
@@ -139,3 +141,30 @@ def test_an_idle_engine_proves_by_itself() -> None:
     assert all(told)
     assert engine.proof is not None
     assert engine.proof.num_steps >= len(told) > 0
+
+
+def test_an_encoder_decoder_is_proven_with_its_source() -> None:
+    def conditional(source: tuple[int, ...], text: tuple[int, ...]) -> list[float]:
+        wanted = (sum(source) + len(text)) % 3 + 2
+        return [0.9 if token == wanted else 0.1 / (VOCAB - 1) for token in range(VOCAB)]
+
+    options = LoadOptions(drafter="ngram", prefix_caching=False)
+    llm = LLM(SourceTable(VOCAB, conditional), None, options)
+    proof = proven(llm, SamplingParams(temperature=0.0, max_tokens=60))
+    assert proof.num_steps >= 5
+    assert proof.num_differences == 0
+
+
+def test_a_closed_engine_proves_nothing_and_another_may_begin() -> None:
+    llm = new_llm()
+
+    async def serve() -> None:
+        async with AsyncLLM(llm, prove_every=1) as first:
+            assert llm.engine.proof is first.proof
+            with pytest.raises(ConfigError, match="close it first"):
+                AsyncLLM(llm, prove_every=1)
+        assert llm.engine.proof is None
+        async with AsyncLLM(llm, prove_every=1) as second:
+            assert llm.engine.proof is second.proof
+
+    asyncio.run(serve())
