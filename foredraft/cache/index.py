@@ -91,14 +91,14 @@ class PrefixIndex:
         """
         text = tuple(tokens)
         behind = self._behind.setdefault(before, [])
-        place = bisect_left(behind, text, key=_text)
-        if place < len(behind) and behind[place].tokens[: len(text)] == text:
-            return behind[place]
+        index = bisect_left(behind, text, key=_text)
+        if index < len(behind) and behind[index].tokens[: len(text)] == text:
+            return behind[index]
         if block in self._named:  # by a slot that shared it and held less of it
             self.remove(block)
             return self.add(before, tokens, block)
         new = NamedBlock(before, name_of(before, text), text, block)
-        behind.insert(place, new)
+        behind.insert(index, new)
         self._enter(new)
         return new
 
@@ -115,8 +115,8 @@ class PrefixIndex:
     def shorter(self, than: NamedBlock) -> int | None:
         """An unused block whose tokens are only a prefix of those of ``than``, to be evicted."""
         behind = self._behind[than.before]
-        place = bisect_left(behind, than.tokens, key=_text)
-        other = behind[place - 1] if place else None
+        index = bisect_left(behind, than.tokens, key=_text)
+        other = behind[index - 1] if index else None
         if other is None or other.block not in self._unused:
             return None
         return other.block if than.tokens[: len(other.tokens)] == other.tokens else None
@@ -180,9 +180,9 @@ class PrefixIndex:
         """The block behind ``before`` with the longest common prefix with ``text``, and its
         length."""
         behind = self._behind.get(before, [])
-        place = bisect_left(behind, text, key=_text)
+        index = bisect_left(behind, text, key=_text)
         best, most = None, 0
-        for other in behind[max(0, place - 1) : place + 1]:
+        for other in behind[max(0, index - 1) : index + 1]:
             if (count := common_prefix(other.tokens, text)) > most:
                 best, most = other, count
         return best, most

@@ -103,13 +103,13 @@ class StoredLayers:
         if start < self.first(slot):
             raise ValueError(f"entry {start} lies before those that slot {slot} holds")
         # Shared blocks that lack these entries are filled for all their users.
-        place = start // size
+        index = start // size
         num_full = min(state.length // size, len(state.table))
-        while start < end and place < num_full:
-            if self.num_held(state.table[place]) > start - place * size:
+        while start < end and index < num_full:
+            if self.num_held(state.table[index]) > start - index * size:
                 break
-            place += 1
-            start = min(end, place * size)
+            index += 1
+            start = min(end, index * size)
         if start < end:
             self._cache.own(slot, start, end)
         self._hold_blocks()
@@ -168,10 +168,10 @@ class StoredLayers:
         last = next((p for p in reversed(range(len(table))) if self.num_held(table[p])), None)
         if last is None:
             return
-        end, place = min(last * size + self.num_held(table[last]), state.length), last
-        while place and self.num_held(table[place - 1]) == size:
-            place -= 1
-        state.runs[self] = EntryRun(place * size, [end] * self.shape.num_layers, end)
+        end, index = min(last * size + self.num_held(table[last]), state.length), last
+        while index and self.num_held(table[index - 1]) == size:
+            index -= 1
+        state.runs[self] = EntryRun(index * size, [end] * self.shape.num_layers, end)
 
     def take_over(self, state: Slot, run: EntryRun) -> None:
         """A slot was forked: the new one copies the valid part of its run."""
@@ -218,8 +218,8 @@ class StoredLayers:
         border = -(-run.first // size) * size
         if run.first < border and end >= border + size:
             run.first = border  # there are others enough by now
-        for place in range(max(run.noted, border) // size, -(-end // size)):
-            block, held = state.table[place], min(size, end - place * size)
+        for index in range(max(run.noted, border) // size, -(-end // size)):
+            block, held = state.table[index], min(size, end - index * size)
             if held > self.num_held(block):
                 self._notes[block] = held
         run.noted = max(run.noted, end)

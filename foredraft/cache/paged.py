@@ -170,9 +170,9 @@ class PagedCache:
         index, size = self.pool.index, self.block_size
         if state.names and index.full(state.names[-1]) is None:
             state.names.clear()  # the blocks before it were another slot's, and they were evicted
-        for place in range(len(state.names), min(state.length, len(tokens)) // size):
-            text = tokens[place * size : (place + 1) * size]
-            state.names.append(self._name_block(state, place, text).name)
+        for index in range(len(state.names), min(state.length, len(tokens)) // size):
+            text = tokens[index * size : (index + 1) * size]
+            state.names.append(self._name_block(state, index, text).name)
 
     def retire(self, slot: int, tokens: Sequence[int]) -> None:
         state = self._slots[slot]
@@ -224,35 +224,35 @@ class PagedCache:
         state, size = self._slots[slot], self.block_size
         table, num_blocks = state.table, -(-end // size)
         held = range(min(start // size, len(table)), min(num_blocks, len(table)))
-        shared = [place for place in held if self.pool.is_shared(table[place])]
+        shared = [index for index in held if self.pool.is_shared(table[index])]
         num_new = max(0, num_blocks - len(table))
         if not shared and not num_new:
             return
         try:
-            blocks = self._new_blocks([table[place] for place in shared], num_new)
+            blocks = self._new_blocks([table[index] for index in shared], num_new)
         except CacheFullError:
-            mine = [place for place in shared if self.pool.num_users(table[place]) == 1]
+            mine = [index for index in shared if self.pool.num_users(table[index]) == 1]
             if not mine:
                 raise
             # No other slot uses these: they are only published for sharing, and are unpublished
             # now.
-            shared = [place for place in shared if place not in mine]
-            blocks = self._new_blocks([table[place] for place in shared], num_new)
-            for place in mine:
-                if table[place] in self.pool.index:  # not gone along with one before it
-                    self.pool.unname(table[place])
-                self._cut_notes(state, place)
-        for place, block in zip(shared, blocks, strict=False):
-            self.pool.give_back([table[place]])
-            table[place] = block
-            self._cut_notes(state, place)
+            shared = [index for index in shared if index not in mine]
+            blocks = self._new_blocks([table[index] for index in shared], num_new)
+            for index in mine:
+                if table[index] in self.pool.index:  # not gone along with one before it
+                    self.pool.unname(table[index])
+                self._cut_notes(state, index)
+        for index, block in zip(shared, blocks, strict=False):
+            self.pool.give_back([table[index]])
+            table[index] = block
+            self._cut_notes(state, index)
         table.extend(blocks[len(shared) :])
 
-    def _name_block(self, state: Slot, place: int, text: Sequence[int]) -> NamedBlock:
+    def _name_block(self, state: Slot, index: int, text: Sequence[int]) -> NamedBlock:
         """Publish one of a slot's blocks, or another with as much of the text."""
         assert state.owner is not None
-        before = state.names[place - 1] if place else state.owner
-        block = state.table[place]
+        before = state.names[index - 1] if index else state.owner
+        block = state.table[index]
         node = self.pool.name(before, text, block)
         if node.block == block or len(node.tokens) > len(text) or block in self.pool.index:
             return node
@@ -262,7 +262,7 @@ class PagedCache:
 
     def _behind(self, state: Slot, suspects: set[int]) -> set[int]:
         """The blocks of a slot from its first suspect block on."""
-        found = [place for place, block in enumerate(state.table) if block in suspects]
+        found = [index for index, block in enumerate(state.table) if block in suspects]
         return set(state.table[found[0] :]) if found else set()
 
     def _adopt(self, state: Slot, blocks: array[int], length: int) -> None:
@@ -276,10 +276,10 @@ class PagedCache:
         state.length, state.written = length, 0
         state.revision = self._slots.next_revision()
 
-    def _cut_notes(self, state: Slot, place: int) -> None:
+    def _cut_notes(self, state: Slot, index: int) -> None:
         """After copy-on-write: trim the block's valid length to the slot's."""
         for layers in self._layers:
-            layers.cut_note(state.table[place], max(0, state.length - place * self.block_size))
+            layers.cut_note(state.table[index], max(0, state.length - index * self.block_size))
 
     def _most_blocks(self) -> int:
         return self.memory.num_tokens // self.block_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -76,17 +75,15 @@ class Slot:
     runs: WeakKeyDictionary[StoredLayers, EntryRun] = field(default_factory=WeakKeyDictionary)
 
 
-class Slots:
+class Slots(dict[int, Slot]):
     """The slots of a cache by number; the lowest free number is used first."""
 
-    def __init__(self) -> None:
-        self._slots: dict[int, Slot] = {}
-        self._num_changes = 0
+    _num_changes = 0
 
     def add(self) -> int:
         """A new slot."""
-        number = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
-        self._slots[number] = Slot(self.next_revision())
+        number = next(i for i in range(len(self) + 1) if i not in self)
+        self[number] = Slot(self.next_revision())
         return number
 
     def next_revision(self) -> int:
@@ -94,24 +91,9 @@ class Slots:
         return self._num_changes
 
     def remove(self, number: int) -> Slot:
-        slot = self[number]  # an unknown slot must not pass silently
-        del self._slots[number]
+        slot = self[number]
+        del self[number]
         return slot
 
-    def __getitem__(self, number: int) -> Slot:
-        """
-        Raises:
-            KeyError: the slot is not allocated.
-        """
-        if number not in self._slots:
-            raise KeyError(f"cache slot {number} is not allocated")
-        return self._slots[number]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def values(self) -> list[Slot]:
-        return list(self._slots.values())
+    def __missing__(self, number: int) -> Slot:
+        raise KeyError(f"cache slot {number} is not allocated")

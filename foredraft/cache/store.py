@@ -136,8 +136,8 @@ class BlockStore:
 
     def move(self, table: Sequence[int], sources: Sequence[int], first: int) -> None:
         """Copy the entries ``sources`` of a slot to ``first`` and following; ranges may overlap."""
-        source = self.places(table, sources)
-        target = self.places(table, range(first, first + len(sources)))
+        source = self.addresses(table, sources)
+        target = self.addresses(table, range(first, first + len(sources)))
         for store in (self.keys, self.values):
             store[target[0], :, :, target[1]] = store[source[0], :, :, source[1]]
 
@@ -145,7 +145,7 @@ class BlockStore:
         self, layer: int, table: Sequence[int], start: int, keys_HTD: Tensor, values_HTD: Tensor
     ) -> None:
         """Set the entries of a slot from ``start`` on in one layer."""
-        at = self.places(table, range(start, start + keys_HTD.shape[1]))
+        at = self.addresses(table, range(start, start + keys_HTD.shape[1]))
         for store, new_HTD in ((self.keys, keys_HTD), (self.values, values_HTD)):
             store[:, layer][at[0], :, at[1]] = new_HTD.transpose(0, 1).to(store)
 
@@ -175,7 +175,7 @@ class BlockStore:
         first = layer * self.shape.num_kv_heads
         return self.keys.flatten(0, 2)[first:], self.values.flatten(0, 2)[first:]
 
-    def places(self, table: Sequence[int], entries: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def addresses(self, table: Sequence[int], entries: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Block and offset of each of a slot's entries, [T] each."""
         size = self.block_size
         blocks = [table[entry // size] for entry in entries]

@@ -167,22 +167,22 @@ class _Corrections:
         return any(factor < 1.0 for factor in self._factors.values())
 
     def of(self, num_tokens: int) -> float:
-        place = (num_tokens - 1).bit_length()
-        if not place or not self._factors:
+        bucket = (num_tokens - 1).bit_length()
+        if not bucket or not self._factors:
             return 1.0
-        below = max((each for each in self._factors if each <= place), default=None)
-        above = min((each for each in self._factors if each >= place), default=None)
+        below = max((each for each in self._factors if each <= bucket), default=None)
+        above = min((each for each in self._factors if each >= bucket), default=None)
         return min(self._factors[each] for each in (below, above) if each is not None)
 
     def takes(self, num_tokens: int, ratio: float) -> bool:
         """Take in a step's ``ratio`` of measured to expected time; True: it was a correction."""
-        place = (num_tokens - 1).bit_length()
-        if not place or self._counts[place] >= _FIRST:
+        bucket = (num_tokens - 1).bit_length()
+        if not bucket or self._counts[bucket] >= _FIRST:
             return False
-        self._counts[place] += 1
+        self._counts[bucket] += 1
         factor = self.of(num_tokens)
         is_usual = factor == 1.0 and ratio > _MUCH_LESS
-        self._factors[place] = 1.0 if is_usual else min(1.0, factor * ratio)
+        self._factors[bucket] = 1.0 if is_usual else min(1.0, factor * ratio)
         return not is_usual
 
 

@@ -34,7 +34,7 @@ class TokenLogprobs:
 
     @classmethod
     def of(cls, logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
-        """By the target's logits at the place of ``token``, in float64.
+        """By the target's logits at the position of ``token``, in float64.
 
         Args:
             count: how many of the likeliest tokens ``top`` names.

@@ -76,10 +76,10 @@ class NamedLaws:
     scale: float
     others: Sequence[Sequence[tuple[int, float]]]
 
-    def law(self, place: int) -> Law:
+    def law(self, index: int) -> Law:
         """The distribution at one position over the whole vocabulary."""
-        logits_V = self.tokens.spread(self.logits_NR[place])
-        for token, logit in self.others[place]:
+        logits_V = self.tokens.spread(self.logits_NR[index])
+        for token, logit in self.others[index]:
             logits_V[token] = logit
         return Law(torch.from_numpy(logits_V), self.scale, int(logits_V.argmax()))
 

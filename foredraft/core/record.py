@@ -145,7 +145,7 @@ class StepRecord:
         rows: the rows that took part, in the order of the batch.
         times: how long its parts took.
         num_waiting: requests that were waiting for room in the batch.
-        num_preempted: requests that gave their place in the cache away since the record before.
+        num_preempted: requests that gave their slot away since the record before.
     """
 
     rows: tuple[RowStep, ...]

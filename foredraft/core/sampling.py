@@ -214,7 +214,7 @@ def largest(values_V: Array, count: int) -> list[int]:
         return []
     candidates = np.flatnonzero(values_V >= _at_most_kth(values_V, count))
     order = np.argsort(-values_V[candidates], kind="stable")[:count]
-    return [int(place) for place in candidates[order]]
+    return [int(index) for index in candidates[order]]
 
 
 def kth_largest(values_V: Array, k: int) -> Any:

@@ -36,10 +36,10 @@ class TextView(Sequence[int]):
             if step == 1:
                 return tuple(self._tokens[start:stop])
             return tuple(self._tokens[i] for i in range(start, stop, step))
-        place = index + self._length if index < 0 else index
-        if not 0 <= place < self._length:
+        position = index + self._length if index < 0 else index
+        if not 0 <= position < self._length:
             raise IndexError(f"token {index} of a text of {self._length}")
-        return self._tokens[place]
+        return self._tokens[position]
 
     def __iter__(self) -> Iterator[int]:
         return islice(self._tokens, self._length)

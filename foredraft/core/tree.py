@@ -128,8 +128,8 @@ class TokenTree:
         Args:
             nodes: no child before its parent.
         """
-        places = {node: place for place, node in enumerate(nodes)}
-        parents = (places.get(self.parents[node], ROOT) for node in nodes)
+        indices = {node: index for index, node in enumerate(nodes)}
+        parents = (indices.get(self.parents[node], ROOT) for node in nodes)
         return TokenTree(tuple(self.tokens[node] for node in nodes), tuple(parents))
 
 

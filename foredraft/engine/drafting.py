@@ -1,8 +1,7 @@
 """All that happens between a request, its controller and its drafter.
 
-``request.drafter`` is the one place that says who drafts for a request. It is set here alone: when
-the request's place in the cache is opened, when its controller names another drafter, and when a
-drafter fails.
+``request.drafter`` alone names the drafter of a request. It is set in this file only: when the
+request is given its slot, when its controller names another drafter, and when a drafter fails.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from foredraft.core.errors import ForedraftError
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.record import StepRecord, StepTimes
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.engine.guard import LoadedDrafter, guarded, said
+from foredraft.engine.guard import LoadedDrafter, guarded
 from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.request import Request
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
@@ -72,7 +71,7 @@ class Drafting:
     # ---- a request comes, changes its drafter, and goes ------------------------------------------
 
     def begin(self, request: Request, running: Sequence[Request]) -> None:
-        """A request has its place in the cache: it names who drafts for it, or its controller does.
+        """A request has its slot: it names its drafter, or its controller does.
 
         A drafter that keeps something for each token may lack what the target's cache holds: see
         `LoadedDrafter.can_follow`.
@@ -83,7 +82,8 @@ class Drafting:
         policy, named = request.policy, request.params.speculation
         name = guarded(
             lambda: _known(policy, policy.controller.begin(request, running)),
-            said("the controller failed to begin a request", None),
+            None,
+            "the controller failed to begin a request",
         )
         if named in policy.drafters:
             name = named
@@ -215,7 +215,8 @@ class Drafting:
         for policy in by_policy:
             guarded(
                 partial(policy.controller.observe, record),
-                said("the controller failed to observe a step", None),
+                None,
+                "the controller failed to observe a step",
             )
             pairs = zip(batch, record.rows, strict=True)
             own = tuple(row for turn, row in pairs if turn.request.policy is policy)
@@ -228,7 +229,8 @@ class Drafting:
         controller = request.policy.controller
         guarded(
             lambda: controller.end(request.request_id),
-            said("the controller failed to end a request", None),
+            None,
+            "the controller failed to end a request",
         )
 
     # ---- one row ---------------------------------------------------------------------------------
@@ -330,7 +332,7 @@ def _allowed(
         return allowances
 
     nothing = [Allowance(row.drafter) for row in rows]
-    return guarded(ask, said("the controller failed to allow anything", nothing))
+    return guarded(ask, nothing, "the controller failed to allow anything")
 
 
 def _known(policy: Policy, name: str | None) -> str | None:
@@ -343,9 +345,7 @@ def told(trace: Trace | None, record: StepRecord) -> Trace | None:
     """Call a trace. None if it fails: it is then switched off."""
     if trace is None:
         return None
-    return guarded(
-        lambda: (trace(record), trace)[1], said("the trace failed and is switched off", None)
-    )
+    return guarded(lambda: (trace(record), trace)[1], None, "the trace failed and is switched off")
 
 
 def _by_policy(turns: Sequence[Turn]) -> dict[Policy, list[Turn]]:

@@ -470,7 +470,7 @@ class Engine:
             return [Turn(turn.request, turn.num_read, may_draft=False) for turn in batch]
         running = self._scheduler.running
         if any(request.is_over for request in running):
-            return []  # their places are free after this step
+            return []  # their slots are free after this step
         if len(running) == 1:
             running[0].fail(error)
             return []

@@ -32,22 +32,13 @@ _LONGEST_PAUSE = 1024
 Result = TypeVar("Result")
 
 
-def guarded(call: Callable[[], Result], failed: Callable[[Exception], Result]) -> Result:
-    """The result of ``call``; if it raises, that of ``failed``."""
+def guarded(call: Callable[[], Result], fallback: Result, problem: str) -> Result:
+    """The result of ``call``; if it raises, the problem is logged, and the fallback returned."""
     try:
         return call()
     except Exception as error:
-        return failed(error)
-
-
-def said(problem: str, fallback: Result) -> Callable[[Exception], Result]:
-    """For `guarded`: logs the problem, and returns a fallback."""
-
-    def failed(error: Exception) -> Result:
         _log.warning("%s: %s", problem, error, exc_info=error)
         return fallback
-
-    return failed
 
 
 class LoadedDrafter:

@@ -61,6 +61,6 @@ class PromptLogprobs:
         Raises:
             NonFiniteScoresError: logits are NaN or infinite.
         """
-        for place, logits_V in enumerate(logits_NV, start + 1):
-            if place == len(self.tokens) and not self.is_complete:
-                self.tokens.append(TokenLogprobs.of(logits_V, tokens[place], self._count))
+        for position, logits_V in enumerate(logits_NV, start + 1):
+            if position == len(self.tokens) and not self.is_complete:
+                self.tokens.append(TokenLogprobs.of(logits_V, tokens[position], self._count))

@@ -31,14 +31,10 @@ class PrefixStats:
     """Counts of prefix caching.
 
     Attributes:
-        requests: opened.
-        hits: requests that began with cached tokens.
-        tokens: of all prompts.
+        tokens: of all texts that began.
         cached_tokens: tokens that did not have to be prefilled.
     """
 
-    requests: int = 0
-    hits: int = 0
     tokens: int = 0
     cached_tokens: int = 0
 
@@ -221,8 +217,6 @@ class SlotManager:
             _log.error("the cache's accounts are wrong, please report it: %s", error)
 
     def _count(self, num_tokens: int, num_cached: int) -> None:
-        self.stats.requests += 1
-        self.stats.hits += num_cached > 0
         self.stats.tokens += num_tokens
         self.stats.cached_tokens += num_cached
 

@@ -100,12 +100,12 @@ class TextAssembler:
 
     def _found_from(self, before: int) -> tuple[int, int] | None:
         """Start and end of the first stop string that ends behind ``before`` characters."""
-        places = [
+        found = [
             (at, at + len(stop))
             for stop in self._stop
             if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
-        return min(places, default=None)
+        return min(found, default=None)
 
     def _cut(self, length: int) -> None:
         surplus = len(self.text) - length

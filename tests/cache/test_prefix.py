@@ -378,7 +378,7 @@ def test_what_is_kept_can_be_given_up_and_is_counted(probe: Probe) -> None:
     requests.run(TEXT)
     requests.run(TEXT)
     stats = requests.prefixes.stats
-    assert (stats.requests, stats.hits, stats.tokens, stats.cached_tokens) == (2, 1, 400, 199)
+    assert (stats.tokens, stats.cached_tokens) == (400, 199)
     assert probe.cache.usage.cached > 0
     requests.prefixes.clear()
     assert probe.cache.usage.cached == probe.cache.usage.used == 0

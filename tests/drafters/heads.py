@@ -117,7 +117,7 @@ def text_batch(
 class AnyRules:
     """Rules of which nothing is known, so that every choice is asked for."""
 
-    takes_best = filters_only = False
+    filters_only = False
 
     def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
         return law_of(logits_V, SamplingParams())

@@ -227,7 +227,6 @@ class Picky(TextlessRules):
 
     chain: tuple[int, ...] = ()
     bans = True
-    takes_best = False
 
     def law(self, logits_V: torch.Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
         return law_of(logits_V, SamplingParams())

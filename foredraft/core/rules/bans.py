@@ -114,19 +114,19 @@ class NoEndYet:
 
 
 class OnlyAt:
-    """One token, and no other, at a place of the reply; the first is 0."""
+    """One token, and no other, at a position of the reply; the first is 0."""
 
     num_ending = 0
 
-    def __init__(self, place: int, token: int) -> None:
-        self._place, self._token = place, token
+    def __init__(self, position: int, token: int) -> None:
+        self._position, self._token = position, token
 
     def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
-        if num_reply == self._place:
+        if num_reply == self._position:
             logits_V[: self._token] = logits_V[self._token + 1 :] = -np.inf
 
     def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
-        return num_reply != self._place or token == self._token
+        return num_reply != self._position or token == self._token
 
 
 class ThinkingEnds:
@@ -159,15 +159,15 @@ class NeverAt:
 
     num_ending = 0
 
-    def __init__(self, place: int, tokens: Iterable[int]) -> None:
-        self._place, self._tokens = place, sorted(tokens)
+    def __init__(self, position: int, tokens: Iterable[int]) -> None:
+        self._position, self._tokens = position, sorted(tokens)
 
     def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
-        if num_reply == self._place:
+        if num_reply == self._position:
             logits_V[self._tokens] = -np.inf
 
     def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
-        return num_reply != self._place or token not in self._tokens
+        return num_reply != self._position or token not in self._tokens
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,6 @@ class Rules(Protocol):
     """From logits to a law. A function of its arguments: it is asked about guesses, too."""
 
     @property
-    def takes_best(self) -> bool:
-        """Whether the law is always all on the largest logit, so that nothing else is needed."""
-        ...
-
-    @property
     def scale(self) -> float | None:
         """Factor on the logits, if the law is nothing but scaled logits; else None.
 
@@ -107,10 +102,6 @@ class SamplingRules(TextlessRules):
             return 0.0
         filters = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
         return None if filters or params.temperature < _COLDEST else 1.0 / params.temperature
-
-    @property
-    def takes_best(self) -> bool:
-        return self.params.temperature == 0.0 and self.params.logprobs is None
 
     def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
         return law_of(logits_V, self.params)

@@ -4,7 +4,7 @@ A matcher reads tokens one after the other. One matcher reads the committed toke
 A copy of it reads the tokens of a draft; for another branch a new copy is made. Matchers never take
 tokens back: a copy is as cheap, and llguidance (1.9) can lose a token that way once it has made a
 mask. Masks are kept until the next commit, because a drafter and verification ask for the same
-places.
+positions.
 
 Shape legend: V vocabulary.
 """

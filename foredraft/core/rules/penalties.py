@@ -84,33 +84,33 @@ class _Counts:
 
     def __init__(self) -> None:
         self.num_read = 0
-        self._place: dict[int, int] = {}
+        self._index: dict[int, int] = {}
         self._tokens_M = np.empty(64, dtype=np.int64)
         self._counts_M = np.empty(64, dtype=np.int64)
 
     def add(self, token: int, count: int) -> None:
-        place = self._place.get(token)
-        if place is None:
-            place = self._place[token] = len(self._place)
-            if place == len(self._tokens_M):
-                self._tokens_M = np.resize(self._tokens_M, 2 * place)
-                self._counts_M = np.resize(self._counts_M, 2 * place)
-            self._tokens_M[place], self._counts_M[place] = token, 0
-        self._counts_M[place] += count
+        index = self._index.get(token)
+        if index is None:
+            index = self._index[token] = len(self._index)
+            if index == len(self._tokens_M):
+                self._tokens_M = np.resize(self._tokens_M, 2 * index)
+                self._counts_M = np.resize(self._counts_M, 2 * index)
+            self._tokens_M[index], self._counts_M[index] = token, 0
+        self._counts_M[index] += count
 
     def after(self, drafted: Sequence[int]) -> tuple[Array, Array]:
         """Distinct tokens and their counts once ``drafted`` has come, too."""
-        size = len(self._place)
+        size = len(self._index)
         tokens_M, counts_M = self._tokens_M[:size], self._counts_M[:size]
         if not drafted:
             return tokens_M, counts_M
         counts_M, new = counts_M.copy(), dict[int, int]()
         for token in drafted:
-            place = self._place.get(token)
-            if place is None:
+            index = self._index.get(token)
+            if index is None:
                 new[token] = new.get(token, 0) + 1
             else:
-                counts_M[place] += 1
+                counts_M[index] += 1
         return (
             np.append(tokens_M, np.array(list(new), dtype=np.int64)),
             np.append(counts_M, np.array(list(new.values()), dtype=np.int64)),

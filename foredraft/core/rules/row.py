@@ -38,7 +38,7 @@ class RowRules:
     token_bans: Sequence[Ban] = ()
     grammar: GrammarRule | None = None
 
-    takes_best = filters_only = False
+    filters_only = False
     scale = None
 
     @property

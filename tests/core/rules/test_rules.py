@@ -165,8 +165,6 @@ def test_a_position_costs_no_copy_of_the_reply() -> None:
 def test_a_request_without_rules_is_spared_them() -> None:
     for params in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5, min_tokens=3)):
         assert isinstance(BOOK.rules(params), SamplingRules)
-    assert BOOK.rules(SamplingParams()).takes_best
-    assert not BOOK.rules(SamplingParams(logprobs=0)).takes_best
 
 
 def test_scores_that_are_not_finite_are_the_models_fault() -> None:
