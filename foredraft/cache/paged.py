@@ -167,8 +167,8 @@ class PagedCache:
         state = self._slots[slot]
         if state.owner is None:
             return
-        index, size = self.pool.index, self.block_size
-        if state.names and index.full(state.names[-1]) is None:
+        size = self.block_size
+        if state.names and self.pool.index.full(state.names[-1]) is None:
             state.names.clear()  # the blocks before it were another slot's, and they were evicted
         for index in range(len(state.names), min(state.length, len(tokens)) // size):
             text = tokens[index * size : (index + 1) * size]

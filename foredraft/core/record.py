@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.verify import Verdict
@@ -71,8 +71,7 @@ class SpeculationStats:
             self.plain_reason = reason
 
 
-@dataclass(frozen=True)
-class RowStep:
+class RowStep(NamedTuple):
     """One row's part of a step. It is plain data: a trace that collects records keeps no request,
     and no tensor unless evidence was asked for (`foredraft.core.verify.recorded`).
 

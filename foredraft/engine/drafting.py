@@ -218,11 +218,12 @@ class Drafting:
                 None,
                 "the controller failed to observe a step",
             )
-            pairs = zip(batch, record.rows, strict=True)
-            own = tuple(row for turn, row in pairs if turn.request.policy is policy)
-            policy.trace = told(
-                policy.trace, record if len(by_policy) == 1 else replace(record, rows=own)
-            )
+            own = record
+            if len(by_policy) > 1:
+                pairs = zip(batch, record.rows, strict=True)
+                rows = tuple(row for turn, row in pairs if turn.request.policy is policy)
+                own = replace(record, rows=rows)
+            policy.trace = told(policy.trace, own)
 
     def forget(self, request: Request) -> None:
         """Tell the request's controller that it is over."""
@@ -253,6 +254,8 @@ class Drafting:
         turn.plain_reason = _why_plain(request, allowance)
         allowed = max(0, min(allowance.budget, request.room))
         forced = _forced(request, min(allowance.num_forced, request.room))
+        if not (allowed or forced):
+            return
         asked = allowed if request.drafter and _is_asked(request, allowed, len(forced)) else 0
         spare = max(0, min(allowance.spare, request.room - asked)) if asked else 0
         turn.nodes = Nodes(allowed, asked, spare, forced)
@@ -323,7 +326,7 @@ def _allowed(
 ) -> Sequence[Allowance]:
     """See `Controller.allow`; if it fails, no nodes, and each row keeps its drafter."""
 
-    def ask() -> Sequence[Allowance]:
+    def ask() -> Sequence[Allowance] | None:
         allowances = policy.controller.allow(rows, others)
         if len(allowances) != len(rows):
             raise ValueError(f"{len(allowances)} allowances for {len(rows)} rows")
@@ -331,8 +334,8 @@ def _allowed(
             _known(policy, allowance.drafter)
         return allowances
 
-    nothing = [Allowance(row.drafter) for row in rows]
-    return guarded(ask, nothing, "the controller failed to allow anything")
+    allowances = guarded(ask, None, "the controller failed to allow anything")
+    return [Allowance(row.drafter) for row in rows] if allowances is None else allowances
 
 
 def _known(policy: Policy, name: str | None) -> str | None:

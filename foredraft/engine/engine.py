@@ -514,7 +514,8 @@ class Engine:
         stats, num_waiting = self._stats, self._scheduler.num_waiting
         num_preempted = stats.preemptions - self._num_reported
         self._num_reported = stats.preemptions
-        record = replace(record, num_waiting=num_waiting, num_preempted=num_preempted)
+        if num_waiting or num_preempted:
+            record = replace(record, num_waiting=num_waiting, num_preempted=num_preempted)
         stats.add_step(batch)
         if self._options.cost is not None and record.is_decoding:
             self._options.cost.observe(record.sizes, record.times.score_ms)

@@ -16,27 +16,23 @@ import torch
 from torch import Tensor
 
 from foredraft.core.draws import Draw, DrawKey, draw_rows
+from foredraft.engine.turn import Turn
 from foredraft.models.base import Scores
 
 
-def fetch(
-    scores: Scores, keys: Sequence[DrawKey | None], wants_logits: Sequence[bool]
-) -> list[Scores]:
+def fetch(scores: Scores, batch: Sequence[Turn]) -> list[Scores]:
     """Each row's scores as verification needs them, without taps.
 
     On CPU everything is on the host already. The next token of all rows whose distribution is
     merely scaled logits is drawn in one call; other distributions are computed only where
     verification reaches them.
-
-    Args:
-        keys: the draw key of each row's next token; None if the whole distribution is needed.
-        wants_logits: False: the row's likeliest tokens are enough.
     """
     if is_on_host(scores.logits_NV):
-        return _drawn_ahead(scores, keys)
+        return _drawn_ahead(scores, [turn.draw_key for turn in batch])
     logits_NV, rows = scores.logits_NV, [*map(Scores.of_row, _split(scores.logits_NV, scores))]
-    greedy = [i for i, span in enumerate(scores.heads) if span and not wants_logits[i]]
-    others = [i for i, span in enumerate(scores.heads) if span and wants_logits[i]]
+    present = [i for i, span in enumerate(scores.heads) if span]
+    others = [i for i in present if batch[i].wants_logits]
+    greedy = [i for i in present if not batch[i].wants_logits]
     if greedy:
         largest_N, best_N = _joined(logits_NV, scores, greedy).max(dim=1)
         found = torch.stack((best_N.double(), largest_N.double()), 1).tolist()  # one transfer
@@ -63,7 +59,7 @@ def _drawn_ahead(scores: Scores, keys: Sequence[DrawKey | None]) -> list[Scores]
         found = iter(draw_rows(scores.logits_NV, wanted) if wanted else ())
         own = [[next(found)] if key is not None and span else [] for span, key in rows]
     else:
-        own = [[] if key is None else [*draws[span.start : span.stop]] for span, key in rows]
+        own = [[] if key is None else draws[span.start : span.stop] for span, key in rows]
     parts = zip(_split(scores.logits_NV, scores), own, strict=True)
     return [Scores(part_NV, (range(len(part_NV)),), draws=mine) for part_NV, mine in parts]
 

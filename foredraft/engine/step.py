@@ -31,8 +31,7 @@ def step(
     drafting.propose(batch)
     laps.append(clock())
     scores = target.score([turn.score_row() for turn in batch], drafting.taps(batch))
-    keys = [turn.draw_key for turn in batch]
-    fetched = fetch(scores, keys, [turn.wants_logits for turn in batch])
+    fetched = fetch(scores, batch)
     laps.append(clock())
     for turn, row in zip(batch, fetched, strict=True):
         turn.verify(row)

@@ -44,6 +44,9 @@ class Nodes(NamedTuple):
         return max(self.asked + self.spare, len(self.forced))
 
 
+NO_NODES = Nodes()
+
+
 class Turn:
     """A request's part in one step: it reads the first ``num_read`` of its pending tokens.
 
@@ -68,7 +71,7 @@ class Turn:
         self.request, self.num_read, self.may_draft = request, num_read, may_draft
         self.request_id, self.context = request.request_id, request.num_cached
         self.reads_all = num_read == request.num_pending
-        self.drafter, self.nodes, self.plain_reason = request.drafter, Nodes(), ""
+        self.drafter, self.nodes, self.plain_reason = request.drafter, NO_NODES, ""
         self.prices: Prices = USUAL_PRICES
         self.proposal: Proposal = NO_PROPOSAL
         self.num_forced = self.num_accepted = 0
@@ -80,11 +83,19 @@ class Turn:
 
     def record(self) -> RowStep:
         """The row's part of the step's record."""
-        verdict, proposal = self.verdict, self.proposal
         return RowStep(
-            *(self.request_id, self.context, self.num_read, self.drafter, self.nodes.asked),
-            *(proposal.plain(), verdict, self.committed, self.num_accepted, self.finish_reason),
-            *(self.num_forced, self.plain_reason),
+            self.request_id,
+            self.context,
+            self.num_read,
+            self.drafter,
+            self.nodes.asked,
+            self.proposal.plain(),
+            self.verdict,
+            self.committed,
+            self.num_accepted,
+            self.finish_reason,
+            self.num_forced,
+            self.plain_reason,
         )
 
     @property
@@ -160,12 +171,12 @@ class Turn:
         """
         request, verdict = self.request, self.verdict
         if verdict is not None:
-            tokens = self._tokens_of(verdict)
-            self.committed = tokens[: self._append(tokens, verdict.num_accepted)]
+            tokens, num_verified = self._tokens_of(verdict), len(verdict.path)
+            self.committed = tokens[: self._append(tokens, num_verified)]
             num_taken = len(self.committed)
-            self.num_accepted = min(num_taken, verdict.num_accepted)
+            self.num_accepted = min(num_taken, num_verified)
             request.logprobs += self._logprobs[:num_taken]
-            self._count(verdict.num_accepted, num_taken)
+            self._count(num_verified, num_taken)
             # The last committed token stays pending, also when a stop made it a drafted one.
             self.path = verdict.path[: max(0, min(self.num_accepted, num_taken - 1))]
             if verdict.error is not None:
@@ -210,8 +221,9 @@ class Turn:
 
     def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:
         """The accepted tokens and the next one, if there is one."""
-        tokens = tuple(self.proposal.tree.tokens[node] for node in verdict.path)
-        return tokens if verdict.next_token is None else (*tokens, verdict.next_token)
+        tokens = self.proposal.tree.tokens
+        own = () if verdict.next_token is None else (verdict.next_token,)
+        return (*[tokens[node] for node in verdict.path], *own) if verdict.path else own
 
     def _logprobs_by(self, verdict: Verdict, scores: Scores) -> list[TokenLogprobs]:
         """Of the tokens of a verdict, by the logits of the nodes that they follow."""
