@@ -24,6 +24,7 @@ from foredraft.core.verify import (
     Verdict,
     normalised,
     positive_part,
+    recorded,
     residual_or,
     verify,
 )
@@ -70,13 +71,13 @@ def planted(fault: Fault, policy: Policy, cache: Cache) -> Iterator[None]:
                 return keep(slot, num_pending, (*path[:-1], path[-1] + 1))
         return keep(slot, num_pending, path)
 
-    policy.rule = fault.rule
+    before, policy.rule = policy.rule, recorded(fault.rule)
     if fault.spoils_cache:
         vars(cache)["keep"] = keep_rejected
     try:
         yield
     finally:
-        policy.rule = verify
+        policy.rule = before
         vars(cache).pop("keep", None)
 
 

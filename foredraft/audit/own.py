@@ -77,7 +77,8 @@ class Seen:
         for row in record.rows:
             if row.verdict is None:
                 continue
-            proposal, tree = row.proposal, row.proposal.tree
+            evidence, tree = row.verdict.evidence, row.proposal.tree
+            proposal = evidence.proposal if evidence else row.proposal
             self.num_drafted += len(tree)
             self.num_accepted += row.num_accepted
             first = row.context + row.num_read
@@ -519,7 +520,8 @@ class OwnAudit:
         options, llm = self._load_options(drafts, prefix_caching), copy(self.llm)
         if drafts is not None and drafts > 0:
             llm.cost = None  # drafters leave out what does not pay: they are not to know
-        return llm.with_drafter(options, trace=seen, drafter=drafter)
+        keeps_evidence = seen is not None  # the distributions that drafts were drawn from
+        return llm.with_drafter(options, trace=seen, drafter=drafter, keeps_evidence=keeps_evidence)
 
     def _replies(
         self,

@@ -178,7 +178,7 @@ def _draft(proposal: Proposal, texts: TokenTexts, laws: dict[int, _Probs]) -> f.
             laws[parent].target(token) if parent in laws else None
             for token, parent in zip(tree.tokens, tree.parents, strict=True)
         )
-    if isinstance(proposal, DrawnProposal):
+    if isinstance(proposal, DrawnProposal) and len(proposal.draft_probs_NV):
         drawn_N = proposal.draft_probs_NV[range(len(tree)), tree.tokens]
         totals_N = proposal.draft_probs_NV.sum(1)
         draft_probs = tuple(map(_rounded, (drawn_N / totals_N).tolist()))
