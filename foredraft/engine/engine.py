@@ -542,7 +542,7 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         assert request.finish_reason is not None
-        if request.slot >= 0:  # a request that never ran leaves no memory
+        if self._scheduler.runs(request):  # one that waits leaves no memory
             self._is_full = False
         self._close(request)
         self._drafting.forget(request)

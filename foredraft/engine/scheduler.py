@@ -149,7 +149,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Take a running or waiting request out."""
         del self._by_id[request.request_id]
-        if request in self._running:
+        if self.runs(request):
             self._running.remove(request)
         else:
             self._stop_waiting(request)
@@ -160,6 +160,10 @@ class Scheduler:
         waiting = [row for row in self._waiting if row.options.owner == owner]
         last = max((row.order[0] + _head_start(row) for row in waiting), default=self._round - 1)
         self._last_round[owner] = last
+
+    def runs(self, request: Request) -> bool:
+        """Whether a request is in the batch."""
+        return request in self._running
 
     def find(self, request_id: int) -> Request | None:
         return self._by_id.get(request_id)

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import AttributeError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
