@@ -107,7 +107,7 @@ class _Reply:
         number, parent, result = self.number, self.parent, event.result
         if result is not None:
             result = replace(result, request_id=number, parent_id=parent)
-        return replace(event, request_id=number, parent_id=parent, result=result)
+        return event._replace(request_id=number, parent_id=parent, result=result)
 
 
 class RemoteReplies(AsyncIterator[Event]):

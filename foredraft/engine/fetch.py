@@ -54,6 +54,7 @@ def _drawn_ahead(scores: Scores, keys: Sequence[DrawKey | None]) -> list[Scores]
     Draws of a row may end early; those of a row without a key are not used.
     """
     rows, draws = [*zip(scores.heads, keys, strict=True)], scores.draws
+    own: list[Sequence[Draw | None]]
     if draws is None:
         wanted = [(span.start, key) for span, key in rows if key is not None and span]
         found = iter(draw_rows(scores.logits_NV, wanted) if wanted else ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from foredraft.cache.base import Cache
 from foredraft.core.cost import USUAL_PRICES, Prices
@@ -157,8 +158,7 @@ class GenerationResult:
     stop_string: str | None = None
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """The new tokens and text of one reply after a step.
 
     Attributes:

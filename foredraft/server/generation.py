@@ -170,7 +170,7 @@ def _as_long_as_it_is(event: Event) -> Event:
     result = event.result
     if result is None or result.finish_reason != "cancelled" or not result.token_ids:
         return event
-    return replace(event, result=replace(result, finish_reason="length"))
+    return event._replace(result=replace(result, finish_reason="length"))
 
 
 def _scoring(

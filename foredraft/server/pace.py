@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from foredraft.engine.request import Event
@@ -102,19 +101,17 @@ def by_token(event: Event) -> list[Event]:
     if count < 2:
         return [event]
     pieces = event.pieces
-    without = replace(event, num_accepted=0, num_drafted=0, result=None, prompt_logprobs=None)
+    without = event._replace(num_accepted=0, num_drafted=0, result=None, prompt_logprobs=None)
     events = [
-        replace(
-            without,
+        without._replace(
             token_ids=event.token_ids[i : i + 1],
             logprobs=event.logprobs[i : i + 1],
             pieces=pieces[i : i + 1] if i < count - 1 else pieces[i:],
         )
         for i in range(count)
     ]
-    events[0] = replace(events[0], prompt_logprobs=event.prompt_logprobs)
-    events[-1] = replace(
-        events[-1],
+    events[0] = events[0]._replace(prompt_logprobs=event.prompt_logprobs)
+    events[-1] = events[-1]._replace(
         num_accepted=event.num_accepted,
         num_drafted=event.num_drafted,
         result=event.result,
