@@ -184,7 +184,7 @@ class Event(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     result: GenerationResult | None = None
     parent_id: int = -1
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # in place of the method of tuples
     num_drafted: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 

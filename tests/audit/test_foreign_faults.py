@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -53,6 +53,16 @@ def bonus_by_the_sampler_of_the_draft(llm: LLM) -> None:
     llm.policy.rule = rule
 
 
+@dataclass(frozen=True)
+class Undrawn:
+    """Laws without the draws that the engine has made ahead."""
+
+    laws: NodeLaws
+
+    def __getitem__(self, node: int) -> Law:
+        return replace(self.laws[node], drawn=None)
+
+
 def corrections_not_counted(llm: LLM) -> None:
     """The counter of the random numbers misses the tokens that replace a rejected one.
 
@@ -64,7 +74,8 @@ def corrections_not_counted(llm: LLM) -> None:
     def rule(proposal: Proposal, seen: NodeLaws, choices: VerifyChoices) -> Verdict:
         text = tuple(seen.text)  # type: ignore[attr-defined]
         lag = uncounted.pop(text, 0)
-        verdict = verify(proposal, seen, VerifyChoices(choices.seed, choices.num_tokens - lag))
+        lagging = VerifyChoices(choices.seed, choices.num_tokens - lag)
+        verdict = verify(proposal, Undrawn(seen), lagging)
         tokens = [proposal.tree.tokens[node] for node in verdict.path]
         if verdict.next_token is not None:
             after = (*text, *tokens, verdict.next_token)

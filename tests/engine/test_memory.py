@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 
 import pytest
@@ -172,7 +173,7 @@ def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
         if not engine.is_live(low):
             break
         while engine.stats().waiting < 3:
-            engine.submit([5], params, URGENT)
+            engine.submit([5], replace(params, max_tokens=1), URGENT)
         engine.step()
     assert not engine.is_live(low)
 
