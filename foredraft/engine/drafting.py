@@ -174,9 +174,8 @@ class Drafting:
         """A proposal for each row, empty where there is none."""
         asked: dict[LoadedDrafter, list[Turn]] = {}
         for turn in batch:
-            forced = turn.nodes.forced
-            turn.proposal = _chain(forced) if forced else NO_PROPOSAL
-            turn.num_forced = len(forced)
+            if forced := turn.nodes.forced:
+                turn.proposal, turn.num_forced = _chain(forced), len(forced)
             if turn.nodes.asked:
                 asked.setdefault(_loaded(turn.request), []).append(turn)
         for loaded, turns in asked.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from foredraft.core.choices import VerifyChoices
@@ -64,6 +63,9 @@ class Turn:
         reads_all: whether it reads all pending tokens.
         nodes: how many it may draft.
         prices: of nodes in this step.
+        draw_key: of its next draw, if its distribution is nothing but scaled logits.
+        wants_prompt_logprobs: whether the log probabilities of the tokens that it reads are wanted;
+            see `PromptLogprobs`.
         path: nodes of the proposal that stay in the cache.
     """
 
@@ -80,6 +82,11 @@ class Turn:
         self.committed: tuple[int, ...] = ()
         self.path: tuple[int, ...] = ()
         self._logprobs: list[TokenLogprobs] = []
+        prompt, scale = request.prompt_logprobs, request.rules.scale if self.reads_all else None
+        self.wants_prompt_logprobs = prompt is not None and not prompt.is_complete
+        self.draw_key: DrawKey | None = None
+        if scale is not None:
+            self.draw_key = DrawKey(request.seed, len(request.tokens), scale)
 
     def record(self) -> RowStep:
         """The row's part of the step's record."""
@@ -111,19 +118,6 @@ class Turn:
         """
         follows_prompt = self.context + self.num_read > self.request.num_prompt
         return self.num_read - (self.reads_all and follows_prompt)
-
-    @cached_property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether the log probabilities of the tokens it reads are wanted; see `PromptLogprobs`."""
-        prompt = self.request.prompt_logprobs
-        return prompt is not None and not prompt.is_complete
-
-    @cached_property
-    def draw_key(self) -> DrawKey | None:
-        """The key of its next draw, if its distribution is nothing but scaled logits."""
-        request = self.request
-        scale = request.rules.scale if self.reads_all else None
-        return None if scale is None else DrawKey(request.seed, len(request.tokens), scale)
 
     @property
     def wants_logits(self) -> bool:
