@@ -1,6 +1,6 @@
 // Products of weights whose scales are whole numbers times steps (K-quants) with activations of 8 bits.
 //
-// Shape legend: T tokens, V vectors of weight rows.
+// Shape legend: T tokens, V vectors of a group's weight rows.
 //
 // Whole numbers are multiplied as long as they stay exact: a block of 32 inputs gives the sum of its
 // products, each part's times the part's factor, below 2^24. A chunk of two blocks is then
@@ -54,9 +54,10 @@ struct AsBytes {
   }
 };
 
-// What a chunk holds beside its integers, of V vectors of rows.
-template <class Format, int V>
+// What a chunk holds beside its integers.
+template <class Format>
 struct ChunkScales {
+  static constexpr int V = kGroupVecs;
   static constexpr int kFine = Format::kParts / 2;  // parts of a block
 #if SUMS_IN_SHORTS
   using Factor = Shorts;  // twice in each lane
@@ -67,16 +68,15 @@ struct ChunkScales {
   Factor factors[Format::kParts][V];
   Shorts centres[2][V];  // two factors of a block, doubled
 
-  ChunkScales(const uint8_t* head, int64_t group_bytes) {
+  explicit ChunkScales(const uint8_t* head) {
     UNROLL for (int v = 0; v < V; ++v) {
-      const uint8_t* const head_v = head + v / kGroupVecs * group_bytes;
-      const int lane = v % kGroupVecs * kLanes;
-      step[v] = Format::step(head_v, lane);
+      const int lane = v * kLanes;
+      step[v] = Format::step(head, lane);
       UNROLL for (int block = 0; block < 2; ++block) {
-        if constexpr (Format::kHasMinima) minima[block][v] = Format::minimum(head_v, block, lane);
+        if constexpr (Format::kHasMinima) minima[block][v] = Format::minimum(head, block, lane);
         UNROLL for (int fine = 0; fine < kFine; ++fine) {
           const int part = block * kFine + fine;
-          const Ints factor = Format::factor(head_v, part, lane);
+          const Ints factor = Format::factor(head, part, lane);
 #if SUMS_IN_SHORTS
           factors[part][v] = (Shorts)((factor << 16) | (factor & 0xffff));
           if constexpr (kFine == 2) {
@@ -94,15 +94,15 @@ struct ChunkScales {
 };
 
 // values[t][v]: the exact sums of a block, times their factors. `kept` are the inputs' rows of its chunk.
-template <class Format, class Source, int V, int T>
-INLINE inline void block_values(const uint8_t* integers, int64_t group_bytes,
-                                const ChunkScales<Format, V>& scales, int block, const int8_t* x,
-                                const int32_t* kept, int64_t num_tokens, Vec (&values)[T][V]) {
+template <class Format, class Source, int T>
+INLINE inline void block_values(const uint8_t* integers, const ChunkScales<Format>& scales, int block,
+                                const int8_t* x, const int32_t* kept, int64_t num_tokens,
+                                Vec (&values)[T][kGroupVecs]) {
+  constexpr int V = kGroupVecs;
   constexpr int kFine = Format::kParts / 2, kWords = kScaleInputs / kQuad / 2 / kFine;
   constexpr int64_t kTokenBytes = Eight::kTokenBytes, kVecBytes = kLanes * int64_t(sizeof(float));
   const auto quad = [&](int v, int i, int which) INLINE {
-    const int64_t at = v / kGroupVecs * group_bytes + v % kGroupVecs * kVecBytes;
-    return Source::quad(integers + at, i, which);
+    return Source::quad(integers + v * kVecBytes, i, which);
   };
   const auto input = [&](int t, int i, int which) INLINE {
     return Eight::Input(x + t * kTokenBytes + (2 * i + which) * kQuad);
@@ -177,16 +177,16 @@ INLINE inline void block_values(const uint8_t* integers, int64_t group_bytes,
 }
 
 // totals[t * V + v] of T tokens take up a chunk.
-template <class Format, class Source, int V, int T>
-INLINE inline void add_chunk(const uint8_t* integers, int64_t group_bytes,
-                             const ChunkScales<Format, V>& scales, const int8_t* x, const int32_t* kept,
-                             int64_t num_tokens, float* totals) {
+template <class Format, class Source, int T>
+INLINE inline void add_chunk(const uint8_t* integers, const ChunkScales<Format>& scales, const int8_t* x,
+                             const int32_t* kept, int64_t num_tokens, float* totals) {
+  constexpr int V = kGroupVecs;
   static_assert(Format::kParts == 4 ? !Format::kHasMinima : Format::kHasMinima, "");
   Vec of_chunk[T][V];
   const int32_t* const block_scales = kept + PackedInputs::kBlockScales * num_tokens;
   _Pragma("GCC unroll 1") for (int block = 0; block < 2; ++block) {
     Vec values[T][V];
-    block_values<Format, Source>(integers + block * Source::kBlockBytes, group_bytes, scales, block,
+    block_values<Format, Source>(integers + block * Source::kBlockBytes, scales, block,
                                  x + block * kScaleInputs, kept, num_tokens, values);
     UNROLL for (int t = 0; t < T; ++t) {
       const Vec scale = (Vec)repeat(block_scales + block * num_tokens + t);
@@ -208,24 +208,22 @@ INLINE inline void add_chunk(const uint8_t* integers, int64_t group_bytes,
 
 template <class Format>
 INLINE inline void fetch_chunk(const uint8_t* chunk) {
+  keep_in_register(chunk);  // or each line gets a register of its own
   UNROLL for (int64_t i = 0; i < Format::kChunkBytes; i += 64) __builtin_prefetch(chunk + i, 0, kToL2);
 }
 
 // As `group_product` of int8.h.
-template <class Format, int G, int T>
-__attribute__((noinline)) void nested_product(const uint8_t* group, int64_t group_bytes,
-                                              const PackedInputs& inputs, int64_t first_token,
-                                              int64_t ahead, float* values) {
-  constexpr int V = G * kGroupVecs;
+template <class Format, int T>
+__attribute__((noinline)) void nested_product(const uint8_t* group, int64_t, const PackedInputs& inputs,
+                                              int64_t first_token, int64_t ahead, float* values) {
   const int64_t num_tokens = inputs.num_tokens;
   const int8_t* x = inputs.data + first_token * Eight::kTokenBytes;
   const int32_t* kept = inputs.kept + first_token;
-  std::fill(values, values + T * V * kLanes, 0.0f);
+  std::fill(values, values + T * kGroupRows, 0.0f);
   for (int64_t chunk = 0; chunk < weight_chunks(inputs.K); ++chunk) {
-    UNROLL for (int g = 0; g < G; ++g) fetch_chunk<Format>(group + g * group_bytes + ahead);
-    const ChunkScales<Format, V> scales(group, group_bytes);
-    add_chunk<Format, AsPacked<Format>, V, T>(group + Format::kHeadBytes, group_bytes, scales, x, kept,
-                                              num_tokens, values);
+    fetch_chunk<Format>(group + ahead);
+    const ChunkScales<Format> scales(group);
+    add_chunk<Format, AsPacked<Format>, T>(group + Format::kHeadBytes, scales, x, kept, num_tokens, values);
     group += Format::kChunkBytes, x += num_tokens * Eight::kTokenBytes;
     kept += PackedInputs::kNumKept * num_tokens;
   }
@@ -233,10 +231,9 @@ __attribute__((noinline)) void nested_product(const uint8_t* group, int64_t grou
 
 template <class Format, int T>
 __attribute__((noinline)) void add_chunk_of_bytes(const uint8_t* bytes,
-                                                  const ChunkScales<Format, kGroupVecs>& scales,
-                                                  const int8_t* x, const int32_t* kept,
-                                                  int64_t num_tokens, float* totals) {
-  add_chunk<Format, AsBytes, kGroupVecs, T>(bytes, 0, scales, x, kept, num_tokens, totals);
+                                                  const ChunkScales<Format>& scales, const int8_t* x,
+                                                  const int32_t* kept, int64_t num_tokens, float* totals) {
+  add_chunk<Format, AsBytes, T>(bytes, scales, x, kept, num_tokens, totals);
 }
 
 // Of one group and up to kMostManyTokens tokens.
@@ -244,8 +241,8 @@ template <class Format, int... kRest>
 void nested_products(const uint8_t* group, const PackedInputs& inputs, Range tokens, int64_t ahead,
                      float* values, std::integer_sequence<int, kRest...>) {
   constexpr int64_t kTile = sizeof...(kRest);
-  using Add = void (*)(const uint8_t*, const ChunkScales<Format, kGroupVecs>&, const int8_t*,
-                       const int32_t*, int64_t, float*);
+  using Add = void (*)(const uint8_t*, const ChunkScales<Format>&, const int8_t*, const int32_t*, int64_t,
+                       float*);
   constexpr Add adds[] = {add_chunk_of_bytes<Format, kRest + 1>...};
   const int64_t num_tokens = inputs.num_tokens, count = tokens.end - tokens.begin;
   const int64_t tiles = (count + kTile - 1) / kTile;
@@ -255,7 +252,7 @@ void nested_products(const uint8_t* group, const PackedInputs& inputs, Range tok
   std::fill(values, values + count * kGroupRows, 0.0f);
   for (int64_t chunk = 0; chunk < weight_chunks(inputs.K); ++chunk) {
     fetch_chunk<Format>(group + ahead);
-    const ChunkScales<Format, kGroupVecs> scales(group, 0);
+    const ChunkScales<Format> scales(group);
     UNROLL for (int block = 0; block < 2; ++block)
       Format::unpack(group + Format::kHeadBytes + block * AsPacked<Format>::kBlockBytes,
                      bytes + block * AsBytes::kBlockBytes);
