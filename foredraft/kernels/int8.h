@@ -152,19 +152,17 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t,
   // Sums of 16 bits can begin nowhere but at zero, so where others begin is added in the end.
   constexpr bool kAddsStart = Activations::kScalesBlocks && !Format::kStartsAtZero;
   constexpr bool kPutsFirst = Format::kStartsAtZero || kAddsStart;
-  constexpr int V = kGroupVecs, kVecBytes = kLanes * int(sizeof(float)), kLine = 64;
+  constexpr int V = kGroupVecs, kVecBytes = kLanes * int(sizeof(float));
   const int64_t num_tokens = inputs.num_tokens, chunks = weight_chunks(inputs.K);
   const int8_t* x = inputs.data + first_token * kTokenBytes;
   const int32_t* kept = inputs.kept + first_token;
+  Chunk<Format> chunk(group);
   Vec total[V][T];
   UNROLL for (int v = 0; v < V; ++v) UNROLL for (int t = 0; t < T; ++t) total[v][t] = Vec{};
-  for (int64_t chunk = 0; chunk < chunks; ++chunk, x += num_tokens * kTokenBytes) {
-    const uint8_t* const head = group;
-    const uint8_t* words = group + Format::kHeadBytes;
+  for (int64_t number = 0; number < chunks; ++number, chunk.next(), x += num_tokens * kTokenBytes) {
+    const uint8_t* words = chunk.integers();
     const int8_t* quad_x = x;
-    group += Format::kChunkBytes;
-    UNROLL for (int64_t i = 0; i < Format::kHeadBytes; i += kLine)
-      __builtin_prefetch(head + ahead + i, 0, kToL2);
+    chunk.fetch(ahead);
     const int32_t* of_part = kept + PackedInputs::first_kept<Format>() * num_tokens;
     const int32_t* const block_scales = kept + PackedInputs::kBlockScales * num_tokens;
     kept += PackedInputs::kNumKept * num_tokens;
@@ -174,7 +172,6 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t,
         UNROLL for (int t = 0; t < T; ++t)
           UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(Format::start(repeat(of_part + t)));
       _Pragma("GCC unroll 4") for (int i = 0; i < Format::kPartInputs / kQuad / Format::kQuads; ++i) {
-        __builtin_prefetch(words + ahead, 0, kToL2);
         UNROLL for (int which = 0; which < Format::kQuads * Activations::kQuadParts; ++which) {
           Ints weights[V];
           UNROLL for (int v = 0; v < V; ++v)
@@ -188,14 +185,10 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t,
           }
           quad_x += sizeof(int32_t);
         }
-        words += kQuad * kGroupRows;
       }
-      if constexpr (Format::kTailBytes > 0) {
-        __builtin_prefetch(words + ahead, 0, kToL2);
-        words += Format::kTailBytes;
-      }
+      words += Format::kPartBytes;
       UNROLL for (int v = 0; v < V; ++v) {
-        const Vec scale = Format::scale(head, part, v * kLanes);
+        const Vec scale = chunk.scale(part, v * kLanes);
         UNROLL for (int t = 0; t < T; ++t) {
           Ints found = sum[v][t].total();
           if constexpr (kAddsStart) found += Format::start(repeat(of_part + t));
@@ -205,7 +198,7 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t,
           total[v][t] = fma(__builtin_convertvector(found, Vec), factor, total[v][t]);
         }
         if constexpr (Format::kHasMinima) {
-          const Vec minimum = Format::minimum(head, part, v * kLanes);
+          const Vec minimum = chunk.minimum(part, v * kLanes);
           UNROLL for (int t = 0; t < T; ++t)
             total[v][t] = fma((Vec)repeat(of_part + t), minimum, total[v][t]);
         }

@@ -34,24 +34,20 @@ namespace foredraft {
 
 constexpr int64_t kMostManyTokens = 64;  // that meet a chunk before the next is unpacked
 
-// Where the quads of a block are: as they lie packed, four words of two, or a byte a weight.
+// Where the quads of a block are: as they lie packed, or a byte a weight.
 template <class Format>
 struct AsPacked {
-  static constexpr int64_t kBlockBytes = Format::kWeightsBytes / 2;
+  static constexpr int64_t kBlockBytes = Format::kParts / 2 * Format::kPartBytes;
 
-  static Ints quad(const uint8_t* block, int i, int which) {
-    const uint8_t* const word =
-        block + i * kQuad * kGroupRows + i / Format::kWordsOfTail * Format::kTailBytes;
-    return Format::quad(Format::load(word, i % Format::kWordsOfTail), which);
+  static Ints quad(const uint8_t* block, int number) {
+    return Format::quad(Format::load(block, number / Format::kQuads), number % Format::kQuads);
   }
 };
 
 struct AsBytes {
   static constexpr int64_t kBlockBytes = kGroupRows * kScaleInputs;
 
-  static Ints quad(const uint8_t* block, int i, int which) {
-    return load_ints(block + (2 * i + which) * kQuad * kGroupRows);
-  }
+  static Ints quad(const uint8_t* block, int number) { return load_ints(block + number * kRowQuads); }
 };
 
 // What a chunk holds beside its integers.
@@ -68,26 +64,27 @@ struct ChunkScales {
   Factor factors[Format::kParts][V];
   Shorts centres[2][V];  // two factors of a block, doubled
 
-  explicit ChunkScales(const uint8_t* head) {
+  explicit ChunkScales(const Chunk<Format>& chunk) {
     UNROLL for (int v = 0; v < V; ++v) {
       const int lane = v * kLanes;
-      step[v] = Format::step(head, lane);
+      step[v] = Format::step(chunk.steps, lane);
       UNROLL for (int block = 0; block < 2; ++block) {
-        if constexpr (Format::kHasMinima) minima[block][v] = Format::minimum(head, block, lane);
+        if constexpr (Format::kHasMinima) minima[block][v] = chunk.minimum(block, lane);
         UNROLL for (int fine = 0; fine < kFine; ++fine) {
           const int part = block * kFine + fine;
-          const Ints factor = Format::factor(head, part, lane);
 #if SUMS_IN_SHORTS
-          factors[part][v] = (Shorts)((factor << 16) | (factor & 0xffff));
-          if constexpr (kFine == 2) {
-            const Ints doubled = factor << 1;
-            if (fine == 0) centres[block][v] = (Shorts)(doubled & 0xffff);
-            else centres[block][v] |= (Shorts)(doubled << 16);
-          }
+          factors[part][v] = load_bytes_twice(Format::factors(chunk.head, part, lane));
 #else
-          factors[part][v] = __builtin_convertvector(factor, Vec);
+          factors[part][v] = __builtin_convertvector(Format::factor(chunk.head, part, lane), Vec);
 #endif
         }
+#if SUMS_IN_SHORTS
+        if constexpr (kFine == 2) {
+          const Ints first = (Ints)factors[2 * block][v], second = (Ints)factors[2 * block + 1][v];
+          const Shorts both = (Shorts)((first & 0xffff) | (second & ~0xffff));
+          centres[block][v] = both + both;
+        }
+#endif
       }
     }
   }
@@ -102,7 +99,7 @@ INLINE inline void block_values(const uint8_t* integers, const ChunkScales<Forma
   constexpr int kFine = Format::kParts / 2, kWords = kScaleInputs / kQuad / 2 / kFine;
   constexpr int64_t kTokenBytes = Eight::kTokenBytes, kVecBytes = kLanes * int64_t(sizeof(float));
   const auto quad = [&](int v, int i, int which) INLINE {
-    return Source::quad(integers + v * kVecBytes, i, which);
+    return Source::quad(integers + v * kVecBytes, 2 * i + which);
   };
   const auto input = [&](int t, int i, int which) INLINE {
     return Eight::Input(x + t * kTokenBytes + (2 * i + which) * kQuad);
@@ -206,12 +203,6 @@ INLINE inline void add_chunk(const uint8_t* integers, const ChunkScales<Format>&
     }
 }
 
-template <class Format>
-INLINE inline void fetch_chunk(const uint8_t* chunk) {
-  keep_in_register(chunk);  // or each line gets a register of its own
-  UNROLL for (int64_t i = 0; i < Format::kChunkBytes; i += 64) __builtin_prefetch(chunk + i, 0, kToL2);
-}
-
 // As `group_product` of int8.h.
 template <class Format, int T>
 __attribute__((noinline)) void nested_product(const uint8_t* group, int64_t, const PackedInputs& inputs,
@@ -220,12 +211,12 @@ __attribute__((noinline)) void nested_product(const uint8_t* group, int64_t, con
   const int8_t* x = inputs.data + first_token * Eight::kTokenBytes;
   const int32_t* kept = inputs.kept + first_token;
   std::fill(values, values + T * kGroupRows, 0.0f);
-  for (int64_t chunk = 0; chunk < weight_chunks(inputs.K); ++chunk) {
-    fetch_chunk<Format>(group + ahead);
-    const ChunkScales<Format> scales(group);
-    add_chunk<Format, AsPacked<Format>, T>(group + Format::kHeadBytes, scales, x, kept, num_tokens, values);
-    group += Format::kChunkBytes, x += num_tokens * Eight::kTokenBytes;
-    kept += PackedInputs::kNumKept * num_tokens;
+  Chunk<Format> chunk(group);
+  for (int64_t number = 0; number < weight_chunks(inputs.K); ++number, chunk.next()) {
+    chunk.fetch(ahead);
+    const ChunkScales<Format> scales(chunk);
+    add_chunk<Format, AsPacked<Format>, T>(chunk.integers(), scales, x, kept, num_tokens, values);
+    x += num_tokens * Eight::kTokenBytes, kept += PackedInputs::kNumKept * num_tokens;
   }
 }
 
@@ -250,19 +241,19 @@ void nested_products(const uint8_t* group, const PackedInputs& inputs, Range tok
   const int32_t* kept = inputs.kept + tokens.begin;
   alignas(64) uint8_t bytes[kGroupRows * kChunkInputs];
   std::fill(values, values + count * kGroupRows, 0.0f);
-  for (int64_t chunk = 0; chunk < weight_chunks(inputs.K); ++chunk) {
-    fetch_chunk<Format>(group + ahead);
-    const ChunkScales<Format> scales(group);
+  Chunk<Format> chunk(group);
+  for (int64_t number = 0; number < weight_chunks(inputs.K); ++number, chunk.next()) {
+    chunk.fetch(ahead);
+    const ChunkScales<Format> scales(chunk);
     UNROLL for (int block = 0; block < 2; ++block)
-      Format::unpack(group + Format::kHeadBytes + block * AsPacked<Format>::kBlockBytes,
+      Format::unpack(chunk.integers() + block * AsPacked<Format>::kBlockBytes,
                      bytes + block * AsBytes::kBlockBytes);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t first = count * tile / tiles, end = count * (tile + 1) / tiles;
       adds[end - first - 1](bytes, scales, x + first * Eight::kTokenBytes, kept + first, num_tokens,
                             values + first * kGroupRows);
     }
-    group += Format::kChunkBytes, x += num_tokens * Eight::kTokenBytes;
-    kept += PackedInputs::kNumKept * num_tokens;
+    x += num_tokens * Eight::kTokenBytes, kept += PackedInputs::kNumKept * num_tokens;
   }
 }
 

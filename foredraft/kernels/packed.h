@@ -36,7 +36,7 @@ struct ProductCode {
 
 // What there is of a format.
 struct FormatCode {
-  int64_t chunk_bytes;
+  int64_t (*group_bytes)(int64_t K);
   ProductCode of_sixteen, of_eight;  // bits of an activation; null: it has none of 8
   void (*unpack_row)(const uint8_t* group, int64_t row, int64_t K, float* numbers);
 };
@@ -62,17 +62,17 @@ constexpr ManyProducts many_products_of() {
   else return nullptr;
 }
 
-// Tiles multiply 32 inputs at a time: finer formats stay in vectors, and K-quants with activations of 8
-// bits, whose products are another order of sums. Where tiles are emulated, two formats
-// show what they compute, and the others would take minutes to compile.
+// K-quants stay in vectors: their products with activations of 8 bits, which is how they are multiplied
+// unless somebody asks for 16, have sums in another order than tiles give. Where tiles are emulated, two
+// formats show what they compute, and the others would take minutes to compile.
 template <class Format>
 constexpr bool kTilesFor =
-    kTiles && Format::kPartInputs == kScaleInputs &&
+    kTiles && !Format::kNests &&
     (!kEmulatesTiles || std::is_same_v<Format, Int8> || std::is_same_v<Format, Int4>);
 
 template <class Format, class Activations, int G, int T>
 constexpr GroupProduct tile_product_of() {
-  if constexpr (kTilesFor<Format> && kTakes<Format, Activations> && !kNestedEight<Format, Activations>)
+  if constexpr (kTilesFor<Format> && kTakes<Format, Activations>)
     return tile_group_product<Format, Activations, G, T>;
   else return nullptr;
 }
@@ -90,7 +90,7 @@ template <class Format>
 constexpr FormatCode code_of() {
   const std::make_integer_sequence<int, kPackedBlockTokens> tokens;
   const std::make_integer_sequence<int, kMostPassTokens - kFewestTileTokens + 1> tile_tokens;
-  return {Format::kChunkBytes, products_of<Format, Sixteen>(tokens, tile_tokens),
+  return {Format::group_bytes, products_of<Format, Sixteen>(tokens, tile_tokens),
           products_of<Format, Eight>(tokens, tile_tokens), unpack_row<Format>};
 }
 
@@ -109,7 +109,7 @@ struct PackedMatrix {
   PackedMatrix(const ForedraftMatrix& matrix, int64_t K)
       : data(static_cast<const uint8_t*>(matrix.data)), K(K), code(kFormats + matrix.format) {}
 
-  int64_t group_bytes() const { return weight_chunks(K) * code->chunk_bytes; }
+  int64_t group_bytes() const { return code->group_bytes(K); }
   const uint8_t* group(int64_t row) const { return data + row / kGroupRows * group_bytes(); }
   const void* at(int64_t row) const { return group(row); }
   bool takes_eight() const { return code->of_eight.in_vectors[0]; }

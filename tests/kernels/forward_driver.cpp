@@ -152,7 +152,8 @@ class MadeUp {
     return vector(3 * E, 0);
   }
 
-  // Chunks of any weights behind scales (and minima), half-precision numbers that begin with these bits.
+  // Any weights behind scales (and minima), or their steps: half-precision numbers that begin with these
+  // bits.
   ForedraftMatrix packed(ForedraftFormat format, int64_t rows, int64_t K, int64_t count = 1) {
     switch (format) {
       case kInt8: return chunks<Int8>(format, rows, K, count, {0x1800, 0x1800});
@@ -170,17 +171,17 @@ class MadeUp {
   template <class Format>
   ForedraftMatrix chunks(ForedraftFormat format, int64_t rows, int64_t K, int64_t count,
                          std::initializer_list<int> heads) {
-    const int64_t step = (rows + kGroupRows - 1) / kGroupRows * weight_chunks(K) * Format::kChunkBytes;
+    const int64_t step = ceil_div(rows, kGroupRows) * Format::group_bytes(K);
     const int64_t size = count * step;
     uint8_t* const data = memory(size);
-    for (uint8_t* chunk = data; chunk < data + size; chunk += Format::kChunkBytes) {
-      uint8_t* to = chunk;
+    for (uint8_t* run = data; run < data + size; run += Format::kRunBytes) {
+      uint8_t* to = run;
       for (int head : heads)
         for (int64_t row = 0; row < kGroupRows; ++row, to += 2) {
           const uint16_t half = uint16_t(head | (random_() & 0x3ff));
           std::memcpy(to, &half, 2);
         }
-      for (; to < chunk + Format::kChunkBytes; ++to) *to = uint8_t(random_());
+      for (; to < run + Format::kRunBytes; ++to) *to = uint8_t(random_());
     }
     return {data, format, step};
   }
