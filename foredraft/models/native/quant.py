@@ -11,7 +11,8 @@ All of them lie in an arena. A forward reads all weights, and huge pages save a 
 system backs only whole ranges of 2 MB with huge pages.
 
 Shape legend: R rows (outputs) of a matrix, K inputs, G groups of 16 rows, B blocks of 32 inputs (16
-in one format), C runs of chunks of 64 inputs: four chunks in formats that have steps, else one; S steps.
+in one format), C runs of chunks of 64 inputs: four chunks in formats that have steps, else one; D
+chunks of a run, S steps.
 """
 
 from __future__ import annotations
@@ -233,8 +234,8 @@ Numbers = Sequence[tuple[str, int, torch.dtype]]
 class QuantisedMatrix(PackedMatrix):
     """Integers with scales. Each chunk holds its 16 rows' scales and minima, and then its weights.
 
-    Numbers of scales are as [blocks, 16 rows] each. Where they are whole numbers, the steps of scales and
-    minima lie before each run of four chunks.
+    Numbers of scales are as [blocks, 16 rows] each. Where they are whole numbers, the steps of
+    scales and minima lie before each run of four chunks.
     """
 
     steps: ClassVar[Numbers] = ()
@@ -258,7 +259,7 @@ class QuantisedMatrix(PackedMatrix):
 
     @classmethod
     def _places(cls, packed_GCN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the steps [G, C, 1, bytes], heads and integers [G, C, chunks of a run, bytes]."""
+        """Views of the steps [G, C, 1, bytes], heads and integers [G, C, chunks, bytes]."""
         begin, head = cls._size(cls.steps), cls._size(cls.head)
         chunks = packed_GCN[..., begin:].unflatten(2, (cls.run_inputs // CHUNK_INPUTS, -1))
         return packed_GCN[:, :, None, :begin], chunks[..., :head], chunks[..., head:]
@@ -570,7 +571,7 @@ def _numbers(place_GCDN: Tensor, fields: Numbers) -> dict[str, Tensor]:
 
 
 def _in_fewer_bits(quads: Tensor, bits: int) -> Tensor:
-    """Quads of bytes, int32 [G, C, quads, 16], as the kernel's words (formats.h) of so many bits."""
+    """Quads of bytes, int32 [G, C, quads, 16], as the kernel's words of so many bits."""
     if bits == 8:
         return quads
     if bits == 6:
