@@ -406,30 +406,35 @@ class Ways {
 // The most threads of a forward.
 int main(int, char** arguments) {
   const int most_threads = std::atoi(arguments[1]);
-  std::vector<Model> models{
-      {"float32", false, kFormPlain},
-      {"bfloat16", true, kFormPlain},
+  // The kinds differ in what lies around products, and formats in products alone.
+  const std::vector<Model> in_all_kinds{{"float32", false, kFormPlain},
+                                        {"bfloat16", true, kFormPlain},
+                                        {"bfloat16 int4", true, kFormPacked, kInt4},
+                                        {"bfloat16 mixed", true, kFormPacked, kNested4, kNested5, true}};
+  std::vector<Model> as_llama{
       {"float32 int8", false, kFormPacked},
       {"bfloat16 int8", true, kFormPacked},
-      {"bfloat16 int4", true, kFormPacked, kInt4},
       {"bfloat16 with minima", true, kFormPacked, kInt5, kNested6},
-      {"bfloat16 mixed", true, kFormPacked, kNested4, kNested5, true},
       {"bfloat16 mixed by bytes", true, kFormPacked, kNested4, kInt4, true, false, true},
       {"bfloat16 over int8", true, kFormPlain, kInt8, kInt8, false, true},
       {"bfloat16 centred over int8", true, kFormPacked, kCentred4, kInt8, false, true}};
-  if (kTiles && tiles_allowed()) {
-    models.push_back({"bfloat16 tiles", true, kFormTiled});
-    models.push_back({"bfloat16 tiles over int8", true, kFormTiled, kInt8, kInt8, false, true});
-  }
   const Sizes even{64, 96, 4, 2, 16, 70}, awkward{45, 70, 5, 1, 10, 51};
-  const std::pair<Kind, Sizes> kinds[]{
-      {kLlama, even}, {kLlama, awkward}, {kWindows, awkward}, {kPostNorms, even}, {kExperts, awkward}};
-  for (const Model& model : models)
-    for (const auto& [kind, sizes] : kinds) {
-      if (model.form == kFormTiled && kind == kWindows) continue;  // attention on tiles has none
-      const Ways ways(model, sizes, kind);
-      for (int threads = 1; threads <= most_threads; ++threads) ways.check(threads);
-      ways.check_side_by_side();
-      std::printf("%s: %016llx\n", model.name, static_cast<unsigned long long>(ways.hash()));
-    }
+  const auto check = [&](const Model& model, Kind kind, const Sizes& sizes) {
+    const Ways ways(model, sizes, kind);
+    for (int threads : {1, most_threads}) ways.check(threads);
+    ways.check_side_by_side();  // in two threads, and in three
+    std::printf("%s: %016llx\n", model.name, static_cast<unsigned long long>(ways.hash()));
+  };
+  for (const Model& model : in_all_kinds)
+    for (Kind kind : {kWindows, kPostNorms, kExperts})
+      check(model, kind, kind == kPostNorms ? even : awkward);
+  as_llama.insert(as_llama.end(), in_all_kinds.begin(), in_all_kinds.end());
+  if (kTiles && tiles_allowed()) {
+    const Model tiles{"bfloat16 tiles", true, kFormTiled};  // whose attention knows no windows
+    for (Kind kind : {kPostNorms, kExperts}) check(tiles, kind, kind == kPostNorms ? even : awkward);
+    as_llama.push_back(tiles);
+    as_llama.push_back({"bfloat16 tiles over int8", true, kFormTiled, kInt8, kInt8, false, true});
+  }
+  for (const Model& model : as_llama)
+    for (const Sizes& sizes : {even, awkward}) check(model, kLlama, sizes);
 }
