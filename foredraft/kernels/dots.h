@@ -263,6 +263,20 @@ inline Ints load_bytes(const void* source) {
 #endif
 }
 
+#if SUMS_IN_SHORTS
+// The same as 16 bits, twice in each lane.
+inline Shorts load_bytes_twice(const void* source) {
+  const Ints order = (lane_numbers() * 0x01000100) | 0x00800080;
+#if defined(__AVX512BW__)
+  const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(source)));
+  return (Shorts)_mm512_shuffle_epi8(bytes, (__m512i)order) >> 8;
+#else
+  const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadu_si64(source));
+  return (Shorts)_mm256_shuffle_epi8(bytes, (__m256i)order) >> 8;
+#endif
+}
+#endif
+
 // ---- activations --------------------------------------------------------------------------------
 
 // Whole numbers nearest to x, ties to even, for |x| < 2^22.

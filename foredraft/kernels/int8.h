@@ -24,13 +24,10 @@
 
 namespace foredraft {
 
-// Blocks that fit the registers: groups of rows, tokens, and for each of both a sum.
+// Blocks that fit the registers: one group of rows, for memory gives one stream faster than several, and
+// so many tokens.
 constexpr int kGroupVecs = kGroupRows / kLanes;
 constexpr int kPackedBlockTokens = kLanes == 16 ? 8 : 4;
-constexpr int64_t kMostGroups = kLanes == 16 ? 4 : 1;
-constexpr int block_groups(int num_tokens) {
-  return kLanes != 16 ? 1 : num_tokens <= 2 ? 4 : num_tokens <= 4 ? 2 : 1;
-}
 
 // ---- activations --------------------------------------------------------------------------------
 
@@ -143,11 +140,10 @@ struct PackedInputs {
 
 // ---- products -----------------------------------------------------------------------------------
 
-// values[(t * G + g) * kGroupRows + r] = <row r of group g, token t of x>, short of the token's scale.
-// As many bytes at `ahead` are pulled towards the core meanwhile. Inlined it is a tenth slower: GCC
-// runs out of registers.
-template <class Format, class Activations, int G, int T>
-__attribute__((noinline)) void group_product(const uint8_t* group, int64_t group_bytes,
+// values[t * kGroupRows + r] = <row r of a group, token t of x>, short of the token's scale. As many bytes
+// at `ahead` are pulled towards the core meanwhile. Inlined it is a tenth slower: GCC runs out of registers.
+template <class Format, class Activations, int T>
+__attribute__((noinline)) void group_product(const uint8_t* group, int64_t,
                                              const PackedInputs& inputs, int64_t first_token,
                                              int64_t ahead, float* values) {
   static_assert(!Activations::kScalesBlocks || Format::kPartInputs == kScaleInputs, "");
@@ -156,23 +152,17 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
   // Sums of 16 bits can begin nowhere but at zero, so where others begin is added in the end.
   constexpr bool kAddsStart = Activations::kScalesBlocks && !Format::kStartsAtZero;
   constexpr bool kPutsFirst = Format::kStartsAtZero || kAddsStart;
-  constexpr int V = G * kGroupVecs, kVecBytes = kLanes * int(sizeof(float)), kLine = 64;
-  const auto at = [=](int v) INLINE {
-    return v / kGroupVecs * group_bytes + v % kGroupVecs * kVecBytes;
-  };
+  constexpr int V = kGroupVecs, kVecBytes = kLanes * int(sizeof(float));
   const int64_t num_tokens = inputs.num_tokens, chunks = weight_chunks(inputs.K);
   const int8_t* x = inputs.data + first_token * kTokenBytes;
   const int32_t* kept = inputs.kept + first_token;
+  Chunk<Format> chunk(group);
   Vec total[V][T];
   UNROLL for (int v = 0; v < V; ++v) UNROLL for (int t = 0; t < T; ++t) total[v][t] = Vec{};
-  for (int64_t chunk = 0; chunk < chunks; ++chunk, x += num_tokens * kTokenBytes) {
-    const uint8_t* const head = group;
-    const uint8_t* words = group + Format::kHeadBytes;
+  for (int64_t number = 0; number < chunks; ++number, chunk.next(), x += num_tokens * kTokenBytes) {
+    const uint8_t* words = chunk.integers();
     const int8_t* quad_x = x;
-    group += Format::kChunkBytes;
-    UNROLL for (int g = 0; g < G; ++g)
-      UNROLL for (int64_t i = 0; i < Format::kHeadBytes; i += kLine)
-        __builtin_prefetch(head + g * group_bytes + ahead + i, 0, kToL2);
+    chunk.fetch(ahead);
     const int32_t* of_part = kept + PackedInputs::first_kept<Format>() * num_tokens;
     const int32_t* const block_scales = kept + PackedInputs::kBlockScales * num_tokens;
     kept += PackedInputs::kNumKept * num_tokens;
@@ -182,12 +172,10 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
         UNROLL for (int t = 0; t < T; ++t)
           UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(Format::start(repeat(of_part + t)));
       _Pragma("GCC unroll 4") for (int i = 0; i < Format::kPartInputs / kQuad / Format::kQuads; ++i) {
-        UNROLL for (int g = 0; g < G; ++g)
-          __builtin_prefetch(words + g * group_bytes + ahead, 0, kToL2);
         UNROLL for (int which = 0; which < Format::kQuads * Activations::kQuadParts; ++which) {
           Ints weights[V];
           UNROLL for (int v = 0; v < V; ++v)
-            weights[v] = Activations::template weights<Format>(Format::load(words + at(v), i), which);
+            weights[v] = Activations::template weights<Format>(Format::load(words + v * kVecBytes, i), which);
           UNROLL for (int t = 0; t < T; ++t) {
             const typename Activations::Input input(quad_x + t * kTokenBytes);
             UNROLL for (int v = 0; v < V; ++v) {
@@ -197,16 +185,10 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
           }
           quad_x += sizeof(int32_t);
         }
-        words += kQuad * kGroupRows;
       }
-      if constexpr (Format::kTailBytes > 0) {
-        UNROLL for (int g = 0; g < G; ++g) __builtin_prefetch(words + g * group_bytes + ahead, 0, kToL2);
-        words += Format::kTailBytes;
-      }
+      words += Format::kPartBytes;
       UNROLL for (int v = 0; v < V; ++v) {
-        const uint8_t* const head_v = head + v / kGroupVecs * group_bytes;
-        const int lane = v % kGroupVecs * kLanes;
-        const Vec scale = Format::scale(head_v, part, lane);
+        const Vec scale = chunk.scale(part, v * kLanes);
         UNROLL for (int t = 0; t < T; ++t) {
           Ints found = sum[v][t].total();
           if constexpr (kAddsStart) found += Format::start(repeat(of_part + t));
@@ -216,7 +198,7 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
           total[v][t] = fma(__builtin_convertvector(found, Vec), factor, total[v][t]);
         }
         if constexpr (Format::kHasMinima) {
-          const Vec minimum = Format::minimum(head_v, part, lane);
+          const Vec minimum = chunk.minimum(part, v * kLanes);
           UNROLL for (int t = 0; t < T; ++t)
             total[v][t] = fma((Vec)repeat(of_part + t), minimum, total[v][t]);
         }

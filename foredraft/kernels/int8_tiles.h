@@ -47,7 +47,7 @@ template <class Format, class Activations, int G, int T>
 __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t group_bytes,
                                                   const PackedInputs& inputs, int64_t first_token,
                                                   int64_t ahead, float* values) {
-  static_assert(Format::kPartInputs == kScaleInputs, "");
+  static_assert(!Format::kNests, "");
   constexpr int V = G * kGroupVecs, kLine = 64, kDigitsEach = digits_each(Activations{});
   constexpr int64_t kTokenBytes = Activations::kTokenBytes;
   constexpr int64_t kBlockBytes = (Format::kChunkBytes - Format::kHeadBytes) / 2;
@@ -97,7 +97,7 @@ __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t 
     UNROLL for (int v = 0; v < V; ++v) {
       const int g = v / kGroupVecs, lane = v % kGroupVecs * kLanes;
       const uint8_t* const head = chunk + g * group_bytes;
-      const Vec scale = Format::scale(head, kBlock, lane);
+      const Vec scale = Format::scale(nullptr, head, kBlock, lane);
       UNROLL for (int t = 0; t < T; ++t) {
         Ints sum = load_ints(&sums[kBlock].digits[g][t][kDigitsEach - 1][lane]);
         if constexpr (kDigitsEach == 2)
@@ -108,7 +108,7 @@ __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t 
         total[v][t] = fma(__builtin_convertvector(sum, Vec), factor, total[v][t]);
       }
       if constexpr (Format::kHasMinima) {
-        const Vec minimum = Format::minimum(head, kBlock, lane);
+        const Vec minimum = Format::minimum(nullptr, head, kBlock, lane);
         UNROLL for (int t = 0; t < T; ++t)
           total[v][t] = fma((Vec)repeat(of_block + t), minimum, total[v][t]);
       }

@@ -1,6 +1,6 @@
 // Products of weights whose scales are whole numbers times steps (K-quants) with activations of 8 bits.
 //
-// Shape legend: T tokens, V vectors of weight rows.
+// Shape legend: T tokens, V vectors of a group's weight rows.
 //
 // Whole numbers are multiplied as long as they stay exact: a block of 32 inputs gives the sum of its
 // products, each part's times the part's factor, below 2^24. A chunk of two blocks is then
@@ -34,29 +34,26 @@ namespace foredraft {
 
 constexpr int64_t kMostManyTokens = 64;  // that meet a chunk before the next is unpacked
 
-// Where the quads of a block are: as they lie packed, four words of two, or a byte a weight.
+// Where the quads of a block are: as they lie packed, or a byte a weight.
 template <class Format>
 struct AsPacked {
-  static constexpr int64_t kBlockBytes = Format::kWeightsBytes / 2;
+  static constexpr int64_t kBlockBytes = Format::kParts / 2 * Format::kPartBytes;
 
-  static Ints quad(const uint8_t* block, int i, int which) {
-    const uint8_t* const word =
-        block + i * kQuad * kGroupRows + i / Format::kWordsOfTail * Format::kTailBytes;
-    return Format::quad(Format::load(word, i % Format::kWordsOfTail), which);
+  static Ints quad(const uint8_t* block, int number) {
+    return Format::quad(Format::load(block, number / Format::kQuads), number % Format::kQuads);
   }
 };
 
 struct AsBytes {
   static constexpr int64_t kBlockBytes = kGroupRows * kScaleInputs;
 
-  static Ints quad(const uint8_t* block, int i, int which) {
-    return load_ints(block + (2 * i + which) * kQuad * kGroupRows);
-  }
+  static Ints quad(const uint8_t* block, int number) { return load_ints(block + number * kRowQuads); }
 };
 
-// What a chunk holds beside its integers, of V vectors of rows.
-template <class Format, int V>
+// What a chunk holds beside its integers.
+template <class Format>
 struct ChunkScales {
+  static constexpr int V = kGroupVecs;
   static constexpr int kFine = Format::kParts / 2;  // parts of a block
 #if SUMS_IN_SHORTS
   using Factor = Shorts;  // twice in each lane
@@ -67,42 +64,42 @@ struct ChunkScales {
   Factor factors[Format::kParts][V];
   Shorts centres[2][V];  // two factors of a block, doubled
 
-  ChunkScales(const uint8_t* head, int64_t group_bytes) {
+  explicit ChunkScales(const Chunk<Format>& chunk) {
     UNROLL for (int v = 0; v < V; ++v) {
-      const uint8_t* const head_v = head + v / kGroupVecs * group_bytes;
-      const int lane = v % kGroupVecs * kLanes;
-      step[v] = Format::step(head_v, lane);
+      const int lane = v * kLanes;
+      step[v] = Format::step(chunk.steps, lane);
       UNROLL for (int block = 0; block < 2; ++block) {
-        if constexpr (Format::kHasMinima) minima[block][v] = Format::minimum(head_v, block, lane);
+        if constexpr (Format::kHasMinima) minima[block][v] = chunk.minimum(block, lane);
         UNROLL for (int fine = 0; fine < kFine; ++fine) {
           const int part = block * kFine + fine;
-          const Ints factor = Format::factor(head_v, part, lane);
 #if SUMS_IN_SHORTS
-          factors[part][v] = (Shorts)((factor << 16) | (factor & 0xffff));
-          if constexpr (kFine == 2) {
-            const Ints doubled = factor << 1;
-            if (fine == 0) centres[block][v] = (Shorts)(doubled & 0xffff);
-            else centres[block][v] |= (Shorts)(doubled << 16);
-          }
+          factors[part][v] = load_bytes_twice(Format::factors(chunk.head, part, lane));
 #else
-          factors[part][v] = __builtin_convertvector(factor, Vec);
+          factors[part][v] = __builtin_convertvector(Format::factor(chunk.head, part, lane), Vec);
 #endif
         }
+#if SUMS_IN_SHORTS
+        if constexpr (kFine == 2) {
+          const Ints first = (Ints)factors[2 * block][v], second = (Ints)factors[2 * block + 1][v];
+          const Shorts both = (Shorts)((first & 0xffff) | (second & ~0xffff));
+          centres[block][v] = both + both;
+        }
+#endif
       }
     }
   }
 };
 
 // values[t][v]: the exact sums of a block, times their factors. `kept` are the inputs' rows of its chunk.
-template <class Format, class Source, int V, int T>
-INLINE inline void block_values(const uint8_t* integers, int64_t group_bytes,
-                                const ChunkScales<Format, V>& scales, int block, const int8_t* x,
-                                const int32_t* kept, int64_t num_tokens, Vec (&values)[T][V]) {
+template <class Format, class Source, int T>
+INLINE inline void block_values(const uint8_t* integers, const ChunkScales<Format>& scales, int block,
+                                const int8_t* x, const int32_t* kept, int64_t num_tokens,
+                                Vec (&values)[T][kGroupVecs]) {
+  constexpr int V = kGroupVecs;
   constexpr int kFine = Format::kParts / 2, kWords = kScaleInputs / kQuad / 2 / kFine;
   constexpr int64_t kTokenBytes = Eight::kTokenBytes, kVecBytes = kLanes * int64_t(sizeof(float));
   const auto quad = [&](int v, int i, int which) INLINE {
-    const int64_t at = v / kGroupVecs * group_bytes + v % kGroupVecs * kVecBytes;
-    return Source::quad(integers + at, i, which);
+    return Source::quad(integers + v * kVecBytes, 2 * i + which);
   };
   const auto input = [&](int t, int i, int which) INLINE {
     return Eight::Input(x + t * kTokenBytes + (2 * i + which) * kQuad);
@@ -177,16 +174,16 @@ INLINE inline void block_values(const uint8_t* integers, int64_t group_bytes,
 }
 
 // totals[t * V + v] of T tokens take up a chunk.
-template <class Format, class Source, int V, int T>
-INLINE inline void add_chunk(const uint8_t* integers, int64_t group_bytes,
-                             const ChunkScales<Format, V>& scales, const int8_t* x, const int32_t* kept,
-                             int64_t num_tokens, float* totals) {
+template <class Format, class Source, int T>
+INLINE inline void add_chunk(const uint8_t* integers, const ChunkScales<Format>& scales, const int8_t* x,
+                             const int32_t* kept, int64_t num_tokens, float* totals) {
+  constexpr int V = kGroupVecs;
   static_assert(Format::kParts == 4 ? !Format::kHasMinima : Format::kHasMinima, "");
   Vec of_chunk[T][V];
   const int32_t* const block_scales = kept + PackedInputs::kBlockScales * num_tokens;
   _Pragma("GCC unroll 1") for (int block = 0; block < 2; ++block) {
     Vec values[T][V];
-    block_values<Format, Source>(integers + block * Source::kBlockBytes, group_bytes, scales, block,
+    block_values<Format, Source>(integers + block * Source::kBlockBytes, scales, block,
                                  x + block * kScaleInputs, kept, num_tokens, values);
     UNROLL for (int t = 0; t < T; ++t) {
       const Vec scale = (Vec)repeat(block_scales + block * num_tokens + t);
@@ -206,37 +203,28 @@ INLINE inline void add_chunk(const uint8_t* integers, int64_t group_bytes,
     }
 }
 
-template <class Format>
-INLINE inline void fetch_chunk(const uint8_t* chunk) {
-  UNROLL for (int64_t i = 0; i < Format::kChunkBytes; i += 64) __builtin_prefetch(chunk + i, 0, kToL2);
-}
-
 // As `group_product` of int8.h.
-template <class Format, int G, int T>
-__attribute__((noinline)) void nested_product(const uint8_t* group, int64_t group_bytes,
-                                              const PackedInputs& inputs, int64_t first_token,
-                                              int64_t ahead, float* values) {
-  constexpr int V = G * kGroupVecs;
+template <class Format, int T>
+__attribute__((noinline)) void nested_product(const uint8_t* group, int64_t, const PackedInputs& inputs,
+                                              int64_t first_token, int64_t ahead, float* values) {
   const int64_t num_tokens = inputs.num_tokens;
   const int8_t* x = inputs.data + first_token * Eight::kTokenBytes;
   const int32_t* kept = inputs.kept + first_token;
-  std::fill(values, values + T * V * kLanes, 0.0f);
-  for (int64_t chunk = 0; chunk < weight_chunks(inputs.K); ++chunk) {
-    UNROLL for (int g = 0; g < G; ++g) fetch_chunk<Format>(group + g * group_bytes + ahead);
-    const ChunkScales<Format, V> scales(group, group_bytes);
-    add_chunk<Format, AsPacked<Format>, V, T>(group + Format::kHeadBytes, group_bytes, scales, x, kept,
-                                              num_tokens, values);
-    group += Format::kChunkBytes, x += num_tokens * Eight::kTokenBytes;
-    kept += PackedInputs::kNumKept * num_tokens;
+  std::fill(values, values + T * kGroupRows, 0.0f);
+  Chunk<Format> chunk(group);
+  for (int64_t number = 0; number < weight_chunks(inputs.K); ++number, chunk.next()) {
+    chunk.fetch(ahead);
+    const ChunkScales<Format> scales(chunk);
+    add_chunk<Format, AsPacked<Format>, T>(chunk.integers(), scales, x, kept, num_tokens, values);
+    x += num_tokens * Eight::kTokenBytes, kept += PackedInputs::kNumKept * num_tokens;
   }
 }
 
 template <class Format, int T>
 __attribute__((noinline)) void add_chunk_of_bytes(const uint8_t* bytes,
-                                                  const ChunkScales<Format, kGroupVecs>& scales,
-                                                  const int8_t* x, const int32_t* kept,
-                                                  int64_t num_tokens, float* totals) {
-  add_chunk<Format, AsBytes, kGroupVecs, T>(bytes, 0, scales, x, kept, num_tokens, totals);
+                                                  const ChunkScales<Format>& scales, const int8_t* x,
+                                                  const int32_t* kept, int64_t num_tokens, float* totals) {
+  add_chunk<Format, AsBytes, T>(bytes, scales, x, kept, num_tokens, totals);
 }
 
 // Of one group and up to kMostManyTokens tokens.
@@ -244,8 +232,8 @@ template <class Format, int... kRest>
 void nested_products(const uint8_t* group, const PackedInputs& inputs, Range tokens, int64_t ahead,
                      float* values, std::integer_sequence<int, kRest...>) {
   constexpr int64_t kTile = sizeof...(kRest);
-  using Add = void (*)(const uint8_t*, const ChunkScales<Format, kGroupVecs>&, const int8_t*,
-                       const int32_t*, int64_t, float*);
+  using Add = void (*)(const uint8_t*, const ChunkScales<Format>&, const int8_t*, const int32_t*, int64_t,
+                       float*);
   constexpr Add adds[] = {add_chunk_of_bytes<Format, kRest + 1>...};
   const int64_t num_tokens = inputs.num_tokens, count = tokens.end - tokens.begin;
   const int64_t tiles = (count + kTile - 1) / kTile;
@@ -253,19 +241,19 @@ void nested_products(const uint8_t* group, const PackedInputs& inputs, Range tok
   const int32_t* kept = inputs.kept + tokens.begin;
   alignas(64) uint8_t bytes[kGroupRows * kChunkInputs];
   std::fill(values, values + count * kGroupRows, 0.0f);
-  for (int64_t chunk = 0; chunk < weight_chunks(inputs.K); ++chunk) {
-    fetch_chunk<Format>(group + ahead);
-    const ChunkScales<Format, kGroupVecs> scales(group, 0);
+  Chunk<Format> chunk(group);
+  for (int64_t number = 0; number < weight_chunks(inputs.K); ++number, chunk.next()) {
+    chunk.fetch(ahead);
+    const ChunkScales<Format> scales(chunk);
     UNROLL for (int block = 0; block < 2; ++block)
-      Format::unpack(group + Format::kHeadBytes + block * AsPacked<Format>::kBlockBytes,
+      Format::unpack(chunk.integers() + block * AsPacked<Format>::kBlockBytes,
                      bytes + block * AsBytes::kBlockBytes);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t first = count * tile / tiles, end = count * (tile + 1) / tiles;
       adds[end - first - 1](bytes, scales, x + first * Eight::kTokenBytes, kept + first, num_tokens,
                             values + first * kGroupRows);
     }
-    group += Format::kChunkBytes, x += num_tokens * Eight::kTokenBytes;
-    kept += PackedInputs::kNumKept * num_tokens;
+    x += num_tokens * Eight::kTokenBytes, kept += PackedInputs::kNumKept * num_tokens;
   }
 }
 

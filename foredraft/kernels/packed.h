@@ -19,7 +19,7 @@ namespace foredraft {
 
 // ---- formats ------------------------------------------------------------------------------------
 
-// values[(t * G + g) * kGroupRows + r] of G groups and some tokens; see `group_product`.
+// values[(t * G + g) * kGroupRows + r] of G groups and some tokens: on tiles 1 or 2, else 1.
 using GroupProduct = void (*)(const uint8_t* group, int64_t group_bytes, const PackedInputs& inputs,
                               int64_t first_token, int64_t ahead, float* values);
 
@@ -29,14 +29,14 @@ using ManyProducts = void (*)(const uint8_t* group, const PackedInputs& inputs, 
 
 // Null for sizes that do not fit the registers.
 struct ProductCode {
-  GroupProduct in_vectors[3][kPackedBlockTokens];                     // [1, 2, 4 groups; tokens - 1]
+  GroupProduct in_vectors[kPackedBlockTokens];                        // [tokens - 1]
   GroupProduct on_tiles[2][kMostPassTokens - kFewestTileTokens + 1];  // [1, 2 groups; tokens - 4]
   ManyProducts of_many;                                               // of more tokens than registers hold
 };
 
 // What there is of a format.
 struct FormatCode {
-  int64_t chunk_bytes;
+  int64_t (*group_bytes)(int64_t K);
   ProductCode of_sixteen, of_eight;  // bits of an activation; null: it has none of 8
   void (*unpack_row)(const uint8_t* group, int64_t row, int64_t K, float* numbers);
 };
@@ -49,11 +49,11 @@ constexpr bool kNestedEight = Format::kNests && std::is_same_v<Activations, Eigh
 template <class Format, class Activations>
 constexpr bool kTakes = Format::kBits == 4 || Format::kNests || std::is_same_v<Activations, Sixteen>;
 
-template <class Format, class Activations, int G, int T>
+template <class Format, class Activations, int T>
 constexpr GroupProduct vector_product() {
-  if constexpr (G > block_groups(T) || !kTakes<Format, Activations>) return nullptr;
-  else if constexpr (kNestedEight<Format, Activations>) return nested_product<Format, G, T>;
-  else return group_product<Format, Activations, G, T>;
+  if constexpr (!kTakes<Format, Activations>) return nullptr;
+  else if constexpr (kNestedEight<Format, Activations>) return nested_product<Format, T>;
+  else return group_product<Format, Activations, T>;
 }
 
 template <class Format, class Activations>
@@ -62,17 +62,17 @@ constexpr ManyProducts many_products_of() {
   else return nullptr;
 }
 
-// Tiles multiply 32 inputs at a time: finer formats stay in vectors, and K-quants with activations of 8
-// bits, whose products are another order of sums. Where tiles are emulated, two formats
-// show what they compute, and the others would take minutes to compile.
+// K-quants stay in vectors: their products with activations of 8 bits, which is how they are multiplied
+// unless somebody asks for 16, have sums in another order than tiles give. Where tiles are emulated, two
+// formats show what they compute, and the others would take minutes to compile.
 template <class Format>
 constexpr bool kTilesFor =
-    kTiles && Format::kPartInputs == kScaleInputs &&
+    kTiles && !Format::kNests &&
     (!kEmulatesTiles || std::is_same_v<Format, Int8> || std::is_same_v<Format, Int4>);
 
 template <class Format, class Activations, int G, int T>
 constexpr GroupProduct tile_product_of() {
-  if constexpr (kTilesFor<Format> && kTakes<Format, Activations> && !kNestedEight<Format, Activations>)
+  if constexpr (kTilesFor<Format> && kTakes<Format, Activations>)
     return tile_group_product<Format, Activations, G, T>;
   else return nullptr;
 }
@@ -80,9 +80,7 @@ constexpr GroupProduct tile_product_of() {
 template <class Format, class Activations, int... kToken, int... kTileToken>
 constexpr ProductCode products_of(std::integer_sequence<int, kToken...>,
                                   std::integer_sequence<int, kTileToken...>) {
-  return {{{vector_product<Format, Activations, 1, kToken + 1>()...},
-           {vector_product<Format, Activations, 2, kToken + 1>()...},
-           {vector_product<Format, Activations, 4, kToken + 1>()...}},
+  return {{vector_product<Format, Activations, kToken + 1>()...},
           {{tile_product_of<Format, Activations, 1, kTileToken + kFewestTileTokens>()...},
            {tile_product_of<Format, Activations, 2, kTileToken + kFewestTileTokens>()...}},
           many_products_of<Format, Activations>()};
@@ -92,7 +90,7 @@ template <class Format>
 constexpr FormatCode code_of() {
   const std::make_integer_sequence<int, kPackedBlockTokens> tokens;
   const std::make_integer_sequence<int, kMostPassTokens - kFewestTileTokens + 1> tile_tokens;
-  return {Format::kChunkBytes, products_of<Format, Sixteen>(tokens, tile_tokens),
+  return {Format::group_bytes, products_of<Format, Sixteen>(tokens, tile_tokens),
           products_of<Format, Eight>(tokens, tile_tokens), unpack_row<Format>};
 }
 
@@ -111,10 +109,10 @@ struct PackedMatrix {
   PackedMatrix(const ForedraftMatrix& matrix, int64_t K)
       : data(static_cast<const uint8_t*>(matrix.data)), K(K), code(kFormats + matrix.format) {}
 
-  int64_t group_bytes() const { return weight_chunks(K) * code->chunk_bytes; }
+  int64_t group_bytes() const { return code->group_bytes(K); }
   const uint8_t* group(int64_t row) const { return data + row / kGroupRows * group_bytes(); }
   const void* at(int64_t row) const { return group(row); }
-  bool takes_eight() const { return code->of_eight.in_vectors[0][0]; }
+  bool takes_eight() const { return code->of_eight.in_vectors[0]; }
   const ProductCode& products(const PackedInputs& x) const {
     return x.are_eight ? code->of_eight : code->of_sixteen;
   }
@@ -143,23 +141,12 @@ inline void all_tokens_in_vectors(const PackedMatrix& weights, Range rows, const
                                   int64_t num_tokens, int64_t ahead, const Put& put) {
   const ProductCode& code = weights.products(x);
   const int64_t rounds = (num_tokens + kPackedBlockTokens - 1) / kPackedBlockTokens;
-  const int64_t most = block_groups(int((num_tokens + rounds - 1) / rounds));
-  int64_t row = rows.begin;
-  const auto in_blocks = [&](auto groups, const GroupProduct* products) {
-    constexpr int G = decltype(groups)::value;
-    constexpr int64_t kRows = G * kGroupRows;
-    for (; most >= G && rows.end - row > kRows - kGroupRows; row += kRows)
-      for (int64_t round = 0; round < rounds; ++round) {
-        const Range tokens{num_tokens * round / rounds, num_tokens * (round + 1) / rounds};
-        some_groups<G>(products[tokens.end - tokens.begin - 1], weights, row,
-                       std::min(kRows, rows.end - row), x, tokens.begin, tokens, ahead, put);
-      }
-  };
-  if constexpr (kMostGroups > 1) {
-    in_blocks(std::integral_constant<int, 4>{}, code.in_vectors[2]);
-    in_blocks(std::integral_constant<int, 2>{}, code.in_vectors[1]);
-  }
-  in_blocks(std::integral_constant<int, 1>{}, code.in_vectors[0]);
+  for (int64_t row = rows.begin; row < rows.end; row += kGroupRows)
+    for (int64_t round = 0; round < rounds; ++round) {
+      const Range tokens{num_tokens * round / rounds, num_tokens * (round + 1) / rounds};
+      some_groups<1>(code.in_vectors[tokens.end - tokens.begin - 1], weights, row,
+                     std::min(kGroupRows, rows.end - row), x, tokens.begin, tokens, ahead, put);
+    }
 }
 
 // Each group is unpacked once for all tokens that its totals have room for.
@@ -214,6 +201,7 @@ inline void all_tokens(const PackedMatrix& weights, Range rows, const PackedInpu
   else all_tokens_in_vectors(weights, rows, x, num_tokens, distance, put);
 }
 
-inline int64_t panel_rows(const PackedMatrix&, int64_t) { return kMostGroups * kGroupRows; }
+// Tiles take two groups at once.
+inline int64_t panel_rows(const PackedMatrix&, int64_t) { return (kTiles ? 4 : 1) * kGroupRows; }
 
 }  // namespace foredraft

@@ -527,7 +527,7 @@ class Worker {
       for (int64_t i = 0; i < count; ++i) {
         const int64_t begin = tokens[i] / kGroupRows * kGroupRows;
         const Range group{begin, std::min(begin + kGroupRows, model_.vocab)};
-        some_groups<1>(rows.products(x).in_vectors[0][0], rows, begin, group.end - begin, x, wanted.row,
+        some_groups<1>(rows.products(x).in_vectors[0], rows, begin, group.end - begin, x, wanted.row,
                        {wanted.row, wanted.row + 1}, 0, put_logit());
         finish_logits(wanted.row, group);
       }

@@ -152,7 +152,8 @@ class MadeUp {
     return vector(3 * E, 0);
   }
 
-  // Chunks of any weights behind scales (and minima), half-precision numbers that begin with these bits.
+  // Any weights behind scales (and minima), or their steps: half-precision numbers that begin with these
+  // bits.
   ForedraftMatrix packed(ForedraftFormat format, int64_t rows, int64_t K, int64_t count = 1) {
     switch (format) {
       case kInt8: return chunks<Int8>(format, rows, K, count, {0x1800, 0x1800});
@@ -170,17 +171,17 @@ class MadeUp {
   template <class Format>
   ForedraftMatrix chunks(ForedraftFormat format, int64_t rows, int64_t K, int64_t count,
                          std::initializer_list<int> heads) {
-    const int64_t step = (rows + kGroupRows - 1) / kGroupRows * weight_chunks(K) * Format::kChunkBytes;
+    const int64_t step = ceil_div(rows, kGroupRows) * Format::group_bytes(K);
     const int64_t size = count * step;
     uint8_t* const data = memory(size);
-    for (uint8_t* chunk = data; chunk < data + size; chunk += Format::kChunkBytes) {
-      uint8_t* to = chunk;
+    for (uint8_t* run = data; run < data + size; run += Format::kRunBytes) {
+      uint8_t* to = run;
       for (int head : heads)
         for (int64_t row = 0; row < kGroupRows; ++row, to += 2) {
           const uint16_t half = uint16_t(head | (random_() & 0x3ff));
           std::memcpy(to, &half, 2);
         }
-      for (; to < chunk + Format::kChunkBytes; ++to) *to = uint8_t(random_());
+      for (; to < run + Format::kRunBytes; ++to) *to = uint8_t(random_());
     }
     return {data, format, step};
   }
@@ -405,30 +406,35 @@ class Ways {
 // The most threads of a forward.
 int main(int, char** arguments) {
   const int most_threads = std::atoi(arguments[1]);
-  std::vector<Model> models{
-      {"float32", false, kFormPlain},
-      {"bfloat16", true, kFormPlain},
+  // The kinds differ in what lies around products, and formats in products alone.
+  const std::vector<Model> in_all_kinds{{"float32", false, kFormPlain},
+                                        {"bfloat16", true, kFormPlain},
+                                        {"bfloat16 int4", true, kFormPacked, kInt4},
+                                        {"bfloat16 mixed", true, kFormPacked, kNested4, kNested5, true}};
+  std::vector<Model> as_llama{
       {"float32 int8", false, kFormPacked},
       {"bfloat16 int8", true, kFormPacked},
-      {"bfloat16 int4", true, kFormPacked, kInt4},
       {"bfloat16 with minima", true, kFormPacked, kInt5, kNested6},
-      {"bfloat16 mixed", true, kFormPacked, kNested4, kNested5, true},
       {"bfloat16 mixed by bytes", true, kFormPacked, kNested4, kInt4, true, false, true},
       {"bfloat16 over int8", true, kFormPlain, kInt8, kInt8, false, true},
       {"bfloat16 centred over int8", true, kFormPacked, kCentred4, kInt8, false, true}};
-  if (kTiles && tiles_allowed()) {
-    models.push_back({"bfloat16 tiles", true, kFormTiled});
-    models.push_back({"bfloat16 tiles over int8", true, kFormTiled, kInt8, kInt8, false, true});
-  }
   const Sizes even{64, 96, 4, 2, 16, 70}, awkward{45, 70, 5, 1, 10, 51};
-  const std::pair<Kind, Sizes> kinds[]{
-      {kLlama, even}, {kLlama, awkward}, {kWindows, awkward}, {kPostNorms, even}, {kExperts, awkward}};
-  for (const Model& model : models)
-    for (const auto& [kind, sizes] : kinds) {
-      if (model.form == kFormTiled && kind == kWindows) continue;  // attention on tiles has none
-      const Ways ways(model, sizes, kind);
-      for (int threads = 1; threads <= most_threads; ++threads) ways.check(threads);
-      ways.check_side_by_side();
-      std::printf("%s: %016llx\n", model.name, static_cast<unsigned long long>(ways.hash()));
-    }
+  const auto check = [&](const Model& model, Kind kind, const Sizes& sizes) {
+    const Ways ways(model, sizes, kind);
+    for (int threads : {1, most_threads}) ways.check(threads);
+    ways.check_side_by_side();  // in two threads, and in three
+    std::printf("%s: %016llx\n", model.name, static_cast<unsigned long long>(ways.hash()));
+  };
+  for (const Model& model : in_all_kinds)
+    for (Kind kind : {kWindows, kPostNorms, kExperts})
+      check(model, kind, kind == kPostNorms ? even : awkward);
+  as_llama.insert(as_llama.end(), in_all_kinds.begin(), in_all_kinds.end());
+  if (kTiles && tiles_allowed()) {
+    const Model tiles{"bfloat16 tiles", true, kFormTiled};  // whose attention knows no windows
+    for (Kind kind : {kPostNorms, kExperts}) check(tiles, kind, kind == kPostNorms ? even : awkward);
+    as_llama.push_back(tiles);
+    as_llama.push_back({"bfloat16 tiles over int8", true, kFormTiled, kInt8, kInt8, false, true});
+  }
+  for (const Model& model : as_llama)
+    for (const Sizes& sizes : {even, awkward}) check(model, kLlama, sizes);
 }

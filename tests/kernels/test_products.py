@@ -20,6 +20,7 @@ from foredraft.models.native.quant import (
     CHUNK_INPUTS,
     PACKED,
     QUANTISED,
+    STEP_INPUTS,
     Blocks,
     Int8Matrix,
     Nested6Matrix,
@@ -42,10 +43,11 @@ HERE = [one for one in INSTRUCTION_SETS if one.runs_on(platform.machine(), cpu_f
 EXACT = [one for one in HERE if one.flags or "aarch64" in platform.machine()]
 """Without multiply-adds, as of the oldest CPUs, blocks are added up with one more rounding."""
 TILES = [one for one in HERE if one.name == "amx"]
-NESTED = [kind for kind in QUANTISED if kind.head[0][0] == "steps_RC"]
+NESTED = [kind for kind in QUANTISED if kind.steps]
 EIGHT = [kind for kind in QUANTISED if kind.bits == 4 or kind in NESTED]
 """Those that take activations of 8 bits."""
 SIZES = [(64, 128), (48, 576), (50, 45), (16, 1536), (130, 96)]
+"""Of rows and inputs. 576 are two whole runs of four chunks, and a part of one."""
 TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 40, 65)
 
 
@@ -102,6 +104,7 @@ def made_up(kind: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> Quan
     generator = torch.Generator().manual_seed(num_rows + num_inputs)
     counts = {field: count for field, count, _ in kind.head}
     num_chunks = -(-num_inputs // CHUNK_INPUTS)
+    num_steps = -(-num_inputs // STEP_INPUTS)
     num_blocks = num_chunks * counts["scales_RB"]
     block_inputs = CHUNK_INPUTS // counts["scales_RB"]
 
@@ -112,14 +115,16 @@ def made_up(kind: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> Quan
         if dtype == torch.int8:
             low = -128 if kind is Nested6Matrix else 0
             return integers(low, 64 if low == 0 else 128, num_rows, num_chunks * count)
-        numbers = torch.randn(num_rows, num_chunks * count, generator=generator)
-        return (numbers / (100 if "steps_RC" in counts else 1)).half()
+        columns = num_steps if kind.steps else num_chunks * count
+        numbers = torch.randn(num_rows, columns, generator=generator)
+        return (numbers / (100 if kind.steps else 1)).half()
 
     span = 1 << kind.bits
     low, high = (-span // 2, span // 2) if kind.is_signed else (0, span)
     weights = integers(low, high, num_rows, num_blocks, block_inputs)
     weights.view(num_rows, -1)[:, num_inputs:] = 0
-    blocks = Blocks(weights, **{field: head(field, *rest) for field, *rest in kind.head})
+    fields = (*kind.steps, *kind.head)
+    blocks = Blocks(weights, **{field: head(field, *rest) for field, *rest in fields})
     return kind.of_blocks(blocks, num_inputs)
 
 
@@ -177,11 +182,10 @@ def test_the_largest_nested_numbers_meet_activations_of_8_bits(kind: type[Quanti
     signs_RK[0], signs_RK[1] = 1, -1
     integers = torch.where(signs_RK > 0, high, low).to(torch.int8)
     heads = {
-        field: torch.full((32, 3 * count), 1.0, dtype=dtype)
-        if dtype == torch.float16
-        else torch.where(noise(32, 3 * count, seed=count) > 0, most, least).to(torch.int8)
-        for field, count, dtype in kind.head
+        field: torch.where(noise(32, 3 * count, seed=count) > 0, most, least).to(torch.int8)
+        for field, count, _ in kind.head
     }
+    heads |= {field: torch.ones(32, 1, dtype=dtype) for field, _, dtype in kind.steps}
     blocks = Blocks(integers.view(32, 3 * counts["scales_RB"], -1), **heads)
     weights = kind.of_blocks(blocks, 192)
     x_TK = signs_RK[:17] * torch.linspace(0.5, 7, 17)[:, None]

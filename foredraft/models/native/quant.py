@@ -11,7 +11,8 @@ All of them lie in an arena. A forward reads all weights, and huge pages save a 
 system backs only whole ranges of 2 MB with huge pages.
 
 Shape legend: R rows (outputs) of a matrix, K inputs, G groups of 16 rows, B blocks of 32 inputs (16
-in one format), C chunks of 64 inputs.
+in one format), C runs of chunks of 64 inputs: four chunks in formats that have steps, else one; D
+chunks of a run, S steps.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ SCALE_INPUTS = 32
 as large again (docs/decisions/0002-cpu-kernel.md)."""
 
 CHUNK_INPUTS = 2 * SCALE_INPUTS
+STEP_INPUTS = 4 * CHUNK_INPUTS
+"""Inputs of a row that share the step of their scales, where scales are whole numbers."""
+
 _QUAD = 4
 _TILE_PAIRS = 16
 _HALF_BYTE = 4
-_LOWER = 0x0F0F0F0F
-"""Half a byte of each weight of a quad."""
+_LOWER, _LOWEST, _LOWEST_TWO = 0x0F0F0F0F, 0x01010101, 0x03030303
+"""Half a byte of each weight of a quad, and fewer bits."""
 _ROWS_AT_ONCE = 1024
 """Rows quantised in one go: what this needs besides the result stays small."""
 
@@ -71,27 +75,27 @@ class Blocks:
         integers_RBK: int8 [R, B, inputs of a block].
         scales_RB: float16 [R, B]; int8 where they are to be multiplied with steps.
         minima_RB: likewise, what is added to each weight of a block; None: nothing.
-        steps_RC: float16 [R, C] for the scales of each chunk; None: scales are numbers themselves.
-        minimum_steps_RC: likewise for the minima.
+        steps_RS: float16 [R, S] for the scales of each 256 inputs; None: scales are numbers
+            themselves.
+        minimum_steps_RS: likewise for the minima.
     """
 
     integers_RBK: Tensor
     scales_RB: Tensor
     minima_RB: Tensor | None = None
-    steps_RC: Tensor | None = None
-    minimum_steps_RC: Tensor | None = None
+    steps_RS: Tensor | None = None
+    minimum_steps_RS: Tensor | None = None
 
     def rows(self, rows: slice) -> Blocks:
         """Some of the rows."""
         return self._each(lambda tensor: tensor[rows])
 
-    def filled_up(self, num_rows: int, num_chunks: int) -> Blocks:
-        """With zeros, to the whole groups and chunks of a packed piece."""
-        blocks_of_chunk = CHUNK_INPUTS // self.integers_RBK.shape[2]
+    def filled_up(self, num_rows: int, num_inputs: int) -> Blocks:
+        """With zeros, to the whole groups and runs of a packed piece."""
 
         def fill(tensor: Tensor) -> Tensor:
-            is_step = tensor is self.steps_RC or tensor is self.minimum_steps_RC
-            columns = num_chunks if is_step else num_chunks * blocks_of_chunk
+            is_step = tensor is self.steps_RS or tensor is self.minimum_steps_RS
+            columns = num_inputs // (STEP_INPUTS if is_step else self.integers_RBK.shape[2])
             short = (0, columns - tensor.shape[1], 0, num_rows - len(tensor))
             if not any(short):
                 return tensor
@@ -117,17 +121,17 @@ class Blocks:
 
     def dequantised(self) -> Tensor:
         """Float32 [R, K], each product and each sum rounded once."""
-        blocks_of_chunk = CHUNK_INPUTS // self.integers_RBK.shape[2]
+        blocks_of_step = STEP_INPUTS // self.integers_RBK.shape[2]
 
-        def numbers(found_RB: Tensor, steps_RC: Tensor | None) -> Tensor:
-            if steps_RC is None:
+        def numbers(found_RB: Tensor, steps_RS: Tensor | None) -> Tensor:
+            if steps_RS is None:
                 return found_RB.float()[..., None]
-            steps_RB = steps_RC.float().repeat_interleave(blocks_of_chunk, 1)
+            steps_RB = steps_RS.float().repeat_interleave(blocks_of_step, 1)
             return (steps_RB[:, : found_RB.shape[1]] * found_RB.float())[..., None]
 
-        numbers_RBK = self.integers_RBK.float() * numbers(self.scales_RB, self.steps_RC)
+        numbers_RBK = self.integers_RBK.float() * numbers(self.scales_RB, self.steps_RS)
         if self.minima_RB is not None:
-            numbers_RBK += numbers(self.minima_RB, self.minimum_steps_RC)
+            numbers_RBK += numbers(self.minima_RB, self.minimum_steps_RS)
         return numbers_RBK.flatten(1)
 
     def is_finite(self) -> bool:
@@ -153,6 +157,7 @@ class PackedMatrix:
     """Its share of scale and minimum included."""
     format: ClassVar[int] = 0
     """A ``ForedraftFormat``, of quantised ones."""
+    run_inputs: ClassVar[int] = CHUNK_INPUTS
 
     packed_GCN: Tensor
     part_rows: tuple[int, ...]
@@ -206,9 +211,9 @@ class PackedMatrix:
     ) -> Self:
         """Of some rows at a time, which ``put`` writes to their whole groups."""
         num_rows, num_inputs = shape[0] // num_parts, shape[1]
-        groups, chunks = _num_groups(num_rows), -(-num_inputs // CHUNK_INPUTS)
-        chunk_bytes = int(GROUP_ROWS * CHUNK_INPUTS * cls.bytes_per_weight)
-        packed_GCN = (shelf or Shelf()).empty((num_parts * groups, chunks, chunk_bytes))
+        groups, runs = _num_groups(num_rows), -(-num_inputs // cls.run_inputs)
+        run_bytes = int(GROUP_ROWS * cls.run_inputs * cls.bytes_per_weight)
+        packed_GCN = (shelf or Shelf()).empty((num_parts * groups, runs, run_bytes))
         for part in range(num_parts):
             for first, rows in _pieces(num_rows):
                 start, row = part * groups + first // GROUP_ROWS, part * num_rows + first
@@ -222,26 +227,42 @@ class PackedMatrix:
         raise NotImplementedError
 
 
+Numbers = Sequence[tuple[str, int, torch.dtype]]
+"""Fields of `Blocks`, how many numbers of each there are for a row, and what these are."""
+
+
 class QuantisedMatrix(PackedMatrix):
     """Integers with scales. Each chunk holds its 16 rows' scales and minima, and then its weights.
 
-    Numbers of scales are as [blocks, 16 rows] each: their steps and those of the minima (float16),
-    the scales, the minima, as far as the format has them.
+    Numbers of scales are as [blocks, 16 rows] each. Where they are whole numbers, the steps of
+    scales and minima lie before each run of four chunks.
     """
 
-    head: ClassVar[Sequence[tuple[str, int, torch.dtype]]]
-    """Fields of `Blocks`, how many numbers of each a chunk has for a row, and what these are."""
+    steps: ClassVar[Numbers] = ()
+    """What a run of chunks begins with."""
+    head: ClassVar[Numbers]
+    """What a chunk begins with."""
     is_signed: ClassVar[bool] = False
     """Weights are stored half of their range higher: 128, or 8 of 4 bits."""
 
     def __init_subclass__(cls) -> None:
-        cls.bytes_per_weight = cls.bits / 8 + cls._head_bytes() / (GROUP_ROWS * CHUNK_INPUTS)
+        cls.run_inputs = STEP_INPUTS if cls.steps else CHUNK_INPUTS
+        chunk_bytes = cls._size(cls.head) + GROUP_ROWS * CHUNK_INPUTS * cls.bits // 8
+        run_bytes = cls._size(cls.steps) + cls.run_inputs // CHUNK_INPUTS * chunk_bytes
+        cls.bytes_per_weight = run_bytes / (GROUP_ROWS * cls.run_inputs)
+
+    @staticmethod
+    def _size(fields: Numbers) -> int:
+        """Bytes, in whole cache lines."""
+        size = sum(GROUP_ROWS * count * dtype.itemsize for _, count, dtype in fields)
+        return -(-size // _LINE) * _LINE
 
     @classmethod
-    def _head_bytes(cls) -> int:
-        """Whole cache lines."""
-        size = sum(GROUP_ROWS * count * dtype.itemsize for _, count, dtype in cls.head)
-        return -(-size // _LINE) * _LINE
+    def _places(cls, packed_GCN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the steps [G, C, 1, bytes], heads and integers [G, C, chunks, bytes]."""
+        begin, head = cls._size(cls.steps), cls._size(cls.head)
+        chunks = packed_GCN[..., begin:].unflatten(2, (cls.run_inputs // CHUNK_INPUTS, -1))
+        return packed_GCN[:, :, None, :begin], chunks[..., :head], chunks[..., head:]
 
     @classmethod
     def of_weight(cls, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None) -> Self:
@@ -282,26 +303,18 @@ class QuantisedMatrix(PackedMatrix):
     @classmethod
     def _put(cls, blocks: Blocks, packed_GCN: Tensor) -> None:
         """Lay out whole groups."""
-        groups, chunks, _ = packed_GCN.shape
-        blocks = blocks.filled_up(groups * GROUP_ROWS, chunks)
-        at = 0
-        for field, count, _ in cls.head:
-            found_RN = getattr(blocks, field).view(groups, GROUP_ROWS, chunks, count)
-            by_group = found_RN.permute(0, 2, 3, 1).reshape(groups, chunks, -1)
-            by_group = by_group.contiguous().view(torch.uint8)
-            end = at + by_group.shape[2]
-            packed_GCN[..., at:end].copy_(by_group)
-            at = end
-        packed_GCN[..., at : cls._head_bytes()] = 0
-        integers = blocks.integers_RBK.contiguous().view(torch.uint8)
+        groups, runs, _ = packed_GCN.shape
+        blocks = blocks.filled_up(groups * GROUP_ROWS, runs * cls.run_inputs)
+        steps, heads, integers = cls._places(packed_GCN)
+        _put_numbers(steps, cls.steps, blocks)
+        _put_numbers(heads, cls.head, blocks)
+        numbers = blocks.integers_RBK.contiguous().view(torch.uint8)
         if cls.is_signed:
-            integers = integers + (1 << cls.bits - 1)  # as whole numbers without a sign
-        words = integers.reshape(groups, GROUP_ROWS, chunks, -1).view(torch.int32)  # of quads
-        words = words.permute(0, 2, 3, 1)
-        if cls.bits < 8:
-            words = _in_fewer_bits(words, cls.bits - _HALF_BYTE)
-        place = packed_GCN[..., cls._head_bytes() :].view(torch.int32)
-        place.view(words.shape).copy_(words)
+            numbers = numbers + (1 << cls.bits - 1)  # as whole numbers without a sign
+        num_chunks = runs * heads.shape[2]
+        quads = numbers.reshape(groups, GROUP_ROWS, num_chunks, -1).view(torch.int32)
+        words = _in_fewer_bits(quads.permute(0, 2, 3, 1), cls.bits).flatten(2)
+        integers.view(torch.int32).copy_(words.unflatten(1, (runs, -1)))
 
     @classmethod
     def _unpack(cls, packed_GCN: Tensor) -> Tensor:
@@ -310,24 +323,14 @@ class QuantisedMatrix(PackedMatrix):
     @classmethod
     def _blocks_of(cls, packed_GCN: Tensor) -> Blocks:
         """What `_put` was given, filled up."""
-        groups, chunks, _ = packed_GCN.shape
-        found: dict[str, Tensor] = {}
-        at = 0
-        for field, count, dtype in cls.head:
-            end = at + GROUP_ROWS * count * dtype.itemsize
-            numbers = packed_GCN[..., at:end].contiguous().view(dtype)
-            by_row = numbers.view(groups, chunks, count, GROUP_ROWS).permute(0, 3, 1, 2)
-            found[field] = by_row.reshape(groups * GROUP_ROWS, -1)
-            at = end
-        words = packed_GCN[..., cls._head_bytes() :]
-        if cls.bits < 8:
-            words = words.reshape(groups, chunks, -1, GROUP_ROWS * _QUAD)
-            words = _in_bytes(words, cls.bits - _HALF_BYTE)
-        quads = words.reshape(groups, chunks, -1, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
-        integers = quads.reshape(*found["scales_RB"].shape, -1)
+        steps, heads, integers = cls._places(packed_GCN)
+        found = _numbers(steps, cls.steps) | _numbers(heads, cls.head)
+        words = integers.flatten(1, 2).unflatten(2, (-1, GROUP_ROWS * _QUAD))
+        quads = _in_bytes(words, cls.bits).unflatten(3, (GROUP_ROWS, _QUAD)).permute(0, 3, 1, 2, 4)
+        numbers = quads.reshape(*found["scales_RB"].shape, -1)
         if cls.is_signed:
-            integers = (integers.to(torch.int16) - (1 << cls.bits - 1)).to(torch.int8)
-        return Blocks(integers, **found)
+            numbers = (numbers.to(torch.int16) - (1 << cls.bits - 1)).to(torch.int8)
+        return Blocks(numbers, **found)
 
 
 class Int8Matrix(QuantisedMatrix):
@@ -369,31 +372,29 @@ class Int5Matrix(QuantisedMatrix):
     head = (("scales_RB", 2, torch.float16), ("minima_RB", 2, torch.float16))
 
 
-_NESTED = (
-    *(("steps_RC", 1, torch.float16), ("minimum_steps_RC", 1, torch.float16)),
-    *(("scales_RB", 2, torch.int8), ("minima_RB", 2, torch.int8)),
-)
+_STEPS = (("steps_RS", 1, torch.float16), ("minimum_steps_RS", 1, torch.float16))
+_FACTORS = (("scales_RB", 2, torch.int8), ("minima_RB", 2, torch.int8))
 
 
 class Nested4Matrix(QuantisedMatrix):
-    """4 bits; scales and minima for 32 inputs are whole numbers times steps for 64."""
+    """4 bits; scales and minima for 32 inputs are whole numbers times steps for 256."""
 
     bits, format = 4, 3
-    head = _NESTED
+    steps, head = _STEPS, _FACTORS
 
 
 class Nested5Matrix(QuantisedMatrix):
     """5 bits; scales and minima likewise."""
 
     bits, format = 5, 4
-    head = _NESTED
+    steps, head = _STEPS, _FACTORS
 
 
 class Nested6Matrix(QuantisedMatrix):
-    """6 bits with a sign; scales for 16 inputs are whole numbers times steps for 64."""
+    """6 bits with a sign; scales for 16 inputs are whole numbers times steps for 256."""
 
     bits, format, is_signed = 6, 5, True
-    head = (("steps_RC", 1, torch.float16), ("scales_RB", 4, torch.int8))
+    steps, head = _STEPS[:1], (("scales_RB", 4, torch.int8),)
 
 
 class Centred4Matrix(QuantisedMatrix):
@@ -546,40 +547,70 @@ def _steps(scales_RB: Tensor) -> Tensor:
     return scales_RB.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
 
 
-def _in_fewer_bits(words: Tensor, upper: int) -> Tensor:
-    """Quads of bytes, int32 [G, C, quads, 16], as the kernel's words: two quads each, and behind
-    those that share one a word of their ``upper`` bits (``SplitWeights`` of formats.h)."""
-    lower = words & _LOWER
+def _put_numbers(place_GCDN: Tensor, fields: Numbers, blocks: Blocks) -> None:
+    """Numbers of 16 rows each, as [numbers, rows], to D places of each run."""
+    groups, runs, places, _ = place_GCDN.shape
+    at = 0
+    for field, count, _ in fields:
+        found = getattr(blocks, field).view(groups, GROUP_ROWS, runs, places, count)
+        by_group = found.permute(0, 2, 3, 4, 1).flatten(3).contiguous().view(torch.uint8)
+        place_GCDN[..., at : at + by_group.shape[3]] = by_group
+        at += by_group.shape[3]
+    place_GCDN[..., at:] = 0
+
+
+def _numbers(place_GCDN: Tensor, fields: Numbers) -> dict[str, Tensor]:
+    """What `_put_numbers` was given, by field."""
+    found, at = dict[str, Tensor](), 0
+    for field, count, dtype in fields:
+        end = at + GROUP_ROWS * count * dtype.itemsize
+        numbers = place_GCDN[..., at:end].contiguous().view(dtype).unflatten(3, (count, -1))
+        found[field] = numbers.permute(0, 4, 1, 2, 3).flatten(2).flatten(0, 1)
+        at = end
+    return found
+
+
+def _in_fewer_bits(quads: Tensor, bits: int) -> Tensor:
+    """Quads of bytes, int32 [G, C, quads, 16], as the kernel's words of so many bits."""
+    if bits == 8:
+        return quads
+    if bits == 6:
+        three, fourth = _split(quads, 4)[:, :, :, :3].clone(), _split(quads, 4)[:, :, :, 3]
+        for i in range(3):
+            three[:, :, :, i] |= ((fourth >> 2 * i) & _LOWEST_TWO) << 6
+        return three.flatten(2, 3)
+    lower = quads & _LOWER
     pairs = lower[:, :, 0::2] | (lower[:, :, 1::2] << _HALF_BYTE)
-    if not upper:
+    if bits == _HALF_BYTE:
         return pairs
-    together = 8 // upper
-    mask = 0x01010101 * ((1 << upper) - 1)
-    above = _split((words >> _HALF_BYTE) & mask, together)
-    tails = above[:, :, :, 0].clone()
-    for quad in range(1, together):
-        tails |= above[:, :, :, quad] << upper * quad
-    pairs = _split(pairs, together // 2)
-    return torch.cat((pairs, tails[:, :, :, None]), dim=3).flatten(2, 3)
+    fifth = _split((quads >> _HALF_BYTE) & _LOWEST, 8)
+    tails = sum(fifth[:, :, :, quad] << quad for quad in range(8))
+    return torch.cat((_split(pairs, 4), tails[:, :, :, None]), dim=3).flatten(2, 3)
 
 
 def _split(words: Tensor, size: int) -> Tensor:
     """The third dimension in runs of ``size``: [A, B, runs * size, D] as [A, B, runs, size, D]."""
-    return words.reshape(*words.shape[:2], -1, size, words.shape[3])
+    return words.unflatten(2, (-1, size))
 
 
-def _in_bytes(words: Tensor, upper: int) -> Tensor:
+def _in_bytes(words: Tensor, bits: int) -> Tensor:
     """What `_in_fewer_bits` was given, of uint8 [G, C, words, bytes]: [G, C, quads, bytes]."""
+    if bits == 8:
+        return words
+    if bits == 6:
+        three = _split(words, 3)
+        above = three >> 6
+        fourth = above[:, :, :, 0] | above[:, :, :, 1] << 2 | above[:, :, :, 2] << 4
+        return torch.cat((three & 63, fourth[:, :, :, None]), dim=3).flatten(2, 3)
     tails = None
-    if upper:
-        together = 8 // upper
-        words = _split(words, together // 2 + 1)
-        words, tails = words[:, :, :, :-1].flatten(2, 3), words[:, :, :, -1]
+    if bits > _HALF_BYTE:
+        words = _split(words, 5)
+        words, tails = words[:, :, :, :4].flatten(2, 3), words[:, :, :, 4]
     quads = torch.stack((words & 15, words >> _HALF_BYTE), dim=3).flatten(2, 3)
     if tails is None:
         return quads
-    above = [(tails >> upper * quad) & ((1 << upper) - 1) for quad in range(together)]
-    return quads | torch.stack(above, dim=3).flatten(2, 3) << _HALF_BYTE
+    fifth = torch.stack([(tails >> quad) & 1 for quad in range(8)], dim=3)
+    return quads | fifth.flatten(2, 3) << _HALF_BYTE
 
 
 def _tiles(packed_GCN: Tensor) -> Tensor:

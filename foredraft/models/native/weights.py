@@ -32,7 +32,6 @@ from foredraft.models.files.stored import read_blocks, read_tensor
 from foredraft.models.native import quant
 from foredraft.models.native.config import USUAL_KIND, DecoderConfig, LayerKind
 from foredraft.models.native.quant import (
-    CHUNK_INPUTS,
     GROUP_ROWS,
     PACKED,
     Blocks,
@@ -675,20 +674,16 @@ def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks
         found = kind.unpack(blocks_N)
     integers, scales, minima = found.integers_SK, found.scales_S, found.minima_S
     num_rows, block_inputs = len(blocks_N), integers.shape[-1]
-    chunks_of_block = kind.block_weights // CHUNK_INPUTS
 
     def tensor(numbers: Numbers) -> Tensor:
         return torch.from_numpy(numbers.reshape(num_rows, -1))
-
-    def steps(numbers: Numbers) -> Tensor:
-        return tensor(numbers.repeat(chunks_of_block, axis=-1))
 
     integers = np.ascontiguousarray(integers).view(np.int8)
     rows = Blocks(
         torch.from_numpy(integers.reshape(num_rows, -1, block_inputs)),
         tensor(scales),
         minima_RB=None if minima is None else tensor(minima),
-        steps_RC=None if found.step is None else steps(found.step),
-        minimum_steps_RC=None if found.minimum_step is None else steps(found.minimum_step),
+        steps_RS=None if found.step is None else tensor(found.step),
+        minimum_steps_RS=None if found.minimum_step is None else tensor(found.minimum_step),
     )
     return rows.from_minimum() if form is Int4Matrix and rows.minima_RB is None else rows
