@@ -61,6 +61,7 @@ class _Shortened:
 
     def __init__(self, cache: KVCache, starts: Mapping[int, int]) -> None:
         self.store, size = cache.store, cache.block_size
+        self.states = getattr(cache, "states", None)
         self.num_left_out: dict[int, int] = {}
         self._tables: dict[int, array[int]] = {}
         for slot, start in starts.items():

@@ -55,6 +55,7 @@ from foredraft.models.native.quant import (
     tensor_of,
     to_tensors,
 )
+from foredraft.models.native.recurrent import MixerWeights
 from foredraft.models.native.source_blocks import stacked_blocks
 
 AS_STORED: Literal["file"] = "file"
@@ -66,6 +67,8 @@ _CHECKED_ROWS = 1024
 _MUCH_TO_READ = 1 << 30
 """Bytes of weights that are worth a word where they are read as they are."""
 _HEAD_BITS = 8
+_MIXER = "mixer@"
+"""Before the fields of `LayerWeights.mixer`."""
 _EMBEDDING_FIELD = "embedding_VE"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -95,6 +98,7 @@ class LayerWeights:
     mlp_post_norm_E: Tensor | None = None
     router_XE: Tensor | None = None
     kind: LayerKind = USUAL_KIND
+    mixer: MixerWeights | None = None
 
     @property
     def num_experts(self) -> int:
@@ -104,12 +108,22 @@ class LayerWeights:
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All that there are, by their fields and layouts (see `quant.to_tensors`)."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
+        mixer = self.mixer.tensors() if self.mixer else {}
         return {
             key: tensor
             for name, matrix in found.items()
-            if matrix is not None and name != "kind"
+            if matrix is not None and name not in ("kind", "mixer")
             for key, tensor in to_tensors(prefix + name, matrix).items()
-        }
+        } | {f"{prefix}{_MIXER}{name}": tensor for name, tensor in mixer.items()}
+
+    def with_fields(self, changed: Mapping[str, Any]) -> LayerWeights:
+        """The same layer with others in place of the fields so named."""
+        own = {name: value for name, value in changed.items() if not name.startswith(_MIXER)}
+        mixer = {name: value for name, value in changed.items() if name not in own}
+        if mixer and self.mixer:
+            named = {name.removeprefix(_MIXER): value for name, value in mixer.items()}
+            own["mixer"] = replace(self.mixer, **named)
+        return replace(self, **own)
 
     def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
         """The same layer with other matrices.
@@ -183,7 +197,7 @@ class DecoderWeights:
         if self.head_VE is self.embedding_VE and _EMBEDDING_FIELD in own:
             own.setdefault("head_VE", own[_EMBEDDING_FIELD])
         own["layers"] = tuple(
-            replace(layer, **layers.get(i, {})) for i, layer in enumerate(self.layers)
+            layer.with_fields(layers.get(i, {})) for i, layer in enumerate(self.layers)
         )
         return replace(self, **own)
 
@@ -352,7 +366,7 @@ def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
     else:
         head_VE = reader.as_head(reader.take_table(_HEAD, vocab, hidden), _HEAD)
     layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
-    final_norm_E = reader.take("model.norm.weight", hidden)
+    final_norm_E = reader.take(f"{config.family.names.final_norm}.weight", hidden)
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
 
 
@@ -380,21 +394,34 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
         named = [[name.format(expert=expert) for name in parts] for expert in experts]
         return [part for names in named for part in stacked(names, rows, "weight")]
 
-    qkv_rows = (query, key_value, key_value)
+    kind, mixer = config.kind(index), None
+    qkv_rows: tuple[int, ...] = (config.query_rows, key_value, key_value)
     query_norm, key_norm = config.head_norm_sizes or (0, 0)
+    if kind.is_recurrent:
+        assert config.recurrent is not None
+        sizes = config.recurrent
+        mixer = _assemble_mixer(reader, config, prefix)
+        names = replace(
+            names,
+            qkv=names.recurrent_in,
+            output=names.recurrent_out,
+            query_norm=None,
+            key_norm=None,
+        )
+        qkv_rows = (sizes.channels, sizes.num_inputs - sizes.channels)
+        query = sizes.num_outputs
+    has_bias = config.attention_bias and mixer is None
     return LayerWeights(
         attention_norm_E=norm(names.attention_norm),
         qkv_weight=reader.take_matrix(stacked(names.qkv, qkv_rows, "weight"), hidden),
-        qkv_bias=(
-            reader.take_stacked(stacked(names.qkv, qkv_rows, "bias"))
-            if config.attention_bias
-            else None
-        ),
+        qkv_bias=(reader.take_stacked(stacked(names.qkv, qkv_rows, "bias")) if has_bias else None),
         query_norm_D=norm(names.query_norm, query_norm),
         key_norm_D=norm(names.key_norm, key_norm),
         output_weight=single(stacked([names.output], [hidden], "weight"), query),
         output_bias=(
-            reader.take(f"{prefix}{names.output}.bias", hidden) if config.output_bias else None
+            reader.take(f"{prefix}{names.output}.bias", hidden)
+            if config.output_bias and mixer is None
+            else None
         ),
         mlp_norm_E=norm(names.mlp_norm),
         gate_up_weight=reader.take_matrix(
@@ -408,7 +435,28 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
             if names.router
             else None
         ),
-        kind=config.kind(index),
+        kind=kind,
+        mixer=mixer,
+    )
+
+
+def _assemble_mixer(
+    reader: _Reader | _KeptReader, config: DecoderConfig, prefix: str
+) -> MixerWeights:
+    names, sizes = config.family.names, config.recurrent
+    assert sizes is not None
+    shape = sizes.channels, 1, sizes.window
+    conv_C1K = reader.take(f"{prefix}{names.convolution}.weight", *shape)
+    if sizes.kind == "short_conv":
+        return MixerWeights(conv_C1K)
+    heads, part = sizes.value_heads, prefix + names.convolution.rpartition(".")[0]
+    gates = [(f"{prefix}{name}.weight", heads) for name in names.recurrent_gates]
+    return MixerWeights(
+        conv_C1K,
+        reader.take_stacked(gates, config.hidden_size),
+        reader.take(f"{part}.A_log", heads),
+        reader.take(f"{part}.dt_bias", heads),
+        reader.take(f"{prefix}{names.recurrent_norm}.weight", sizes.value_size),
     )
 
 
