@@ -51,6 +51,8 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "mixtral": ("Mixtral", "mixtral"),
     "qwen3_moe": ("Qwen3 mixtures", "qwen3-moe"),
     "olmoe": ("OLMoE", "olmoe"),
+    "lfm2": ("LFM2, LFM2.5", "lfm2"),
+    "qwen3_5_text": ("Qwen3.5 (text)", "qwen3.5"),
 }
 """By ``model_type``: what people call it, and the tiny model that stands for it here."""
 

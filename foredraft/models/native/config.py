@@ -145,7 +145,7 @@ _RECURRENT = {"short_conv": "conv", "delta_net": "linear_attention"}
 """Recurrent layers' names in ``layer_types``."""
 _CHANNELS = 16
 """Channels of a convolution, and numbers of a value, come in multiples of so many."""
-_MOST_CONVOLVED = 16
+_MOST_CONVOLVED, _MOST_OF_HEAD = 16, 1024
 _MOST_ROTATED = 4096
 """Numbers of a head that are computed to see whether they are finite."""
 
@@ -604,9 +604,7 @@ def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
         if listed is not None and len(listed) < num_layers:
             return f"{name} lists {len(listed)} layers, and there are {num_layers}"
     for kind in set(fields.layer_types or ()):
-        known = (
-            (_FULL, _SLIDING) if family.recurrent is None else (_FULL, _RECURRENT[family.recurrent])
-        )
+        known = (_FULL, _RECURRENT[family.recurrent] if family.recurrent else _SLIDING)
         if kind not in known:
             return f"layers of type {kind!r:.80} are not implemented"
     has_window = fields.sliding_window is not None and _has_windows(family, fields)
@@ -622,9 +620,10 @@ def _unsupported_recurrence(family: Family, fields: DecoderFields) -> str | None
     if not 2 <= sizes.window <= _MOST_CONVOLVED:
         return f"a convolution of {sizes.window} inputs is not implemented"
     if sizes.key_heads and sizes.value_heads % sizes.key_heads:
-        return (
-            f"{sizes.value_heads} value heads for {sizes.key_heads} key heads are not implemented"
-        )
+        heads = f"{sizes.value_heads} value heads for {sizes.key_heads} key heads"
+        return f"{heads} are not implemented"
+    if max(sizes.key_size, sizes.value_size) > _MOST_OF_HEAD:
+        return f"recurrent heads of more than {_MOST_OF_HEAD} numbers are not implemented"
     if sizes.channels % _CHANNELS or sizes.value_size % _CHANNELS:
         return (
             f"recurrent layers of {sizes.channels} channels and values of {sizes.value_size} "

@@ -234,8 +234,9 @@ class EagerDecoder:
         config, gates_TX = self._config, None
         num_query, num_kv = config.num_attention_heads, config.num_key_value_heads
         if config.family.gates_attention:
-            both, key_value = qkv.split([config.query_rows, 2 * num_kv * config.head_dim], -1)
-            query, gates = both.unflatten(-1, (num_query, 2, config.head_dim)).unbind(2)
+            parts = [config.query_rows, 2 * num_kv * config.head_dim]
+            both, key_value = torch.split(qkv, parts, -1)
+            query, gates = both.reshape(len(qkv), num_query, 2, config.head_dim).unbind(2)
             qkv, gates_TX = torch.cat((query.flatten(1), key_value), -1), gates.flatten(1)
         heads = qkv.view(len(qkv), -1, config.head_dim)
         turned, value_TGD = torch.split(heads, [num_query + num_kv, num_kv], 1)

@@ -259,7 +259,8 @@ class _DeltaNet:
         """Queries and keys [N, H, D] of length 1, the former scaled, and values [N, H, V]."""
         sizes = self.sizes
         keys = sizes.key_heads * sizes.key_size
-        query, key, value = convolved_NC.split([keys, keys, convolved_NC.shape[1] - 2 * keys], -1)
+        parts = [keys, keys, sizes.channels - 2 * keys]
+        query, key, value = torch.split(convolved_NC, parts, -1)
         shared = sizes.value_heads // sizes.key_heads
 
         def of_length_1(x: Tensor) -> Tensor:
