@@ -59,6 +59,7 @@ enum ForedraftActivation : int64_t { kSilu, kGeluTanh };
 struct ForedraftRecurrent {
   int64_t window, channels;      // K, C; 0: there are none
   int64_t key_heads, value_heads, key_size, value_size;  // G, Hv, D, V; 0: short convolutions
+  int64_t is_tiled;              // value heads h, h + G, ... share a key head, and not neighbours
 };
 
 struct ForedraftModel {

@@ -51,7 +51,7 @@ class Recurrent(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("window", "channels", "key_heads", "value_heads")),
-        *((name, c_int64) for name in ("key_size", "value_size")),
+        *((name, c_int64) for name in ("key_size", "value_size", "is_tiled")),
     ]
 
 

@@ -190,7 +190,7 @@ class RecurrentLayer {
     constexpr int64_t kMost = 1024;
     float key[kMost], query[kMost];
     const float* const x = row.states.elements + element * sizes_.element;
-    const int64_t of_keys = head / (Hv / G) * D;
+    const int64_t of_keys = (model_.recurrent.is_tiled ? head % G : head / (Hv / G)) * D;
     put_unit(x + G * D + of_keys, 1.0f, key);
     if (read) put_unit(x + of_keys, 1.0f / std::sqrt(float(D)), query);
     const float* const values = x + 2 * G * D + head * V;

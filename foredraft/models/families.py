@@ -52,6 +52,8 @@ class Gguf:
         implied: fields of ``config.json`` that a file without keys for them implies, if they differ
             from `Family.defaults`.
         only: the only values of keys that are implemented.
+        ignored: keys that change nothing of a text model.
+        norms: names of norms that differ from `GGUF_NORMS`; "final_norm" is one of them.
         wide_size: the number of layers of the one model of the family whose scores are divided by
             the root of hidden size / heads, and not of the head size. Files do not say it.
     """
@@ -61,8 +63,13 @@ class Gguf:
     keys: Mapping[str, str] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    norms: Mapping[str, str] = field(default_factory=dict)
     wide_size: int | None = None
 
+
+RECURRENT_TYPES = {"short_conv": "conv", "delta_net": "linear_attention"}
+"""Names of recurrent layers in ``layer_types``."""
 
 GGUF_NORMS = {
     "attention_norm": "attn_norm",
@@ -168,7 +175,7 @@ _DELTA_NET_READS = frozenset(
     {
         *("attention_bias", "partial_rotary_factor", "layer_types", "full_attention_interval"),
         *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-        *("linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_heads_tiled"),
     }
 )
 _DELTA_NET_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
@@ -409,7 +416,7 @@ _FAMILIES = (
             }
         ),
         defaults={
-            "norm_eps": 1e-5,
+            "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
             "tie_word_embeddings": True,
             "num_key_value_heads": 8,
@@ -419,6 +426,12 @@ _FAMILIES = (
         neutral={"conv_bias": False},
         head_norms="each",
         recurrent="short_conv",
+        gguf=Gguf(
+            "lfm2",
+            keys={"conv_L_cache": "shortconv.l_cache"},
+            implied={"block_auto_adjust_ff_dim": False},
+            norms={"final_norm": "token_embd_norm"},
+        ),
     ),
     Family(
         "qwen3_5_text",
@@ -436,6 +449,23 @@ _FAMILIES = (
         norm_offset=1.0,
         recurrent="delta_net",
         gates_attention=True,
+        gguf=Gguf(
+            "qwen35",
+            keys={
+                "full_attention_interval": "full_attention_interval",
+                "linear_conv_kernel_dim": "ssm.conv_kernel",
+                "linear_key_head_dim": "ssm.state_size",
+                "linear_value_head_dim": "ssm.state_size",
+                "linear_num_key_heads": "ssm.group_count",
+                "linear_num_value_heads": "ssm.time_step_rank",
+            },
+            implied={"linear_heads_tiled": True},
+            # The shapes of tensors say the size of values, and all positions of a text are alike.
+            ignored=frozenset(
+                {"ssm.inner_size", "rope.dimension_sections", "nextn_predict_layers"}
+            ),
+            norms={"mlp_norm": "post_attention_norm"},
+        ),
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -1,13 +1,13 @@
 """Models with recurrent layers through the engine: the texts of plain decoding, whatever happens.
 
-Trees, cancelled requests, several replies to a prompt, texts that begin alike, and too little memory
-for all of them at once, on the fused kernel.
+Trees, cancelled requests, several replies to a prompt, texts that begin alike, and too little
+memory for all of them at once, on the fused kernel.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,14 @@ _FEW_TOKENS = 450
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def path(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         load_library()
     except KernelUnavailable as reason:
         pytest.skip(f"no fused kernel: {reason}")
     directory = tmp_path_factory.mktemp("hybrid")
     save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
-    yield directory
+    return directory
 
 
 def new_target(path: Path, memory: int | None = None) -> NativeTarget:
@@ -54,7 +52,7 @@ def new_target(path: Path, memory: int | None = None) -> NativeTarget:
 
 
 class RandomTrees:
-    """Drafts trees of any shape: now and then with what the text repeats, so that some are right."""
+    """Drafts trees of any shape, with some of the tokens that are to come."""
 
     taps: Sequence[int] = ()
     layers: Sequence[Any] = ()

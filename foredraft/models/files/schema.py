@@ -201,6 +201,7 @@ class DecoderFields(_Schema):
     linear_value_head_dim: Count = 128
     linear_num_key_heads: Count = 16
     linear_num_value_heads: Count = 32
+    linear_heads_tiled: bool = False
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
 
@@ -293,6 +294,7 @@ class GgufTensorFields(_Schema):
     start: Annotated[int, Field(ge=0)]
     heads: Annotated[int, Field(ge=0, lt=2**16)] = 0
     added: Multiplier = 0.0
+    is_log: bool = False
 
 
 class GgufIndexFields(_Schema):
@@ -304,6 +306,11 @@ class GgufIndexFields(_Schema):
 
 def _said(key: str, default: Any = ...) -> Any:
     return Field(default, validation_alias=key)
+
+
+def _most(counts: object) -> object:
+    """Of the heads of each layer: recurrent ones have none."""
+    return max(counts.tolist()) if isinstance(counts, np.ndarray) and counts.size else counts
 
 
 class GgufFields(_Schema):
@@ -321,7 +328,9 @@ class GgufFields(_Schema):
     embedding_length: Count
     feed_forward_length: Count
     head_count: Count = _said("attention.head_count")
-    head_count_kv: Count | None = _said("attention.head_count_kv", None)
+    head_count_kv: Annotated[Count | None, BeforeValidator(_most)] = _said(
+        "attention.head_count_kv", None
+    )
     key_length: Count | None = _said("attention.key_length", None)
     value_length: Count | None = _said("attention.value_length", None)
     rms_norm_eps: Epsilon = _said("attention.layer_norm_rms_epsilon")

@@ -24,7 +24,7 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
 from foredraft.cache.states import StateCache
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.families import FAMILIES, Family
+from foredraft.models.families import FAMILIES, RECURRENT_TYPES, Family
 from foredraft.models.files.json_files import parse_fields, read_json
 from foredraft.models.files.schema import DecoderFields, RopeFields
 from foredraft.models.native.recurrent import Recurrent
@@ -141,8 +141,6 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST_LAYERS = 100_000
 """Limit on layers: their kinds are made before the files are checked for that many."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_RECURRENT = {"short_conv": "conv", "delta_net": "linear_attention"}
-"""Recurrent layers' names in ``layer_types``."""
 _CHANNELS = 16
 """Channels of a convolution, and numbers of a value, come in multiples of so many."""
 _MOST_CONVOLVED, _MOST_OF_HEAD = 16, 1024
@@ -348,6 +346,7 @@ def why_not_native(raw: Mapping[str, Any], path: Path) -> str | None:
     Raises:
         ModelLoadError: it is of such a family, and malformed. ``path`` is named then.
     """
+    raw = text_part(raw)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         return f"model_type {model_type!r:.80} is not one of {', '.join(FAMILIES)}"
@@ -366,11 +365,20 @@ def read_config(directory: Path, max_context: int | None = None) -> DecoderConfi
             implemented here.
     """
     path = directory / "config.json"
-    raw = read_json(path)
+    raw = text_part(read_json(path))
     if reason := why_not_native(raw, path):
         raise ModelLoadError(f"{directory}: {reason}; load it with backend 'hf'")
     family = FAMILIES[raw["model_type"]]
     return _resolve(family, _parse(path, raw, family), max_context)
+
+
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the config of a model of text and images the part about text, where that is native."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        return raw
+    common = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+    return {name: raw[name] for name in common if name in raw} | text
 
 
 def check_fields(path: Path, raw: Mapping[str, Any]) -> None:
@@ -395,6 +403,7 @@ _OPTIONAL = frozenset(
         *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
         *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim"),
         *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        "linear_heads_tiled",
     }
 )
 """Fields that only some families heed."""
@@ -481,7 +490,7 @@ def _is_recurrent(family: Family, fields: DecoderFields, index: int) -> bool:
     if family.recurrent is None:
         return False
     if fields.layer_types is not None:
-        return fields.layer_types[index] == _RECURRENT[family.recurrent]
+        return fields.layer_types[index] == RECURRENT_TYPES[family.recurrent]
     if family.recurrent == "delta_net":
         return (index + 1) % fields.full_attention_interval != 0
     return fields.full_attn_idxs is not None and index not in fields.full_attn_idxs
@@ -498,6 +507,7 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
         fields.linear_num_value_heads,
         fields.linear_key_head_dim,
         fields.linear_value_head_dim,
+        fields.linear_heads_tiled,
     )
 
 
@@ -604,7 +614,7 @@ def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
         if listed is not None and len(listed) < num_layers:
             return f"{name} lists {len(listed)} layers, and there are {num_layers}"
     for kind in set(fields.layer_types or ()):
-        known = (_FULL, _RECURRENT[family.recurrent] if family.recurrent else _SLIDING)
+        known = (_FULL, RECURRENT_TYPES[family.recurrent] if family.recurrent else _SLIDING)
         if kind not in known:
             return f"layers of type {kind!r:.80} are not implemented"
     has_window = fields.sliding_window is not None and _has_windows(family, fields)

@@ -40,6 +40,7 @@ class Recurrent:
         window: K.
         channels: C.
         key_heads, value_heads, key_size, value_size: G, H, D, V of a delta net; else 0.
+        is_tiled: value heads h, h + G, h + 2 G ... share a key head, and not neighbours.
     """
 
     kind: RecurrentKind
@@ -49,13 +50,23 @@ class Recurrent:
     value_heads: int = 0
     key_size: int = 0
     value_size: int = 0
+    is_tiled: bool = False
 
     @classmethod
     def delta_net(
-        cls, window: int, key_heads: int, value_heads: int, key_size: int, value_size: int
+        cls,
+        window: int,
+        key_heads: int,
+        value_heads: int,
+        key_size: int,
+        value_size: int,
+        is_tiled: bool = False,
     ) -> Recurrent:
         channels = 2 * key_heads * key_size + value_heads * value_size
-        return cls("delta_net", window, channels, key_heads, value_heads, key_size, value_size)
+        return cls(
+            *("delta_net", window, channels),
+            *(key_heads, value_heads, key_size, value_size, is_tiled),
+        )
 
     @property
     def num_inputs(self) -> int:
@@ -266,6 +277,8 @@ class _DeltaNet:
         def of_length_1(x: Tensor) -> Tensor:
             x_NGD = x.view(len(x), sizes.key_heads, sizes.key_size)
             length = (x_NGD.square().sum(-1, keepdim=True) + _TINY).rsqrt()
+            if sizes.is_tiled:
+                return (x_NGD * length).repeat(1, shared, 1)
             return (x_NGD * length).repeat_interleave(shared, 1)
 
         query_NHD = of_length_1(query) * sizes.key_size**-0.5

@@ -441,7 +441,7 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
 
 
 def _assemble_mixer(
-    reader: _Reader | _KeptReader, config: DecoderConfig, prefix: str
+    reader: _Reader, config: DecoderConfig, prefix: str
 ) -> MixerWeights:
     names, sizes = config.family.names, config.recurrent
     assert sizes is not None
@@ -568,7 +568,7 @@ class _Reader:
         stored = self._checkpoint.tensors.get(name)
         if stored is None:
             return f"{name} is missing"
-        if stored.shape != shape:
+        if _without_ones(stored.shape) != _without_ones(shape):
             return f"{name} has shape {stored.shape}, not {shape}"
         if stored.dtype not in FLOATS and not stored.is_quantised:
             return f"{name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read"
@@ -576,7 +576,7 @@ class _Reader:
 
     def _copy(self, name: str, place: Tensor) -> None:
         tensor = read_tensor(self._checkpoint.tensors[name], name)
-        place.copy_(tensor)
+        place.copy_(tensor.reshape(place.shape))
         # A sum is one pass; it is finite unless an element is not (or the weights are absurd
         # enough to overflow float32, which is as fatal). In pieces, as it converts to float32.
         for piece in torch.split(place, _CHECKED_ROWS):
@@ -594,6 +594,11 @@ class _Reader:
                 f"{shown}{more}. Missing or damaged weights are never made up; get the whole "
                 "checkpoint again"
             )
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    """GGUF files leave out the one of a convolution's channels."""
+    return [size for size in shape if size != 1]
 
 
 Numbers = np.ndarray[Any, Any]
@@ -614,9 +619,11 @@ FORMS: Mapping[str, type[QuantisedMatrix]] = {
 def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
     """Why the weights of a checkpoint cannot be kept as they come; None: they can."""
     names = config.family.names
+    small = [f".{name}.weight" for name in (names.router, names.convolution) if name]
+    small += [f".{name}.weight" for name in names.recurrent_gates]
     for name, tensor in checkpoint.tensors.items():
-        is_router = names.router is not None and name.endswith(f".{names.router}.weight")
-        if len(tensor.shape) == 2 and not (tensor.is_quantised or is_router):
+        is_small = name.endswith(tuple(small))
+        if len(tensor.shape) == 2 and not (tensor.is_quantised or is_small):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
     for index in range(config.num_hidden_layers if config.experts else 0):
         parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
