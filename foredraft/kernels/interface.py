@@ -46,7 +46,7 @@ class Layer(ctypes.Structure):
     ]
 
 
-class Recurrent(ctypes.Structure):
+class RecurrentSizes(ctypes.Structure):
     """``ForedraftRecurrent`` of interface.h."""
 
     _fields_ = [
@@ -76,7 +76,7 @@ class Model(ctypes.Structure):
         *((name, c_double) for name in ("query_scale", "attention_cap", "logits_cap")),
         *((name, c_double) for name in ("logits_scale", "embedding_scale", "residual_scale")),
         ("gates_attention", c_int64),
-        ("recurrent", Recurrent),
+        ("recurrent", RecurrentSizes),
     ]
 
 
@@ -86,7 +86,7 @@ class Save(ctypes.Structure):
     _fields_ = [("num_elements", c_int64), ("values", c_void_p)]
 
 
-class States(ctypes.Structure):
+class StatesOfRow(ctypes.Structure):
     """``ForedraftStates`` of interface.h."""
 
     _fields_ = [
@@ -128,7 +128,7 @@ class Forward(ctypes.Structure):
         ("num_draws", c_int64),
         ("draws", POINTER(DrawRow)),
         *((name, c_int64) for name in ("rounds_taps", "int8_entries")),
-        ("states", POINTER(States)),
+        ("states", POINTER(StatesOfRow)),
         ("matrices", c_void_p),
     ]
 

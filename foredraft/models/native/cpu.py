@@ -312,7 +312,7 @@ class FusedDecoder:
         counts = [row.num_elements for row in rows]
         elements = torch.empty(sum(counts) if sizes.num_gates else 0, sizes.states(1).entry_size)
         matrices = torch.empty(self._most_threads, 2, sizes.key_size * sizes.value_size)
-        found = (interface.States * len(rows))()
+        found = (interface.StatesOfRow * len(rows))()
         first = 0
         for one, row, count in zip(found, rows, counts, strict=True):
             saves = [
@@ -465,7 +465,7 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "chosen_experts": config.experts.per_token if config.experts else 0,
         "attention_cap": config.attention_cap or 0.0,
         "gates_attention": config.family.gates_attention,
-        "recurrent": interface.Recurrent(**sizes),
+        "recurrent": interface.RecurrentSizes(**sizes),
     }
 
 
