@@ -555,7 +555,9 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
         raise ConfigError(f"the fused decoder takes bfloat16 or float32, not {weights.dtype}")
     # The type of these does not matter.
     routers = {id(layer.router_XE) for layer in weights.layers}
-    routers |= {id(one) for layer in weights.layers if layer.mixer for one in layer.mixer.tensors().values()}
+    routers |= {
+        id(one) for layer in weights.layers if layer.mixer for one in layer.mixer.tensors().values()
+    }
     for tensor in weights.matrices():
         if tensor.dtype not in (weights.dtype, torch.uint8) and id(tensor) not in routers:
             raise ConfigError(

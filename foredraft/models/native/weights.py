@@ -440,9 +440,7 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
     )
 
 
-def _assemble_mixer(
-    reader: _Reader, config: DecoderConfig, prefix: str
-) -> MixerWeights:
+def _assemble_mixer(reader: _Reader, config: DecoderConfig, prefix: str) -> MixerWeights:
     names, sizes = config.family.names, config.recurrent
     assert sizes is not None
     shape = sizes.channels, 1, sizes.window
