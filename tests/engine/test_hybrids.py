@@ -220,7 +220,7 @@ _PROMPTS = [[*((7 * i) % 90 + 3 for i in range(130)), *range(5 + k, 9 + k)] for 
 
 
 def written(path: Path, temperature: float, size: int, memory: int | None = None) -> Engine:
-    """An engine that has written a reply to each prompt with drafts: the texts of plain decoding."""
+    """An engine that has written a reply to each prompt with drafts, as plain decoding does."""
     plain = engine_of(new_target(path), NoDrafter(), FixedBudget(0), max_batch_size=1)
     expected, found = dict[int, list[int]](), dict[int, list[int]]()
     drafter = RandomTrees(random.Random("table"), expected)
