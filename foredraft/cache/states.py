@@ -130,6 +130,32 @@ class RowStates:
         return save.position - self.state.position
 
 
+class _Buffers:
+    """Memory of states that are gone, for new ones. It knows no state, so a cache can be freed.
+
+    Attributes:
+        spare: buffers that are free.
+        num_held: states that are not gone.
+    """
+
+    def __init__(self) -> None:
+        self.spare: list[Tensor] = []
+        self.num_held = 0
+
+    def state(self, position: int, like: Tensor) -> State:
+        """A state that is still to be written."""
+        values_LS = self.spare.pop() if self.spare else torch.empty_like(like)
+        state = State(position, values_LS)
+        self.num_held += 1
+        weakref.finalize(state, self._take_back, values_LS).atexit = False
+        return state
+
+    def _take_back(self, values_LS: Tensor) -> None:
+        self.num_held -= 1
+        if len(self.spare) < _MOST_SPARE:
+            self.spare.append(values_LS)
+
+
 class StateCache(KVCache):
     """A `KVCache` with the states of recurrent layers.
 
@@ -159,8 +185,7 @@ class StateCache(KVCache):
         self._rows: dict[int, Recurrence] = {}
         self._ends: OrderedDict[int, State] = OrderedDict()  # by block, the least used first
         self._wanted: dict[int, int] = {}  # by slot, where others have begun to differ
-        self._spare: list[Tensor] = []
-        self._held = 0
+        self._buffers = _Buffers()
 
     # ---- forwards
 
@@ -223,14 +248,16 @@ class StateCache(KVCache):
             saves[base] = self._new_state(base)
         if ahead and ahead not in saves:
             saves[ahead] = self._new_state(ahead)
-        passed = tuple(saves[end] for end in sorted(saves) if end % self.block_size == 0)
+        passed = [saves[end] for end in sorted(saves) if end % self.block_size == 0]
+        # What a copy's forward has passed of the text, before this one.
+        passed[:0] = [end for end in row.passed if end.position <= length]
         done = Recurrence(
             saves[base] if base > first else row.state,
             row.log_LTW[:, base - first :],
             self._no_log,
             ahead or length,
             saves.get(ahead) if ahead else None,
-            passed,
+            tuple(passed),
         )
         return [saves[end] for end in sorted(saves)], done
 
@@ -241,22 +268,13 @@ class StateCache(KVCache):
         return [end for end in ends if first < end <= last]
 
     def _new_state(self, position: int) -> State:
-        values_LS = self._spare.pop() if self._spare else torch.empty_like(self._begin.values_LS)
-        state = State(position, values_LS)
-        self._held += 1
-        weakref.finalize(state, self._take_back, values_LS).atexit = False
-        return state
-
-    def _take_back(self, values_LS: Tensor) -> None:
-        self._held -= 1
-        if len(self._spare) < _MOST_SPARE:
-            self._spare.append(values_LS)
+        return self._buffers.state(position, self._begin.values_LS)
 
     # ---- slots
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes + self._held * self.state_shape.state_bytes
+        return super().num_bytes + self._buffers.num_held * self.state_shape.state_bytes
 
     @property
     def states(self) -> StateCache:
@@ -361,7 +379,7 @@ class StateCache(KVCache):
             self._ends.move_to_end(block)
         limit = self.memory.num_bytes
         while passed and limit is not None and self._ends:
-            if _SHARE * self._held * self.state_shape.state_bytes <= limit:
+            if _SHARE * self._buffers.num_held * self.state_shape.state_bytes <= limit:
                 break
             self._ends.popitem(last=False)
 
@@ -378,7 +396,7 @@ class StateCache(KVCache):
     def _release(self) -> None:
         super()._release()
         self._ends.clear()
-        self._spare.clear()
+        self._buffers.spare.clear()
 
     def _at(self, state: State) -> Recurrence:
         return Recurrence(state, self._no_log, self._no_log, state.position)
