@@ -342,6 +342,12 @@ class StateCache(KVCache):
         self._wanted.pop(slot, None)
         super().free(slot)
 
+    def forget(self) -> None:
+        super().forget()
+        for block in [*self._ends]:
+            if not self.pool.num_users(block):
+                del self._ends[block]
+
     def fill(self, slot: int, num_tokens: int) -> None:
         """See `KVCache.fill`; the state stays what it is."""
         row, end = self._rows[slot], self._slots[slot].length + num_tokens
