@@ -123,7 +123,7 @@ class Schedule:
             "prefix_caching": dice.random() < 0.8,
         }
         self.engine = engine_of(self.target, self.drafter, FixedBudget(12), **options)
-        self.engine._places._headroom = 0  # small replies are to run out of memory, too
+        self.engine._slots._headroom = 0  # small replies are to run out of memory, too
         self.texts: list[list[int]] = []
         self.replies: dict[int, list[int]] = {}
         self.num_steps = 0
@@ -226,7 +226,7 @@ def written(path: Path, temperature: float, size: int, memory: int | None = None
     drafter = RandomTrees(random.Random("table"), expected)
     target = new_target(path, memory)
     engine = engine_of(target, drafter, FixedBudget(12), max_batch_size=size)
-    engine._places._headroom = 0
+    engine._slots._headroom = 0
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
     for prompt in _PROMPTS:
         (row,) = engine.prepare(prompt, params)
