@@ -65,7 +65,8 @@ class Recurrent:
         channels = 2 * key_heads * key_size + value_heads * value_size
         return cls(
             *("delta_net", window, channels),
-            *(key_heads, value_heads, key_size, value_size, is_tiled),
+            *(key_heads, value_heads, key_size, value_size),
+            is_tiled,
         )
 
     @property

@@ -116,7 +116,8 @@ class NativeTarget:
             tree_attention=True,
             taps=range(self.config.num_hidden_layers),
             parts=self.parts,
-            layer_views=self,
+            # States of some layers are not those of all, and the first ones share them.
+            layer_views=self if self.config.recurrent is None else None,
             apart=self,
             cache_layers=self,
             low_bit=self if self.low_bits else None,
