@@ -90,6 +90,7 @@ struct ForedraftModel {
   double logits_scale, embedding_scale, residual_scale;
   int64_t gates_attention;       // behind each head of queries lie gates of what it attends to
   ForedraftRecurrent recurrent;
+  int64_t shares_expert;         // the last one is chosen by each token, by the sigmoid of its logit
 };
 
 // A state [L, S] to be made, behind so many elements.

@@ -77,6 +77,7 @@ class Model(ctypes.Structure):
         *((name, c_double) for name in ("logits_scale", "embedding_scale", "residual_scale")),
         ("gates_attention", c_int64),
         ("recurrent", RecurrentSizes),
+        ("shares_expert", c_int64),
     ]
 
 

@@ -436,13 +436,14 @@ class Worker {
 
   // The experts of a token and their chances, in the order of their numbers. Of equal ones the first.
   void choose(int64_t token) const {
-    const int64_t X = model_.num_experts, K = model_.chosen_experts;
-    float* const logits = work_.routed + token * X;
+    const int64_t num_shared = model_.shares_expert ? 1 : 0;
+    const int64_t X = model_.num_experts - num_shared, K = model_.chosen_experts - num_shared;
+    float* const logits = work_.routed + token * model_.num_experts;
     const float most = *std::max_element(logits, logits + X);
     float all = 0, of_chosen = 0;
     for (int64_t x = 0; x < X; ++x) all += logits[x] = std::exp(logits[x] - most);
-    float* const chances = work_.chances + token * K;
-    int32_t* const chosen = reinterpret_cast<int32_t*>(work_.chosen) + token * K;
+    float* const chances = work_.chances + token * model_.chosen_experts;
+    int32_t* const chosen = reinterpret_cast<int32_t*>(work_.chosen) + token * model_.chosen_experts;
     for (int64_t k = 0; k < K; ++k) {
       int64_t best = -1;
       for (int64_t x = 0; x < X; ++x) {
@@ -455,6 +456,7 @@ class Worker {
     std::sort(chosen, chosen + K);
     for (int64_t k = 0; k < K; ++k)
       chances[k] = logits[chosen[k]] / (model_.normalises_chances ? of_chosen : all);
+    if (num_shared) chosen[K] = int32_t(X), chances[K] = 1.0f / (1.0f + std::exp(-logits[X]));
   }
 
   // ---- feed-forward -----------------------------------------------------------------------------

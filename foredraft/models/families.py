@@ -32,6 +32,9 @@ class Names:
     router: str | None = None
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    shared_router: str | None = None
+    shared_gate_up: tuple[str, ...] = ()
+    shared_down: str = ""
     recurrent_in: tuple[str, ...] = ()
     recurrent_out: str = ""
     convolution: str = ""
@@ -177,6 +180,14 @@ _DELTA_NET_READS = frozenset(
         *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_heads_tiled"),
     }
+)
+_DELTA_NET = replace(
+    _HEAD_NORMS,
+    recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    recurrent_out="linear_attn.out_proj",
+    convolution="linear_attn.conv1d",
+    recurrent_gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    recurrent_norm="linear_attn.norm",
 )
 _DELTA_NET_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 _WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
@@ -435,14 +446,7 @@ _FAMILIES = (
     ),
     Family(
         "qwen3_5_text",
-        names=replace(
-            _HEAD_NORMS,
-            recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-            recurrent_out="linear_attn.out_proj",
-            convolution="linear_attn.conv1d",
-            recurrent_gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-            recurrent_norm="linear_attn.norm",
-        ),
+        names=_DELTA_NET,
         reads=_DELTA_NET_READS,
         defaults=_DELTA_NET_DEFAULTS | {"num_key_value_heads": 4},
         head_norms="each",
@@ -466,6 +470,31 @@ _FAMILIES = (
             ),
             norms={"mlp_norm": "post_attention_norm"},
         ),
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        names=replace(
+            _DELTA_NET,
+            **_EXPERTS,
+            shared_router="mlp.shared_expert_gate",
+            shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            shared_down="mlp.shared_expert.down_proj",
+        ),
+        reads=_DELTA_NET_READS
+        | _EXPERT_READS
+        | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+        defaults=_DELTA_NET_DEFAULTS
+        | {
+            "intermediate_size": 512,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+        },
+        fixed={"norm_topk_prob": True},
+        head_norms="each",
+        norm_offset=1.0,
+        recurrent="delta_net",
+        gates_attention=True,
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

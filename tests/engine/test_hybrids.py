@@ -33,7 +33,7 @@ from foredraft.models.native.target import NativeTarget
 from tests.engine.helpers import engine_of
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
-MODELS = ("lfm2", "qwen3.5")
+MODELS = ("lfm2", "qwen3.5", "qwen3.5-moe")
 _FEW_TOKENS = 450
 """That the small cache has room for: the longest text and one more."""
 
@@ -215,7 +215,7 @@ def test_ten_thousand_steps(path: Path) -> None:
 # ------------------------------------------------------------------------------------------- docs
 
 FAMILIES_PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
-NAMES = {"lfm2": "LFM2, LFM2.5", "qwen3.5": "Qwen3.5"}
+NAMES = {"lfm2": "LFM2, LFM2.5", "qwen3.5": "Qwen3.5", "qwen3.5-moe": "Qwen3.5 mixtures"}
 _PROMPTS = [[*((7 * i) % 90 + 3 for i in range(130)), *range(5 + k, 9 + k)] for k in range(4)]
 
 

@@ -53,6 +53,7 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "olmoe": ("OLMoE", "olmoe"),
     "lfm2": ("LFM2, LFM2.5", "lfm2"),
     "qwen3_5_text": ("Qwen3.5 (text)", "qwen3.5"),
+    "qwen3_5_moe_text": ("Qwen3.5 mixtures (text)", "qwen3.5-moe"),
 }
 """By ``model_type``: what people call it, and the tiny model that stands for it here."""
 

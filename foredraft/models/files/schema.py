@@ -190,6 +190,7 @@ class DecoderFields(_Schema):
     num_experts_per_tok: Count | None = None
     moe_intermediate_size: Count | None = None
     norm_topk_prob: bool | None = None
+    shared_expert_intermediate_size: Count | None = None
     block_auto_adjust_ff_dim: bool = False
     block_ffn_dim_multiplier: Factor | None = 1.0
     block_multiple_of: Count = 256

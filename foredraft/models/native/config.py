@@ -174,11 +174,13 @@ class Experts:
         count: X.
         per_token: how many of them a token chooses.
         normalised: their weights are made to add up to 1.
+        shares: the last one is chosen by each token beside others, by a gate of its own.
     """
 
     count: int
     per_token: int
     normalised: bool
+    shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -403,7 +405,7 @@ _OPTIONAL = frozenset(
         *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
         *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim"),
         *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
-        "linear_heads_tiled",
+        *("linear_heads_tiled", "shared_expert_intermediate_size"),
     }
 )
 """Fields that only some families heed."""
@@ -429,7 +431,9 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         assert fields.num_experts
         assert fields.num_experts_per_tok
         normalised = bool(fields.norm_topk_prob)
-        experts = Experts(fields.num_experts, fields.num_experts_per_tok, normalised)
+        shares = bool(family.names.shared_router)
+        counts = fields.num_experts + shares, fields.num_experts_per_tok + shares
+        experts = Experts(*counts, normalised, shares)
     return DecoderConfig(
         model_type=fields.model_type,
         vocab_size=fields.vocab_size,
@@ -692,4 +696,7 @@ def _unsupported_experts(family: Family, fields: DecoderFields) -> str | None:
     count, chosen = fields.num_experts, fields.num_experts_per_tok
     if count is None or chosen is None or chosen > count:
         return f"{chosen} experts a token of {count} are not implemented"
+    shared, size = fields.shared_expert_intermediate_size, fields.moe_intermediate_size
+    if family.names.shared_router and shared != size:
+        return f"a shared expert of {shared} beside others of {size} is not implemented"
     return None

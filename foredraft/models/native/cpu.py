@@ -296,6 +296,7 @@ class FusedDecoder:
             norms_all_heads=config.family.head_norms == "all",
             activation=interface.ACTIVATIONS[config.activation],
             normalises_chances=experts is not None and experts.normalised,
+            shares_expert=experts is not None and experts.shares,
             query_scale=config.query_scale or 0.0,
             logits_cap=config.logits_cap or 0.0,
             logits_scale=config.logits_scale,

@@ -295,10 +295,14 @@ class EagerDecoder:
         """What each token's likeliest experts give, by their chances; in the order of experts."""
         experts = self._config.experts
         assert experts is not None
-        chances_TX = self._linear(normed_TE, router_XE).float().softmax(-1)
-        chances_TK, chosen_TK = chances_TX.topk(experts.per_token)
+        logits_TX, shares = self._linear(normed_TE, router_XE).float(), experts.shares
+        chances_TX = logits_TX[:, : experts.count - shares].softmax(-1)
+        chances_TK, chosen_TK = chances_TX.topk(experts.per_token - shares)
         if experts.normalised:
             chances_TK = chances_TK / chances_TK.sum(-1, keepdim=True)
+        if shares:
+            chances_TK = torch.cat((chances_TK, logits_TX[:, -1:].sigmoid()), 1)
+            chosen_TK = F.pad(chosen_TK, (0, 1), value=experts.count - 1)
         chances_TK = chances_TK.to(normed_TE.dtype)
         gate_up, down = (
             as_tensor(weight, normed_TE.dtype).chunk(experts.count)

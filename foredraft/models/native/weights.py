@@ -375,7 +375,8 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_key_value_heads * config.head_dim
     prefix = f"model.layers.{index}."
-    experts = range(config.experts.count if config.experts else 1)
+    num_experts = config.experts.count if config.experts else 1
+    shares = config.experts is not None and config.experts.shares
 
     def norm(name: str | None, size: int = hidden) -> Tensor | None:
         return None if name is None else reader.take(f"{prefix}{name}.weight", size)
@@ -390,8 +391,12 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
         assert not isinstance(matrix, StackedMatrix)
         return matrix
 
-    def of_experts(parts: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int]]:
-        named = [[name.format(expert=expert) for name in parts] for expert in experts]
+    def of_experts(
+        parts: Sequence[str], shared: Sequence[str], rows: Sequence[int]
+    ) -> list[tuple[str, int]]:
+        count = num_experts - shares
+        named = [[name.format(expert=expert) for name in parts] for expert in range(count)]
+        named += [[*shared]] if shares else []
         return [part for names in named for part in stacked(names, rows, "weight")]
 
     kind, mixer = config.kind(index), None
@@ -425,13 +430,22 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
         ),
         mlp_norm_E=norm(names.mlp_norm),
         gate_up_weight=reader.take_matrix(
-            of_experts(names.gate_up, (feed_forward, feed_forward)), hidden, 2 * len(experts)
+            of_experts(names.gate_up, names.shared_gate_up, (feed_forward, feed_forward)),
+            *(hidden, 2 * num_experts),
         ),
-        down_weight=single(of_experts([names.down], [hidden]), feed_forward, len(experts)),
+        down_weight=single(
+            of_experts([names.down], [names.shared_down], [hidden]), feed_forward, num_experts
+        ),
         attention_post_norm_E=norm(names.attention_post_norm),
         mlp_post_norm_E=norm(names.mlp_post_norm),
         router_XE=(
-            reader.take(f"{prefix}{names.router}.weight", len(experts), hidden)
+            reader.take_stacked(
+                [
+                    (f"{prefix}{names.router}.weight", num_experts - shares),
+                    *([(f"{prefix}{names.shared_router}.weight", 1)] if shares else []),
+                ],
+                hidden,
+            )
             if names.router
             else None
         ),
