@@ -37,6 +37,8 @@ _ARCHITECTURES = {
     "gemma": "GEMMA",
     "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
+    "lfm2": "LFM2",
+    "qwen3_5_text": "QWEN35",
 }
 """The GGUF package's name of the architecture of a ``model_type``."""
 FAMILIES = tuple(_ARCHITECTURES)
@@ -72,7 +74,9 @@ def write_gguf(
         writer.add_tensor(name, np.array(factors, np.float32))
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, values in _stacked(_values(directory)):
-        theirs = names.get_name(_of_all_experts(name), try_suffixes=(".weight", ".bias"))
+        # As llama.cpp's converter calls it.
+        known = _of_all_experts(name).replace("dt_bias", "dt_proj.bias")
+        theirs = names.get_name(known, try_suffixes=(".weight", ".bias"))
         if theirs is None:
             raise ConfigError(f"{name} has no name in GGUF files of {config.model_type}")
         _write_tensor(writer, theirs, name, values, quantisation, config, written)
@@ -93,17 +97,51 @@ def _write_tensor(
 ) -> None:
     import gguf
 
-    is_norm = name.endswith("norm.weight")
-    is_matrix = values.ndim > 1 and "ffn_gate_inp" not in theirs
+    values = values.squeeze()  # a convolution has one channel at a time
+    order = _tiled_heads(name, config)
+    if order is not None:
+        values = values[:, order] if name.endswith("out_proj.weight") else values[order]
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    is_norm = name.endswith("norm.weight") and "linear_attn" not in name
+    is_small = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv.")
+    is_matrix = values.ndim > 1 and not any(part in theirs for part in is_small)
     kind = gguf.GGMLQuantizationType[quantisation.upper() if is_matrix else "F32"]
     added = np.float32(config.family.norm_offset if is_norm else 0)
     rows = quantised(values + added, kind)
     if written is not None:
         numbers = gguf.dequantize(rows, kind).reshape(values.shape) - added
+        if name.endswith("A_log"):
+            numbers = np.log(-numbers)
+        if order is not None:
+            back = np.argsort(order)
+            is_output = name.endswith("out_proj.weight")
+            numbers = numbers[:, back] if is_output else numbers[back]
+        if "conv.weight" in name or "conv1d.weight" in name:
+            numbers = numbers[:, None]
         named = [(name.replace("{expert}", f"{i}"), one) for i, one in enumerate(numbers)]
         written |= dict(named if "{expert}" in name else [(name, numbers)])
     heads = _ordered_heads(name, config)
     writer.add_tensor(theirs, _paired_rows(rows, heads) if heads else rows, raw_dtype=kind)
+
+
+def _tiled_heads(name: str, config: DecoderConfig) -> Any:
+    """The order of value heads in files: those of one key head are not neighbours.
+
+    Returns:
+        Rows of the tensor, of an output projection columns; None: they stay.
+    """
+    sizes = config.recurrent
+    if "linear_attn" not in name or name.endswith("norm.weight") or sizes is None:
+        return None
+    heads = np.arange(sizes.value_heads).reshape(sizes.key_heads, -1).T.flatten()
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        return heads
+    values = (heads[:, None] * sizes.value_size + np.arange(sizes.value_size)).flatten()
+    if name.endswith(("in_proj_z.weight", "out_proj.weight")):
+        return values
+    keys = 2 * sizes.key_heads * sizes.key_size
+    return np.concatenate([np.arange(keys), keys + values])
 
 
 def quantised(values: Any, kind: Any) -> Any:
@@ -121,7 +159,21 @@ def write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if config.model_type == "lfm2":
+        kv_heads = config.num_key_value_heads
+        writer.add_head_count_kv([0 if one.is_recurrent else kv_heads for one in config.kinds])
+        writer.add_shortconv_l_cache(raw["conv_L_cache"])
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if config.model_type == "qwen3_5_text":
+        assert config.recurrent is not None
+        writer.add_full_attention_interval(raw.get("full_attention_interval", 4))
+        writer.add_ssm_conv_kernel(config.recurrent.window)
+        writer.add_ssm_state_size(config.recurrent.key_size)
+        writer.add_ssm_group_count(config.recurrent.key_heads)
+        writer.add_ssm_time_step_rank(config.recurrent.value_heads)
+        writer.add_ssm_inner_size(config.recurrent.num_outputs)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     if config.model_type not in ("phi3", "granite"):  # their converters leave it out
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

@@ -130,6 +130,25 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "olmoe",
         {"num_key_value_heads": 8, "num_experts": 5, "num_experts_per_tok": 2},
     ),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", _GLOBAL, "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
 }
 """``model_type`` and fields of each: every family, and every rotary scaling that files have."""
 

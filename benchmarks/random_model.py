@@ -16,8 +16,9 @@ from foredraft.cli.options import load_llm as load_model
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.llm import LLM
 from foredraft.load import forward_cost, native_decoder, plan_native
-from foredraft.models.native.config import DecoderConfig, Experts, RotaryEmbedding
+from foredraft.models.native.config import DecoderConfig, Experts, LayerKind, RotaryEmbedding
 from foredraft.models.native.quant import PACKED, Matrix, Shelf, tensor_of
+from foredraft.models.native.recurrent import MixerWeights, Recurrent
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 from foredraft.options import LoadOptions
@@ -28,7 +29,7 @@ _SPREAD = 0.02
 
 class Shape(NamedTuple):
     """Sizes that the cost of a llama-shaped model depends on; ``intermediate_size`` is an
-    expert's."""
+    expert's. With recurrent layers each fourth one attends."""
 
     hidden_size: int
     intermediate_size: int
@@ -39,6 +40,7 @@ class Shape(NamedTuple):
     vocab_size: int
     tie_word_embeddings: bool
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
 
 
 def shapes() -> dict[str, Shape]:
@@ -46,6 +48,11 @@ def shapes() -> dict[str, Shape]:
     return {
         "smollm2-135m": Shape(576, 1536, 30, 9, 3, 64, 49152, True),
         "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, True),
+        "qwen3.5-0.8b": Shape(
+            *(1024, 3584, 24, 8, 2, 256, 65536, True),
+            recurrent=Recurrent.delta_net(4, 16, 16, 128, 128),
+        ),
+        "attention-0.8b": Shape(1024, 3584, 24, 32, 8, 128, 65536, True),
         "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128256, True),
         "llama-3b": Shape(3072, 8192, 28, 24, 8, 128, 128256, True),
         "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
@@ -62,12 +69,20 @@ def random_config(name: str) -> DecoderConfig:
     """
     if name not in shapes():
         raise unknown("random-weight model", name, shapes())
+    shape = shapes()[name]
+    model_type = "mixtral" if shape.experts else "llama"
+    kinds: tuple[LayerKind, ...] = ()
+    if shape.recurrent:
+        model_type, recurrent = "qwen3_5_text", LayerKind(None, is_recurrent=True)
+        count = shape.num_hidden_layers
+        kinds = tuple(recurrent if (i + 1) % 4 else LayerKind() for i in range(count))
     return DecoderConfig(
-        **shapes()[name]._asdict(),
-        model_type="mixtral" if shapes()[name].experts else "llama",
+        **shape._asdict(),
+        model_type=model_type,
+        kinds=kinds,
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
-        ropes=(RotaryEmbedding(10000.0, shapes()[name].head_dim),),
+        ropes=(RotaryEmbedding(10000.0, shape.head_dim),),
     )
 
 
@@ -126,22 +141,42 @@ def random_weights(
     hidden, feed_forward = config.hidden_size, config.intermediate_size
     num_experts = config.experts.count if config.experts else 1
     query = config.num_attention_heads * config.head_dim
-    key_value = config.num_key_value_heads * config.head_dim
+    rows = config.query_rows + 2 * config.num_key_value_heads * config.head_dim
+
+    def mixer(kind: LayerKind) -> MixerWeights | None:
+        sizes = config.recurrent
+        if sizes is None or not kind.is_recurrent:
+            return None
+        heads = sizes.value_heads
+        return MixerWeights(
+            torch.randn(sizes.channels, 1, sizes.window) / sizes.window,
+            table(sizes.num_gates, hidden),
+            *(torch.zeros(heads), torch.zeros(heads), torch.ones(sizes.value_size)),
+        )
+
+    def sizes_of(kind: LayerKind) -> tuple[int, int]:
+        """Rows of the matrix that reads, and inputs of the one that gives."""
+        if config.recurrent and kind.is_recurrent:
+            return config.recurrent.num_inputs, config.recurrent.num_outputs
+        return rows, query
+
     layers = [
         LayerWeights(
             attention_norm_E=ones(),
-            qkv_weight=matrix(query + 2 * key_value, hidden),
+            qkv_weight=matrix(sizes_of(kind)[0], hidden),
             qkv_bias=None,
             query_norm_D=None,
             key_norm_D=None,
-            output_weight=matrix(hidden, query),
+            output_weight=matrix(hidden, sizes_of(kind)[1]),
             output_bias=None,
             mlp_norm_E=ones(),
             gate_up_weight=matrix(num_experts * 2 * feed_forward, hidden, 2 * num_experts),
             down_weight=matrix(num_experts * hidden, feed_forward, num_experts),
             router_XE=table(num_experts, hidden) if config.experts else None,
+            kind=kind,
+            mixer=mixer(kind),
         )
-        for _ in range(config.num_hidden_layers)
+        for kind in map(config.kind, range(config.num_hidden_layers))
     ]
     embedding_VE = table(config.vocab_size, hidden)
     shared = config.tie_word_embeddings and not bits

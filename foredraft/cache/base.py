@@ -123,6 +123,10 @@ class Cache(Protocol):
         """Entries of a block, which `name` lets others find once it is full."""
         ...
 
+    rewinds: int
+    """How many committed tokens `truncate` takes back without going further: 0, or what a drafter
+    sets that commits its guesses."""
+
     def allocate(self) -> int:
         """A new empty slot, whose text is never shared."""
         ...
@@ -143,8 +147,11 @@ class Cache(Protocol):
         """
         ...
 
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget all entries from ``length`` on."""
+    def truncate(self, slot: int, length: int) -> int:
+        """Forget all entries from ``length`` on; returns how many are left.
+
+        These may be fewer: a recurrent layer's state can only go back to where one was kept.
+        """
         ...
 
     def fork(self, slot: int) -> int:

@@ -36,6 +36,7 @@ class PagedCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self._max_length, self._device = max_length, device
+        self.rewinds = 0
         self.memory, self.block_size = memory, block_size
         self._slots = Slots()
         self._layers: WeakSet[StoredLayers] = WeakSet()
@@ -125,7 +126,7 @@ class PagedCache:
             self._move(slot, [first + node for node in path], first)
         self._set_length(state, first + len(path))
 
-    def truncate(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> int:
         state = self._slots[slot]
         if not 0 <= length <= state.length:
             raise ValueError(f"cannot truncate {state.length} entries to {length}")
@@ -138,6 +139,7 @@ class PagedCache:
             run.cut(length)
         if state.table and not self.pool.is_shared(state.table[-1]):
             self._cut_notes(state, len(state.table) - 1)
+        return length
 
     def fork(self, slot: int) -> int:
         state, number = self._slots[slot], self.allocate()
@@ -150,7 +152,7 @@ class PagedCache:
         return number
 
     def share(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        nodes, length = self.pool.index.find(owner, tokens)
+        nodes, length = self._found(owner, tokens)
         number = self.allocate()
         state = self._slots[number]
         state.owner = owner
@@ -161,7 +163,11 @@ class PagedCache:
         return number, length
 
     def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
-        return self.pool.index.find(owner, tokens)[1]
+        return self._found(owner, tokens)[1]
+
+    def _found(self, owner: bytes, tokens: Sequence[int]) -> tuple[list[NamedBlock], int]:
+        """The blocks of the longest beginning of a text that a slot can begin with."""
+        return self.pool.index.find(owner, tokens)
 
     def name(self, slot: int, tokens: Sequence[int]) -> None:
         state = self._slots[slot]

@@ -129,8 +129,8 @@ class SlotManager:
         elif request.options.prefix_caching:
             slot, num_cached = self.open(request.tokens, request.salt)
             if request.prompt_logprobs is not None:  # they need prefill
-                num_cached = request.prompt_logprobs.num_usable(num_cached)
-                self._cache.truncate(slot, num_cached)
+                num_usable = request.prompt_logprobs.num_usable(num_cached)
+                num_cached = self._cache.truncate(slot, num_usable)
         else:
             slot, num_cached = self._cache.allocate(), 0
         num_unread = len(request.tokens) - num_cached
@@ -158,17 +158,16 @@ class SlotManager:
         if not self.enabled:
             return self._cache.allocate(), 0
         slot, num_found = self._cache.share(owner_of(salt), tokens)
-        num_cached = max(0, min(num_found, len(tokens) - 1))
-        self._cache.truncate(slot, num_cached)
+        num_cached = self._cache.truncate(slot, max(0, min(num_found, len(tokens) - 1)))
         self._count(len(tokens), num_cached)
         return slot, num_cached
 
     def fork(self, slot: int, num_tokens: int) -> tuple[int, int]:
         """A slot for a text that begins as another one's first ``num_tokens``; as `open`."""
         copy = self._cache.fork(slot)
-        self._cache.truncate(copy, num_tokens - 1)
-        self._count(num_tokens, num_tokens - 1)
-        return copy, num_tokens - 1
+        num_cached = self._cache.truncate(copy, num_tokens - 1)
+        self._count(num_tokens, num_cached)
+        return copy, num_cached
 
     def num_found(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """Number of tokens of a text that are cached now."""

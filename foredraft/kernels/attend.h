@@ -67,10 +67,11 @@ class AttentionPhase {
     const float scale =
         model_.query_scale ? kLog2E * float(model_.query_scale) : kLog2E / std::sqrt(float(D));
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
-      const float* queries = work_.qkv + token * (H + 2 * model_.num_kv_heads) * D;
+      const float* queries = work_.qkv + token * num_qkv_rows(model_);
       const HeadNorm norm(model_, layer_.query_norm, queries, H);
       for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
-        std::copy(queries + head * D, queries + (head + 1) * D, x);
+        const float* const query = queries + head * (num_query_rows(model_) / H);
+        std::copy(query, query + D, x);
         norm.apply(x, head);
         work_.rotate(model_, layer_, token, x);
         for (int64_t i = 0; i < D; ++i) row[i] = x[i] * scale;
@@ -183,6 +184,14 @@ class AttentionPhase {
       for (int64_t d = 0; d < D; ++d)
         out[lane_order<Weight>(offset + d)] = values[lane_order<Number>(d)] * factor;
     }
+    if (model_.gates_attention) gate(tile.tokens.begin + m / G, tile.kv_head * G + m % G, out);
+  }
+
+  // Multiplies what a head attended with the sigmoid of its gates.
+  void gate(int64_t token, int64_t head, float* out) const {
+    const float* const gates = work_.qkv + token * num_qkv_rows(model_) + head * 2 * D + D;
+    for (int64_t d = 0; d < D; ++d)
+      out[lane_order<Weight>(head * D + d)] *= 1.0f / (1.0f + std::exp(-gates[d]));
   }
 };
 

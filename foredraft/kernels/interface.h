@@ -22,7 +22,8 @@ struct ForedraftMatrix {
   int64_t step;                 // bytes from an expert's matrix to that of the next
 };
 
-// A norm that is null is not there.
+// A norm that is null is not there. Of a recurrent layer qkv is the input projection, and output that of
+// what it gives.
 struct ForedraftLayer {
   const float* attention_norm;  // [E]
   ForedraftMatrix qkv[3];       // [(H + 2 H/G) D, E] in parts; null: the layer has no attention
@@ -40,6 +41,12 @@ struct ForedraftLayer {
   const void* router;           // [X, E] in the type of Form::Order; gate, up and down are then of X experts
   int64_t rope;                 // which rotary embedding, or -1: none
   int64_t view;                 // which window
+  int64_t number;               // among the layers that attend, or among the recurrent ones
+  const float* convolution;     // [K, C], or null: the layer is not recurrent
+  const void* gates;            // [2 Hv, E] as router
+  const float* decay_rates;     // [Hv]
+  const float* step_bias;       // [Hv]
+  const float* value_norm;      // [V]
 };
 
 // Of matrices: numbers of the cache's type, packed in few bits (packed.h), bfloat16 multiplied on tiles
@@ -47,6 +54,13 @@ struct ForedraftLayer {
 enum ForedraftForm : int64_t { kFormPlain, kFormPacked, kFormTiled };
 
 enum ForedraftActivation : int64_t { kSilu, kGeluTanh };
+
+// The recurrent layers of a model: see models/native/recurrent.py. Those of a delta net have heads.
+struct ForedraftRecurrent {
+  int64_t window, channels;      // K, C; 0: there are none
+  int64_t key_heads, value_heads, key_size, value_size;  // G, Hv, D, V; 0: short convolutions
+  int64_t is_tiled;              // value heads h, h + G, ... share a key head, and not neighbours
+};
 
 struct ForedraftModel {
   int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim;
@@ -74,6 +88,27 @@ struct ForedraftModel {
   double query_scale;            // of scores; 0: 1 / root of D
   double attention_cap, logits_cap;     // scores s become c tanh(s / c); 0: they stay
   double logits_scale, embedding_scale, residual_scale;
+  int64_t gates_attention;       // behind each head of queries lie gates of what it attends to
+  ForedraftRecurrent recurrent;
+  int64_t shares_expert;         // the last one is chosen by each token, by the sigmoid of its logit
+};
+
+// A state [L, S] to be made, behind so many elements.
+struct ForedraftSave {
+  int64_t num_elements;
+  float* values;
+};
+
+// What recurrent layers have of a row: elements are `num_old` logged tokens, then the row's own.
+struct ForedraftStates {
+  const float* state;            // [L, S]
+  const float* old_log;          // [L, num_old, W]
+  float* new_log;                // [L, ., W] of the row's tokens from `first_logged` on
+  const int32_t* parents;        // of each token of the row the element before it; -1: the state
+  const ForedraftSave* saves;    // in the order of elements
+  float* elements;               // [num_old + tokens, W] to work in
+  int64_t num_old, first_logged, num_saves;
+  int64_t old_stride, new_stride;  // from a layer to the next
 };
 
 struct ForedraftRow {
@@ -106,6 +141,8 @@ struct ForedraftForward {
   ForedraftDraw* draws;         // from logits of this forward
   int64_t rounds_taps;          // to the type of the embeddings; float32 if 0
   int64_t int8_entries;         // the cache holds int8 with a scale (entries.h); 0: numbers as is_bf16 says
+  const ForedraftStates* states;  // of each row, or null
+  float* matrices;              // [threads, 2, D V] to work in
 };
 
 }  // extern "C"

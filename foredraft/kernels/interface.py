@@ -40,7 +40,18 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("output_bias", "mlp_norm")),
         *((name, Matrix) for name in ("gate", "up", "down")),
         *((name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm", "router")),
-        *((name, c_int64) for name in ("rope", "view")),
+        *((name, c_int64) for name in ("rope", "view", "number")),
+        *((name, c_void_p) for name in ("convolution", "gates", "decay_rates", "step_bias")),
+        ("value_norm", c_void_p),
+    ]
+
+
+class RecurrentSizes(ctypes.Structure):
+    """``ForedraftRecurrent`` of interface.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("window", "channels", "key_heads", "value_heads")),
+        *((name, c_int64) for name in ("key_size", "value_size", "is_tiled")),
     ]
 
 
@@ -64,6 +75,28 @@ class Model(ctypes.Structure):
         *((name, c_int64) for name in ("chosen_experts", "normalises_chances")),
         *((name, c_double) for name in ("query_scale", "attention_cap", "logits_cap")),
         *((name, c_double) for name in ("logits_scale", "embedding_scale", "residual_scale")),
+        ("gates_attention", c_int64),
+        ("recurrent", RecurrentSizes),
+        ("shares_expert", c_int64),
+    ]
+
+
+class Save(ctypes.Structure):
+    """``ForedraftSave`` of interface.h."""
+
+    _fields_ = [("num_elements", c_int64), ("values", c_void_p)]
+
+
+class StatesOfRow(ctypes.Structure):
+    """``ForedraftStates`` of interface.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("state", "old_log", "new_log")),
+        ("parents", POINTER(c_int32)),
+        ("saves", POINTER(Save)),
+        ("elements", c_void_p),
+        *((name, c_int64) for name in ("num_old", "first_logged", "num_saves")),
+        *((name, c_int64) for name in ("old_stride", "new_stride")),
     ]
 
 
@@ -96,6 +129,8 @@ class Forward(ctypes.Structure):
         ("num_draws", c_int64),
         ("draws", POINTER(DrawRow)),
         *((name, c_int64) for name in ("rounds_taps", "int8_entries")),
+        ("states", POINTER(StatesOfRow)),
+        ("matrices", c_void_p),
     ]
 
 

@@ -12,6 +12,15 @@
 
 namespace foredraft {
 
+// Rows of the matrix of queries, and of that of queries, keys and values.
+inline int64_t num_query_rows(const ForedraftModel& model) {
+  return model.num_heads * model.head_dim * (model.gates_attention ? 2 : 1);
+}
+
+inline int64_t num_qkv_rows(const ForedraftModel& model) {
+  return num_query_rows(model) + 2 * model.num_kv_heads * model.head_dim;
+}
+
 // Zeros behind row `row` of rows that are padded to whole pairs.
 inline void pad_with_zeros(float* rows, int64_t row, int64_t size) {
   const int64_t whole = padded(size), last = size - size % kPair;

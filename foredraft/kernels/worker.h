@@ -38,6 +38,7 @@
 #include "experts.h"
 #include "interface.h"
 #include "products.h"
+#include "recurrent.h"
 #include "rows.h"
 #include "simd.h"
 #include "team.h"
@@ -77,7 +78,7 @@ class Worker {
   const int64_t T = forward_.num_tokens, E = model_.hidden, D = model_.head_dim;
   const int64_t H = model_.num_heads, F = model_.feed_forward;
   const float residual_scale_ = float(model_.residual_scale);
-  const int64_t qkv_width = (H + 2 * model_.num_kv_heads) * D;
+  const int64_t query_width = num_query_rows(model_), qkv_width = num_qkv_rows(model_);
 
   const bool few_ = T <= kFewTokens;
   float* const normed_ = work_.normed + (few_ ? me_.index * work_.normed_size : 0);
@@ -97,7 +98,8 @@ class Worker {
 
   void layer(int64_t index) {
     const ForedraftLayer& layer = model_.layers[index];
-    if (layer.qkv[0].data) attention(index, layer);
+    if (layer.convolution) recurrent(layer);
+    else if (layer.qkv[0].data) attention(layer);
     if (layer.gate.data) mlp(index, layer);
     tap(index);
   }
@@ -111,10 +113,12 @@ class Worker {
           [](const ForedraftMatrix* one) { return !one->data || PackedMatrix(*one, 0).takes_eight(); });
   }
 
-  void attention(int64_t index, const ForedraftLayer& layer) {
+  void attention(const ForedraftLayer& layer) {
+    const int64_t index = layer.number;
     expect({layer.qkv, layer.qkv + 1, layer.qkv + 2});
     normalise(T, nullptr, layer.attention_norm);
     qkv(index, layer);
+    pad_attended(H * D);
     end(kLinear);
     if (layer.key_norm && model_.norms_all_heads) {
       const int64_t num_heads = 2 * model_.num_kv_heads;
@@ -128,6 +132,43 @@ class Worker {
     expect({&layer.output});
     prepare<Weight>(work_.attended, H * D);
     add_product(layer.output, layer.output_bias, work_.attended, H * D, layer.attention_post_norm,
+                first_gate(layer));
+  }
+
+  // Layers of another kind have left rows of another width.
+  void pad_attended(int64_t width) const {
+    if (!model_.recurrent.channels || width % kPair == 0) return;
+    const Range mine = me_.share(T);
+    for (int64_t t = mine.begin; t < mine.end; ++t) pad_with_zeros(work_.attended, t, width);
+  }
+
+  void recurrent(const ForedraftLayer& layer) {
+    if (!layer.qkv[0].data) return;
+    const RecurrentLayer<Weight> part{model_, forward_, layer, work_.qkv, work_.gates, work_.attended};
+    expect({layer.qkv, layer.qkv + 1});
+    normalise(T, nullptr, layer.attention_norm);
+    int64_t first = 0;  // row of a part
+    for (int i = 0; i < 2 && layer.qkv_rows[i]; first += layer.qkv_rows[i++])
+      matmul(matrix(layer.qkv[i], E), me_.share(layer.qkv_rows[i], kShareRows), inputs(normed_, E), T,
+             nullptr, [&](int64_t token, int64_t row, float value) {
+               work_.qkv[token * part.width() + first + row] = value;
+             });
+    if (layer.gates)
+      matmul(Matrix<Order>{static_cast<const Order*>(layer.gates), E}, me_.share(part.num_gates()),
+             Activations{normed_, padded(E)}, T, nullptr, [&](int64_t token, int64_t row, float value) {
+               work_.gates[token * part.num_gates() + row] = value;
+             });
+    pad_attended(part.num_outputs());
+    end(kLinear);
+    if (layer.gates) {
+      part.convolve(me_);
+      end(kAttention);
+    }
+    part.mix(me_);
+    end(kAttention);
+    expect({&layer.output});
+    prepare<Weight>(work_.attended, part.num_outputs());
+    add_product(layer.output, nullptr, work_.attended, part.num_outputs(), layer.attention_post_norm,
                 first_gate(layer));
   }
 
@@ -167,7 +208,8 @@ class Worker {
       return matrix(model_.head, E).at(me_.share(model_.vocab, kShareRows).begin);
     const ForedraftLayer& layer = model_.layers[index];
     if (!layer.qkv[0].data) return first_gate(layer);
-    int64_t row = first_qkv_row(me_.index);
+    int64_t row = layer.convolution ? me_.share(layer.qkv_rows[0], kShareRows).begin
+                                    : first_qkv_row(me_.index);
     int part = 0;
     while (part < 2 && layer.qkv_rows[part + 1] && row >= layer.qkv_rows[part])
       row -= layer.qkv_rows[part++];
@@ -260,9 +302,9 @@ class Worker {
   int64_t first_qkv_row(int thread) const {
     if (thread == me_.size) return qkv_width;
     const int64_t begin = Member{me_.barrier, thread, me_.size}.share(qkv_width, kShareRows).begin;
-    if (begin <= H * D) return begin;
-    if (kShareRows == kGroupRows && D % kGroupRows) return H * D / kGroupRows * kGroupRows;
-    return H * D + (begin - H * D + D / 2) / D * D;
+    if (begin <= query_width) return begin;
+    if (kShareRows == kGroupRows && D % kGroupRows) return query_width / kGroupRows * kGroupRows;
+    return query_width + (begin - query_width + D / 2) / D * D;
   }
 
   void qkv(int64_t index, const ForedraftLayer& layer) const {
@@ -280,14 +322,15 @@ class Worker {
              });
     }
     if (layer.key_norm && model_.norms_all_heads) return;  // all keys are needed first
-    const int64_t begin = (std::max(mine.begin, H * D) + D - 1) / D, end = mine.end / D;
+    const int64_t begin = (std::max(mine.begin, query_width) + D - 1) / D, end = mine.end / D;
     for (int64_t head = begin; head < end; ++head)
-      for (int64_t token = 0; token < T; ++token) put_cache(index, layer, token, head - H);
+      for (int64_t token = 0; token < T; ++token)
+        put_cache(index, layer, token, head - query_width / D);
   }
 
   // Finishes a key head, or a value head behind those, and writes it into the cache.
   void put_cache(int64_t index, const ForedraftLayer& layer, int64_t token, int64_t kv_head) const {
-    const float* const heads = work_.qkv + token * qkv_width + H * D;
+    const float* const heads = work_.qkv + token * qkv_width + query_width;
     const float* const source = heads + kv_head * D;
     void* store = forward_.values;
     float* x = work_.attention + me_.index * work_.attention_size;  // room for one
@@ -393,13 +436,14 @@ class Worker {
 
   // The experts of a token and their chances, in the order of their numbers. Of equal ones the first.
   void choose(int64_t token) const {
-    const int64_t X = model_.num_experts, K = model_.chosen_experts;
-    float* const logits = work_.routed + token * X;
+    const int64_t num_shared = model_.shares_expert ? 1 : 0;
+    const int64_t X = model_.num_experts - num_shared, K = model_.chosen_experts - num_shared;
+    float* const logits = work_.routed + token * model_.num_experts;
     const float most = *std::max_element(logits, logits + X);
     float all = 0, of_chosen = 0;
     for (int64_t x = 0; x < X; ++x) all += logits[x] = std::exp(logits[x] - most);
-    float* const chances = work_.chances + token * K;
-    int32_t* const chosen = reinterpret_cast<int32_t*>(work_.chosen) + token * K;
+    float* const chances = work_.chances + token * model_.chosen_experts;
+    int32_t* const chosen = reinterpret_cast<int32_t*>(work_.chosen) + token * model_.chosen_experts;
     for (int64_t k = 0; k < K; ++k) {
       int64_t best = -1;
       for (int64_t x = 0; x < X; ++x) {
@@ -412,6 +456,7 @@ class Worker {
     std::sort(chosen, chosen + K);
     for (int64_t k = 0; k < K; ++k)
       chances[k] = logits[chosen[k]] / (model_.normalises_chances ? of_chosen : all);
+    if (num_shared) chosen[K] = int32_t(X), chances[K] = 1.0f / (1.0f + std::exp(-logits[X]));
   }
 
   // ---- feed-forward -----------------------------------------------------------------------------

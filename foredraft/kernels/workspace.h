@@ -9,6 +9,7 @@
 #include "attention_plan.h"
 #include "interface.h"
 #include "products.h"
+#include "recurrent.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -25,6 +26,7 @@ struct Workspace {
 
   int64_t size = 0;  // floats
 
+  float* gates;          // of delta nets [T, 2 Hv]
   float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
   float* added;          // what is normalised before it is added
   float* chances;        // of the chosen experts [T, experts], in the order of `chosen`
@@ -55,7 +57,9 @@ struct Workspace {
     tile_queries = std::min(T, kTileTokens) * G;
     const int64_t preparing = T <= kFewTokens ? num_threads : 1;
     normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
-    const int64_t most_inputs = std::max({E, H * D, model.feed_forward});
+    const RecurrentSizes recurrent(model.recurrent);
+    const int64_t most_attended = std::max(H * D, recurrent.num_outputs);
+    const int64_t most_inputs = std::max({E, most_attended, model.feed_forward});
     prepared_size = whole_lines(Form::prepared_size(T, most_inputs)) + kApart;
     attention_size =
         whole_lines(std::max(Scratch::size(tile_queries, D), FloatScratch::size(tile_queries, D))) +
@@ -67,11 +71,12 @@ struct Workspace {
     gate_up_size = whole_lines(2 * T * gate_up_rows) + kApart;
     take(hidden, T * E);
     take(normed, preparing * normed_size);
-    take(qkv, T * (H + 2 * model.num_kv_heads) * D);
+    take(qkv, T * std::max(num_qkv_rows(model), recurrent.width));
+    take(gates, T * recurrent.num_gates);
     rope_stride_ = T * D / 2;
     take(cosine, model.num_ropes * rope_stride_);
     take(sine, model.num_ropes * rope_stride_);
-    take(attended, T * padded(H * D));
+    take(attended, T * padded(most_attended));
     const int64_t X = model.num_experts, chosen_by_all = T * model.chosen_experts;
     take(feed_forward, std::max(T, chosen_by_all) * padded(model.feed_forward));
     take(added, has_post_norms(model) ? T * E : 0);

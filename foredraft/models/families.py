@@ -32,6 +32,15 @@ class Names:
     router: str | None = None
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    shared_router: str | None = None
+    shared_gate_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    recurrent_in: tuple[str, ...] = ()
+    recurrent_out: str = ""
+    convolution: str = ""
+    recurrent_gates: tuple[str, ...] = ()
+    recurrent_norm: str = ""
+    final_norm: str = "model.norm"
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Gguf:
         implied: fields of ``config.json`` that a file without keys for them implies, if they differ
             from `Family.defaults`.
         only: the only values of keys that are implemented.
+        ignored: keys that change nothing of a text model.
+        norms: names of norms that differ from `GGUF_NORMS`; "final_norm" is one of them.
         wide_size: the number of layers of the one model of the family whose scores are divided by
             the root of hidden size / heads, and not of the head size. Files do not say it.
     """
@@ -55,8 +66,13 @@ class Gguf:
     keys: Mapping[str, str] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    norms: Mapping[str, str] = field(default_factory=dict)
     wide_size: int | None = None
 
+
+RECURRENT_TYPES = {"short_conv": "conv", "delta_net": "linear_attention"}
+"""Names of recurrent layers in ``layer_types``."""
 
 GGUF_NORMS = {
     "attention_norm": "attn_norm",
@@ -88,6 +104,9 @@ class Family:
         windows: which layers see the last ``sliding_window`` tokens only: all, those from
             ``max_window_layers`` on, all but each ``sliding_window_pattern``-th, or those without
             rotary embedding. ``layer_types`` overrides this if the family reads it.
+        recurrent: its recurrent layers, whose output has a projection as attention has. Their
+            norm has weights as they are, whatever ``norm_offset`` says.
+        gates_attention: behind each head of queries lie gates of what it attends to.
         local_rope: windowed layers have a rotary embedding of their own.
         rope_names: older names of rotary scalings, with their names here.
         gguf: None: not known there.
@@ -104,6 +123,8 @@ class Family:
     output_bias: bool = True
     scales_embeddings: bool = False
     windows: Literal["all", "upper", "pattern", "unrotated"] | None = None
+    recurrent: Literal["short_conv", "delta_net"] | None = None
+    gates_attention: bool = False
     local_rope: bool = False
     rope_names: Mapping[str, str] = field(default_factory=dict)
     gguf: Gguf | None = None
@@ -153,6 +174,22 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+_DELTA_NET_READS = frozenset(
+    {
+        *("attention_bias", "partial_rotary_factor", "layer_types", "full_attention_interval"),
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_heads_tiled"),
+    }
+)
+_DELTA_NET = replace(
+    _HEAD_NORMS,
+    recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    recurrent_out="linear_attn.out_proj",
+    convolution="linear_attn.conv1d",
+    recurrent_gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    recurrent_norm="linear_attn.norm",
+)
+_DELTA_NET_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 _WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
 _NO_WINDOWS = {"use_sliding_window": False}
 _SOFTMAX = {"expert_gating_func": 1}
@@ -366,6 +403,98 @@ _FAMILIES = (
         neutral={"clip_qkv": None},
         head_norms="all",
         gguf=Gguf("olmoe", keys=_keys_of_experts("num_experts"), only=_SOFTMAX),
+    ),
+    Family(
+        "lfm2",
+        names=Names(
+            attention_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            query_norm="self_attn.q_layernorm",
+            key_norm="self_attn.k_layernorm",
+            output="self_attn.out_proj",
+            gate_up=("feed_forward.w1", "feed_forward.w3"),
+            down="feed_forward.w2",
+            recurrent_in=("conv.in_proj",),
+            recurrent_out="conv.out_proj",
+            convolution="conv.conv",
+            final_norm="model.embedding_norm",
+        ),
+        reads=frozenset(
+            {
+                *("norm_eps", "block_ff_dim", "tie_embedding", "conv_L_cache", "full_attn_idxs"),
+                *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
+                "layer_types",
+            }
+        ),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 8,
+            "block_auto_adjust_ff_dim": True,
+        },
+        fixed={"hidden_act": "silu"},
+        neutral={"conv_bias": False},
+        head_norms="each",
+        recurrent="short_conv",
+        gguf=Gguf(
+            "lfm2",
+            keys={"conv_L_cache": "shortconv.l_cache"},
+            implied={"block_auto_adjust_ff_dim": False},
+            norms={"final_norm": "token_embd_norm"},
+        ),
+    ),
+    Family(
+        "qwen3_5_text",
+        names=_DELTA_NET,
+        reads=_DELTA_NET_READS,
+        defaults=_DELTA_NET_DEFAULTS | {"num_key_value_heads": 4},
+        head_norms="each",
+        norm_offset=1.0,
+        recurrent="delta_net",
+        gates_attention=True,
+        gguf=Gguf(
+            "qwen35",
+            keys={
+                "full_attention_interval": "full_attention_interval",
+                "linear_conv_kernel_dim": "ssm.conv_kernel",
+                "linear_key_head_dim": "ssm.state_size",
+                "linear_value_head_dim": "ssm.state_size",
+                "linear_num_key_heads": "ssm.group_count",
+                "linear_num_value_heads": "ssm.time_step_rank",
+            },
+            implied={"linear_heads_tiled": True},
+            # The shapes of tensors say the size of values, and all positions of a text are alike.
+            ignored=frozenset(
+                {"ssm.inner_size", "rope.dimension_sections", "nextn_predict_layers"}
+            ),
+            norms={"mlp_norm": "post_attention_norm"},
+        ),
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        names=replace(
+            _DELTA_NET,
+            **_EXPERTS,
+            shared_router="mlp.shared_expert_gate",
+            shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            shared_down="mlp.shared_expert.down_proj",
+        ),
+        reads=_DELTA_NET_READS
+        | _EXPERT_READS
+        | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+        defaults=_DELTA_NET_DEFAULTS
+        | {
+            "intermediate_size": 512,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+        },
+        fixed={"norm_topk_prob": True},
+        head_norms="each",
+        norm_offset=1.0,
+        recurrent="delta_net",
+        gates_attention=True,
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -120,26 +120,43 @@ class TrainingTarget:
         return self._weights.final_norm_E.float() + self._target.config.family.norm_offset
 
     def layer(self, index: int) -> Mapping[str, Tensor]:
-        """As a layer of Llama: without what else the family has, and with the first expert only."""
+        """As a layer of Llama: without what else the family has, and with the first expert only.
+
+        A recurrent layer has the attention of the nearest one that attends.
+        """
         layer, config = self._weights.layers[index], self._target.config
+        attends = [i for i, each in enumerate(self._weights.layers) if each.mixer is None]
+        nearest = self._weights.layers[min(attends, key=lambda i: abs(i - index))]
         plain_norm_E = torch.ones(config.hidden_size) - config.family.norm_offset
         norms = {
             "attention_norm.weight": layer.attention_norm_E,
             "mlp_norm.weight": layer.mlp_norm_E,
         }
         matrices = {
-            "qkv.weight": (layer.qkv_weight, None),
-            "output.weight": (layer.output_weight, None),
+            "output.weight": (nearest.output_weight, None),
             "gate_up.weight": (layer.gate_up_weight, 2 * config.intermediate_size),
             "down.weight": (layer.down_weight, config.hidden_size),
         }
-        return {
-            name: (plain_norm_E if norm_E is None else norm_E.float()) + config.family.norm_offset
-            for name, norm_E in norms.items()
-        } | {
-            name: as_tensor(weight, torch.float32).float()[:rows].clone()
-            for name, (weight, rows) in matrices.items()
-        }
+        return (
+            {
+                name: (plain_norm_E if norm_E is None else norm_E.float())
+                + config.family.norm_offset
+                for name, norm_E in norms.items()
+            }
+            | {
+                name: as_tensor(weight, torch.float32).float()[:rows].clone()
+                for name, (weight, rows) in matrices.items()
+            }
+            | {"qkv.weight": self._without_gates(as_tensor(nearest.qkv_weight, torch.float32))}
+        )
+
+    def _without_gates(self, qkv_weight: Tensor) -> Tensor:
+        config, qkv_weight = self._target.config, qkv_weight.float()
+        if not config.family.gates_attention:
+            return qkv_weight.clone()
+        heads, size = config.num_attention_heads, config.head_dim
+        query = qkv_weight[: config.query_rows].reshape(heads, 2, size, -1)[:, 0].flatten(0, 1)
+        return torch.cat((query, qkv_weight[config.query_rows :]))
 
     # ------------------------------------------------------------------- reading texts
 

@@ -55,6 +55,7 @@ class MadeUp {
     const bool is_mixed = made.is_mixed && H * D % kGroupRows == 0;
     for (ForedraftLayer& layer : layers_) {
       const bool is_rich = &layer == layers_;  // with all that a layer may have
+      layer.number = &layer - layers_;
       layer.attention_norm = vector(E, 1);
       const int64_t queries = is_mixed ? H * D : (H + 2 * kv_heads) * D;
       layer.qkv[0] = matrix(made, queries, E), layer.qkv_rows[0] = queries;

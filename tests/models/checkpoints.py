@@ -21,6 +21,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -30,6 +31,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -154,6 +157,31 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         mlp_only_layers=[],
     ),
     "olmoe": lambda: OlmoeConfig(**_sizes(), num_experts=5, num_experts_per_tok=2),
+    "lfm2": lambda: Lfm2Config(
+        **_sizes(),
+        layer_types=["conv", "full_attention", "conv"],
+        block_multiple_of=32,
+    ),
+    "qwen3.5": lambda: Qwen3_5TextConfig(
+        **_sizes(head_dim=32),
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=24,
+        linear_value_head_dim=16,
+    ),
+    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
+        **{k: v for k, v in _sizes(head_dim=32).items() if k != "intermediate_size"},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=24,
+        linear_value_head_dim=16,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=40,
+        num_experts=5,
+        num_experts_per_tok=2,
+    ),
 }
 """One entry for each family and each feature of `DecoderConfig`."""
 

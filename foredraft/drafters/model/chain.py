@@ -122,6 +122,8 @@ def read_by(model: Target, row: DraftRow) -> Sequence[int]:
 
 _MOST_PENDING = 512
 """A longer text is read but for its end, so that a draft forward stays small."""
+_MOST_REWOUND = 16
+"""Guesses of a draft that are kept until the target has spoken: the cache can take them back."""
 _FEW = 8
 """Unread tokens that the first forward of a draft reads along: alone they would take another."""
 
@@ -172,6 +174,7 @@ class DraftCache:
     def __init__(self, model: Target, rewrites: bool = False) -> None:
         self._model, self._cache, self._rewrites = model, model.cache, rewrites
         self._slots: dict[int, _Slot] = {}
+        self._cache.rewinds = _MOST_REWOUND
 
     def begin(self, row: DraftRow) -> None:
         if not row.shares:
@@ -186,8 +189,7 @@ class DraftCache:
             if alike > num_found:
                 self._cache.free(number)
                 number, num_found = self._cache.fork(other.number), alike
-        num_found = max(0, min(num_found, len(tokens) - 1))
-        self._cache.truncate(number, num_found)
+        num_found = self._cache.truncate(number, max(0, min(num_found, len(tokens) - 1)))
         self._slots[row.request_id] = _Slot(number, owner, [*tokens[:num_found]], num_found)
 
     def end(self, request_id: int) -> None:
@@ -254,7 +256,8 @@ class DraftCache:
         """The tokens behind those that are cached, once what was rejected is dropped."""
         slot, tokens = self._slots[row.request_id], read_by(self._model, row)
         slot.rewind(tokens, self._rewrites)
-        self._cache.truncate(slot.number, slot.num_confirmed)
+        slot.num_confirmed = self._cache.truncate(slot.number, slot.num_confirmed)
+        del slot.cached[slot.num_confirmed :]
         return [*tokens[slot.num_confirmed :]]
 
 

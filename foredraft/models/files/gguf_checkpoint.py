@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.families import GGUF_NORMS, Family, family_of_gguf
+from foredraft.models.families import GGUF_NORMS, RECURRENT_TYPES, Family, family_of_gguf
 from foredraft.models.files.gguf import GgufFile, GgufTensor
 from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.gguf_tokenizer import write_tokenizer
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
     from foredraft.models.native.config import DecoderConfig
     from foredraft.models.native.quant import Blocks
+    from foredraft.models.native.recurrent import Recurrent
 
 RECIPE = "GGUF converter 4"
 """Raise it when conversions change: older copies are converted again."""
@@ -80,12 +81,14 @@ class _Weight:
         name: with ``{expert}`` for the number of an expert, where the tensor holds all of them.
         heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
         added: constant that was added to the file's numbers.
+        is_log: the file has negative exponentials of the numbers.
     """
 
     name: str
     shape: tuple[int, ...]
     heads: int = 0
     added: float = 0.0
+    is_log: bool = False
 
 
 _Found = tuple[GgufFile, GgufTensor, _Weight]
@@ -115,6 +118,7 @@ def write_index(ggufs: Sequence[Path], into: Path, progress: Progress) -> None:
             "start": tensor.start,
             "heads": weight.heads,
             "added": weight.added,
+            "is_log": weight.is_log,
         }
         for file, tensor, weight in weights
     }
@@ -240,7 +244,7 @@ def _family(file: GgufFile) -> tuple[Family, GgufFields]:
     if family is None or family.gguf is None:
         _refuse(file, f"models of the family {architecture!r:.80} are not read from GGUF files yet")
     only = {prefix + key: value for key, value in family.gguf.only.items()}
-    known = GgufFields.keys() | _SAY_NOTHING | {*family.gguf.keys.values()}
+    known = GgufFields.keys() | _SAY_NOTHING | {*family.gguf.keys.values()} | family.gguf.ignored
     for key, value in file.metadata.items():
         is_known = key.removeprefix(prefix) in known
         if key in only:
@@ -285,7 +289,7 @@ def _config(
         "vocab_size": len(tokenizer.tokens),
         "hidden_size": fields.embedding_length,
         "intermediate_size": fields.feed_forward_length,
-        "num_hidden_layers": fields.block_count,
+        "num_hidden_layers": fields.block_count - _num_drafting_layers(file),
         "num_attention_heads": fields.head_count,
         "num_key_value_heads": fields.head_count_kv or fields.head_count,
         "head_dim": head_dim,
@@ -327,9 +331,19 @@ def _said_by_family(
             found["layer_types"] = [kinds[bool(is_local)] for is_local in value[: len(tensors)]]
         elif value is not None:
             found[name] = None if type(value) is int and value == 0 else value
+    heads = file.metadata.get(f"{family.gguf.architecture}.attention.head_count_kv")
+    if family.recurrent and isinstance(heads, np.ndarray):
+        names = (RECURRENT_TYPES[family.recurrent], "full_attention")
+        found["layer_types"] = [names[bool(count)] for count in heads[: len(tensors)]]
     if "attention_bias" in family.reads:
         found["attention_bias"] = "blk.0.attn_q.bias" in tensors
     return found
+
+
+def _num_drafting_layers(file: GgufFile) -> int:
+    """Layers behind the model's own, which predict further tokens; they are not read."""
+    found = file.metadata.get(f"{file.metadata.get(_ARCHITECTURE)}.nextn_predict_layers", 0)
+    return found if type(found) is int and found >= 0 else 0
 
 
 def _shortest(number: float) -> float:
@@ -410,7 +424,11 @@ def _weights(
     if missing := sorted(expected.keys() - tensors):
         _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
     factors = {_ROTARY_FACTORS, _SHORT_FACTORS, _LONG_FACTORS}
-    if unknown := sorted(tensors.keys() - expected - factors):
+    drafting = tuple(
+        f"blk.{config.num_hidden_layers + number}." for number in range(_num_drafting_layers(file))
+    )
+    unknown = sorted(tensors.keys() - expected - factors)
+    if unknown := [name for name in unknown if not name.startswith(drafting)]:
         _refuse(file, f"tensor {unknown[0]!r:.80} belongs to a feature that is not implemented")
     for name, weight in expected.items():
         if (shape := tensors[name][1].shape) != weight.shape:
@@ -436,15 +454,21 @@ def _layout(config: DecoderConfig) -> dict[str, _Weight]:
     hidden, vocab = config.hidden_size, config.vocab_size
     found = {
         "token_embd.weight": _Weight("model.embed_tokens.weight", (vocab, hidden)),
-        "output_norm.weight": _Weight(
-            "model.norm.weight", (hidden,), added=config.family.norm_offset
+        f"{_norm_names(config)['final_norm']}.weight": _Weight(
+            f"{config.family.names.final_norm}.weight", (hidden,), added=config.family.norm_offset
         ),
     }
     if not config.tie_word_embeddings:
         found["output.weight"] = _Weight("lm_head.weight", (vocab, hidden))
-    of_layer = _norms(config) | _matrices(config)
+    of_layer = _norms(config) | _attention(config) | _feed_forward(config)
+    recurrent = of_layer
+    if config.recurrent is not None:
+        is_norm = {f"{_norm_names(config)[norm]}.weight" for norm in ("query_norm", "key_norm")}
+        recurrent = _norms(config) | _mixer(config, config.recurrent) | _feed_forward(config)
+        recurrent = {name: weight for name, weight in recurrent.items() if name not in is_norm}
     for layer in range(config.num_hidden_layers):
-        for name, weight in of_layer.items():
+        found_here = recurrent if config.kind(layer).is_recurrent else of_layer
+        for name, weight in found_here.items():
             ours = f"model.layers.{layer}.{weight.name}"
             found[f"blk.{layer}.{name}"] = replace(weight, name=ours)
     return found
@@ -455,18 +479,55 @@ def _norms(config: DecoderConfig) -> dict[str, _Weight]:
     names, offset = vars(config.family.names), config.family.norm_offset
     sizes = dict.fromkeys(GGUF_NORMS, config.hidden_size)
     sizes |= zip(("query_norm", "key_norm"), config.head_norm_sizes, strict=False)
+    theirs = _norm_names(config)
     return {
-        f"{theirs}.weight": _Weight(f"{names[norm]}.weight", (sizes[norm],), added=offset)
-        for norm, theirs in GGUF_NORMS.items()
+        f"{theirs[norm]}.weight": _Weight(f"{names[norm]}.weight", (sizes[norm],), added=offset)
+        for norm in GGUF_NORMS
         if names[norm] is not None
     }
 
 
-def _matrices(config: DecoderConfig) -> dict[str, _Weight]:
-    """Matrices of a layer, with the biases that some have; all experts' are one tensor."""
-    names, hidden, inner = config.family.names, config.hidden_size, config.intermediate_size
+def _norm_names(config: DecoderConfig) -> Mapping[str, str]:
+    own = config.family.gguf.norms if config.family.gguf else {}
+    return {"final_norm": "output_norm", **GGUF_NORMS, **own}
+
+
+def _mixer(config: DecoderConfig, sizes: Recurrent) -> dict[str, _Weight]:
+    """Of a recurrent layer what is there in place of attention."""
+    names, hidden = config.family.names, config.hidden_size
+    channels, heads = sizes.channels, sizes.value_heads
+    if sizes.kind == "short_conv":
+        return {
+            "shortconv.in_proj.weight": _Weight(
+                f"{names.recurrent_in[0]}.weight", (sizes.num_inputs, hidden)
+            ),
+            "shortconv.conv.weight": _Weight(
+                f"{names.convolution}.weight", (channels, sizes.window)
+            ),
+            "shortconv.out_proj.weight": _Weight(
+                f"{names.recurrent_out}.weight", (hidden, channels)
+            ),
+        }
+    inputs, gates = names.recurrent_in, names.recurrent_gates
+    part = names.convolution.rpartition(".")[0]
+    return {
+        "attn_qkv.weight": _Weight(f"{inputs[0]}.weight", (channels, hidden)),
+        "attn_gate.weight": _Weight(f"{inputs[1]}.weight", (sizes.num_outputs, hidden)),
+        "ssm_beta.weight": _Weight(f"{gates[0]}.weight", (heads, hidden)),
+        "ssm_alpha.weight": _Weight(f"{gates[1]}.weight", (heads, hidden)),
+        "ssm_a": _Weight(f"{part}.A_log", (heads,), is_log=True),
+        "ssm_dt.bias": _Weight(f"{part}.dt_bias", (heads,)),
+        "ssm_conv1d.weight": _Weight(f"{names.convolution}.weight", (channels, sizes.window)),
+        "ssm_norm.weight": _Weight(f"{names.recurrent_norm}.weight", (sizes.value_size,)),
+        "ssm_out.weight": _Weight(f"{names.recurrent_out}.weight", (hidden, sizes.num_outputs)),
+    }
+
+
+def _attention(config: DecoderConfig) -> dict[str, _Weight]:
+    """Matrices of a layer's attention, with the biases that some have."""
+    names, hidden = config.family.names, config.hidden_size
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    rows = [heads * config.head_dim, *(kv_heads * config.head_dim,) * 2]
+    rows = [config.query_rows, *(kv_heads * config.head_dim,) * 2]
     is_paired = config.family.gguf is not None and config.family.gguf.is_paired
     ordered = [heads, kv_heads, 0] if is_paired else [0, 0, 0]
     found: dict[str, _Weight] = {}
@@ -481,6 +542,13 @@ def _matrices(config: DecoderConfig) -> dict[str, _Weight]:
     found["attn_output.weight"] = _Weight(f"{names.output}.weight", output)
     if config.output_bias:
         found["attn_output.bias"] = _Weight(f"{names.output}.bias", (hidden,))
+    return found
+
+
+def _feed_forward(config: DecoderConfig) -> dict[str, _Weight]:
+    """Matrices of a layer's feed-forward part; all experts' are one tensor."""
+    names, hidden, inner = config.family.names, config.hidden_size, config.intermediate_size
+    found: dict[str, _Weight] = {}
     experts = () if config.experts is None else (config.experts.count,)
     end = "_exps" if experts else ""
     if experts:
@@ -499,7 +567,7 @@ def _write_weights(weights: Sequence[_Found], into: Path, progress: Progress) ->
     names: dict[str, str] = {}
     num_bytes = 0
     for done, (tensor, weight, blocks) in enumerate(_rows(weights), start=1):
-        floats = _floats(tensor.kind, blocks, weight.added).reshape(tensor.shape)
+        floats = _floats(tensor.kind, blocks, weight).reshape(tensor.shape)
         if tensors and num_bytes + floats.nbytes > _MOST_BYTES:
             name = f"model-{len(set(names.values())) + 1:05}.safetensors"
             names |= dict.fromkeys(tensors, name)
@@ -527,11 +595,12 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.chmod(path.with_name("config.json").stat().st_mode)
 
 
-def _floats(kind: Kind, blocks: Bytes, added: float) -> torch.Tensor:
+def _floats(kind: Kind, blocks: Bytes, weight: _Weight) -> torch.Tensor:
     """Numbers in the narrowest type that says the same; bfloat16 of quantised ones."""
     import torch
 
-    exact = torch.from_numpy(np.array(kind.dequantise(blocks))) - added
+    exact = torch.from_numpy(np.array(kind.dequantise(blocks))) - weight.added
+    exact = (-exact).log() if weight.is_log else exact
     rounded = exact.bfloat16()
     if kind.unpack is not None or torch.equal(rounded.float(), exact):
         return rounded

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,14 @@ class GgufPlace:
         start: its first byte.
         heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
         added: constant that was added to the file's numbers, such as 1 to Gemma's norms.
+        is_log: the file has negative exponentials of the numbers.
     """
 
     kind: Kind
     start: int
     heads: int
     added: float = 0.0
+    is_log: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,14 @@ class StoredTensor:
     Attributes:
         dtype: in the spelling of safetensors, such as "BF16", or of GGUF, such as "Q4_K".
         gguf: None: the file is a safetensors file.
+        name: in its file, where that differs.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     gguf: GgufPlace | None = None
+    name: str | None = None
 
     @property
     def is_quantised(self) -> bool:
@@ -108,6 +112,8 @@ class Checkpoint:
         self.directory = directory
         self.config: Mapping[str, Any] = _checked_config(directory)
         self.tensors: Mapping[str, StoredTensor] = _stored_tensors(directory)
+        if isinstance(self.config.get("text_config"), dict):
+            self.tensors = dict(_of_text(*item) for item in self.tensors.items())
 
     @classmethod
     def of(cls, source: Path | Checkpoint) -> Checkpoint:
@@ -146,6 +152,17 @@ class Checkpoint:
                 ", ".join(unused[:3]),
                 more,
             )
+
+
+_TEXT_PARTS = {"model.language_model.": "model.", "language_model.": ""}
+
+
+def _of_text(name: str, tensor: StoredTensor) -> tuple[str, StoredTensor]:
+    """A tensor of a model of text and images, called as in a model of text if it is of that."""
+    for part, plain in _TEXT_PARTS.items():
+        if name.startswith(part):
+            return plain + name.removeprefix(part), replace(tensor, name=name)
+    return name, tensor
 
 
 def _checked_config(directory: Path) -> dict[str, Any]:
@@ -225,7 +242,7 @@ def _gguf_tensors(directory: Path) -> dict[str, StoredTensor]:
             raise _damaged(index, f"tensor {name!r:.80} is {tensor.kind!r:.80} of shape {shape}")
         if tensor.start + prod(shape) // kind.block_weights * kind.block_bytes > size:
             raise _damaged(directory / tensor.file, f"tensor {name!r:.80} lies beyond its end")
-        place = GgufPlace(kind, tensor.start, tensor.heads, tensor.added)
+        place = GgufPlace(kind, tensor.start, tensor.heads, tensor.added, tensor.is_log)
         found[name] = StoredTensor(directory / tensor.file, kind.name, shape, place)
     return found
 

@@ -145,13 +145,15 @@ class DecoderFields(_Schema):
     model_type: str
     vocab_size: Count
     hidden_size: Count
-    intermediate_size: Count
+    intermediate_size: Count = Field(
+        validation_alias=AliasChoices("block_ff_dim", "intermediate_size")
+    )
     num_hidden_layers: Count
     num_attention_heads: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     max_position_embeddings: Count
-    rms_norm_eps: Epsilon
+    rms_norm_eps: Epsilon = Field(validation_alias=AliasChoices("norm_eps", "rms_norm_eps"))
     hidden_act: str = "silu"
     hidden_activation: str | None = None
     rope_theta: Theta | None = None
@@ -161,7 +163,9 @@ class DecoderFields(_Schema):
     layered_rope: LayeredRopeFields | None = Field(default=None, validation_alias="rope_parameters")
     partial_rotary_factor: Share | None = None
     original_max_position_embeddings: Count | None = None
-    tie_word_embeddings: bool | None = None
+    tie_word_embeddings: bool | None = Field(
+        default=None, validation_alias=AliasChoices("tie_embedding", "tie_word_embeddings")
+    )
     attention_bias: bool | None = None
     use_sliding_window: bool | None = None
     sliding_window: Count | None = None
@@ -186,8 +190,32 @@ class DecoderFields(_Schema):
     num_experts_per_tok: Count | None = None
     moe_intermediate_size: Count | None = None
     norm_topk_prob: bool | None = None
+    shared_expert_intermediate_size: Count | None = None
+    block_auto_adjust_ff_dim: bool = False
+    block_ffn_dim_multiplier: Factor | None = 1.0
+    block_multiple_of: Count = 256
+    conv_L_cache: Count = 3
+    full_attn_idxs: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
+    full_attention_interval: Count = 4
+    linear_conv_kernel_dim: Count = 4
+    linear_key_head_dim: Count = 128
+    linear_value_head_dim: Count = 128
+    linear_num_key_heads: Count = 16
+    linear_num_value_heads: Count = 32
+    linear_heads_tiled: bool = False
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
+
+    @property
+    def feed_forward_size(self) -> int:
+        """``intermediate_size``, or what LFM2 makes of it."""
+        size, factor = self.intermediate_size, self.block_ffn_dim_multiplier
+        if not self.block_auto_adjust_ff_dim:
+            return size
+        size = int(2 * size / 3)
+        if factor is None:
+            return size
+        return -(-int(factor * size) // self.block_multiple_of) * self.block_multiple_of
 
     @property
     def head_size(self) -> int:
@@ -267,6 +295,7 @@ class GgufTensorFields(_Schema):
     start: Annotated[int, Field(ge=0)]
     heads: Annotated[int, Field(ge=0, lt=2**16)] = 0
     added: Multiplier = 0.0
+    is_log: bool = False
 
 
 class GgufIndexFields(_Schema):
@@ -278,6 +307,11 @@ class GgufIndexFields(_Schema):
 
 def _said(key: str, default: Any = ...) -> Any:
     return Field(default, validation_alias=key)
+
+
+def _most(counts: object) -> object:
+    """Of the heads of each layer: recurrent ones have none."""
+    return max(counts.tolist()) if isinstance(counts, np.ndarray) and counts.size else counts
 
 
 class GgufFields(_Schema):
@@ -295,7 +329,9 @@ class GgufFields(_Schema):
     embedding_length: Count
     feed_forward_length: Count
     head_count: Count = _said("attention.head_count")
-    head_count_kv: Count | None = _said("attention.head_count_kv", None)
+    head_count_kv: Annotated[Count | None, BeforeValidator(_most)] = _said(
+        "attention.head_count_kv", None
+    )
     key_length: Count | None = _said("attention.key_length", None)
     value_length: Count | None = _said("attention.value_length", None)
     rms_norm_eps: Epsilon = _said("attention.layer_norm_rms_epsilon")

@@ -27,7 +27,7 @@ def read_tensor(stored: StoredTensor, name: str) -> Tensor:
         ModelLoadError: the file is damaged.
     """
     if stored.gguf is None:
-        return _from_safetensors(stored, name)
+        return _from_safetensors(stored, stored.name or name)
     import torch
 
     blocks = read_blocks(stored)
@@ -36,6 +36,8 @@ def read_tensor(stored: StoredTensor, name: str) -> Tensor:
         some = kind.dequantise(blocks[first : first + _ROWS_AT_ONCE])
         rows = whole[first : first + _ROWS_AT_ONCE]
         rows.copy_(torch.from_numpy(np.array(some)).view(rows.shape))
+    if stored.gguf.is_log:
+        return (-whole.float()).log()
     return whole - stored.gguf.added if stored.gguf.added else whole
 
 
@@ -51,7 +53,7 @@ def read_rows(stored: StoredTensor, name: str, indices_R: Tensor) -> Tensor:
         from safetensors import safe_open
 
         with safe_open(str(stored.file), framework="pt") as file:
-            rows = file.get_slice(name)
+            rows = file.get_slice(stored.name or name)
             return torch.cat([rows[i : i + 1] for i in indices_R.tolist()])
     numbers = stored.gguf.kind.dequantise(read_blocks(stored)[indices_R.numpy()])
     found = torch.from_numpy(numbers.reshape(len(indices_R), -1))

@@ -279,9 +279,10 @@ class HFCache(PagedCache):
         self.open(slot)
         self._measure(slot)
 
-    def truncate(self, slot: int, length: int) -> None:
-        super().truncate(slot, length)
+    def truncate(self, slot: int, length: int) -> int:
+        length = super().truncate(slot, length)
         self.open(slot)
+        return length
 
     @torch.no_grad()
     def fork(self, slot: int) -> int:

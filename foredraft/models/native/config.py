@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import KVShape
+from foredraft.cache.kv import KVCache
+from foredraft.cache.memory import CacheMemory
+from foredraft.cache.states import StateCache
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.families import FAMILIES, Family
+from foredraft.models.families import FAMILIES, RECURRENT_TYPES, Family
 from foredraft.models.files.json_files import parse_fields, read_json
 from foredraft.models.files.schema import DecoderFields, RopeFields
+from foredraft.models.native.recurrent import Recurrent
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """``rope_type`` values. A dynamic one is plain as long as a text fits ``max_position_embeddings``,
@@ -137,6 +141,9 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST_LAYERS = 100_000
 """Limit on layers: their kinds are made before the files are checked for that many."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_CHANNELS = 16
+"""Channels of a convolution, and numbers of a value, come in multiples of so many."""
+_MOST_CONVOLVED, _MOST_OF_HEAD = 16, 1024
 _MOST_ROTATED = 4096
 """Numbers of a head that are computed to see whether they are finite."""
 
@@ -146,12 +153,14 @@ class LayerKind:
     """How a layer attends.
 
     Attributes:
+        is_recurrent: it does not, but keeps a state of the text.
         rope: number of its rotary embedding; None: none.
         window: how many entries a token sees at most, its own included; None: all.
     """
 
     rope: int | None = 0
     window: int | None = None
+    is_recurrent: bool = False
 
 
 USUAL_KIND = LayerKind()
@@ -165,11 +174,13 @@ class Experts:
         count: X.
         per_token: how many of them a token chooses.
         normalised: their weights are made to add up to 1.
+        shares: the last one is chosen by each token beside others, by a gate of its own.
     """
 
     count: int
     per_token: int
     normalised: bool
+    shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +199,7 @@ class DecoderConfig:
         embedding_scale: factor of embeddings.
         residual_scale: factor of each part of a layer before it is added.
         experts: of the feed-forward parts; None: they are whole.
+        recurrent: its recurrent layers; None: there are none.
     """
 
     model_type: str
@@ -214,6 +226,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
 
     @property
     def family(self) -> Family:
@@ -239,8 +252,40 @@ class DecoderConfig:
         return self.kinds[index] if self.kinds else USUAL_KIND
 
     @property
+    def num_recurrent_layers(self) -> int:
+        return sum(kind.is_recurrent for kind in self.kinds)
+
+    def numbers(self) -> list[int]:
+        """Of each layer its number among those that attend, or among the recurrent ones."""
+        found, counts = list[int](), {True: 0, False: 0}
+        for index in range(self.num_hidden_layers):
+            is_recurrent = self.kind(index).is_recurrent
+            found.append(counts[is_recurrent])
+            counts[is_recurrent] += 1
+        return found
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the matrix of queries: gates of what is attended lie behind each head's."""
+        return self.num_attention_heads * self.head_dim * (1 + self.family.gates_attention)
+
+    @property
     def kv_shape(self) -> KVShape:
-        return KVShape(self.num_hidden_layers, self.num_key_value_heads, self.head_dim)
+        num_layers = self.num_hidden_layers - self.num_recurrent_layers
+        return KVShape(num_layers, self.num_key_value_heads, self.head_dim)
+
+    def new_cache(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_length: int,
+        memory: CacheMemory | int | None = None,
+    ) -> KVCache:
+        """A cache of its entries, and of its states; see there."""
+        shape, recurrent, count = self.kv_shape, self.recurrent, self.num_recurrent_layers
+        if recurrent is None or not count:
+            return KVCache(shape, dtype, device, max_length, memory)
+        return StateCache(shape, recurrent.states(count), dtype, device, max_length, memory)
 
     @property
     def max_context(self) -> int:
@@ -260,21 +305,27 @@ class DecoderConfig:
         query = self.num_attention_heads * self.head_dim
         key_value = self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size * num_experts
-        layer = self.hidden_size * (2 * query + 2 * key_value + feed_forward)
-        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
+        num_recurrent, recurrent = self.num_recurrent_layers, self.recurrent
+        rows = (self.num_hidden_layers - num_recurrent) * (query + self.query_rows + 2 * key_value)
+        if recurrent:
+            rows += num_recurrent * (recurrent.num_inputs + recurrent.num_outputs)
+        rows += self.num_hidden_layers * feed_forward
+        return (rows + self.vocab_size) * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
         """Weights, with a tied head counted once."""
         hidden, family = self.hidden_size, self.family
-        query = self.num_attention_heads * self.head_dim
         key_value = self.num_key_value_heads * self.head_dim
         norms = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
         layer = hidden * sum(getattr(family.names, norm) is not None for norm in norms)
-        layer += (query + 2 * key_value) * self.attention_bias + hidden * self.output_bias
-        layer += sum(self.head_norm_sizes)
         layer += self.experts.count * hidden if self.experts else 0
+        bias = (self.query_rows + 2 * key_value) * self.attention_bias + hidden * self.output_bias
+        num_recurrent = self.num_recurrent_layers
         others = self.num_hidden_layers * layer + hidden
+        others += (self.num_hidden_layers - num_recurrent) * (bias + sum(self.head_norm_sizes))
+        if self.recurrent:
+            others += num_recurrent * self.recurrent.num_vector_parameters(hidden)
         if not self.tie_word_embeddings:
             others += self.vocab_size * hidden
         return self.num_matrix_parameters + others
@@ -297,6 +348,7 @@ def why_not_native(raw: Mapping[str, Any], path: Path) -> str | None:
     Raises:
         ModelLoadError: it is of such a family, and malformed. ``path`` is named then.
     """
+    raw = text_part(raw)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         return f"model_type {model_type!r:.80} is not one of {', '.join(FAMILIES)}"
@@ -315,11 +367,20 @@ def read_config(directory: Path, max_context: int | None = None) -> DecoderConfi
             implemented here.
     """
     path = directory / "config.json"
-    raw = read_json(path)
+    raw = text_part(read_json(path))
     if reason := why_not_native(raw, path):
         raise ModelLoadError(f"{directory}: {reason}; load it with backend 'hf'")
     family = FAMILIES[raw["model_type"]]
     return _resolve(family, _parse(path, raw, family), max_context)
+
+
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the config of a model of text and images the part about text, where that is native."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        return raw
+    common = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+    return {name: raw[name] for name in common if name in raw} | text
 
 
 def check_fields(path: Path, raw: Mapping[str, Any]) -> None:
@@ -340,6 +401,11 @@ _OPTIONAL = frozenset(
         *("attention_multiplier", "logits_scaling", "query_pre_attn_scalar"),
         *("attn_logit_softcapping", "final_logit_softcapping", "num_experts"),
         *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        *("norm_eps", "block_ff_dim", "tie_embedding", "conv_L_cache", "full_attn_idxs"),
+        *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
+        *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim"),
+        *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_heads_tiled", "shared_expert_intermediate_size"),
     }
 )
 """Fields that only some families heed."""
@@ -365,12 +431,14 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         assert fields.num_experts
         assert fields.num_experts_per_tok
         normalised = bool(fields.norm_topk_prob)
-        experts = Experts(fields.num_experts, fields.num_experts_per_tok, normalised)
+        shares = bool(family.names.shared_router)
+        counts = fields.num_experts + shares, fields.num_experts_per_tok + shares
+        experts = Experts(*counts, normalised, shares)
     return DecoderConfig(
         model_type=fields.model_type,
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
-        intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
+        intermediate_size=fields.moe_intermediate_size or fields.feed_forward_size,
         num_hidden_layers=fields.num_hidden_layers,
         num_attention_heads=fields.num_attention_heads,
         num_key_value_heads=fields.num_key_value_heads or fields.num_attention_heads,
@@ -393,6 +461,7 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         ),
         residual_scale=fields.residual_multiplier,
         experts=experts,
+        recurrent=_recurrent(family, fields),
     )
 
 
@@ -409,6 +478,9 @@ def _kinds(family: Family, fields: DecoderFields) -> tuple[LayerKind, ...]:
     """Kind of each layer; empty if all are usual."""
     kinds = []
     for index in range(min(fields.num_hidden_layers, _MOST_LAYERS)):
+        if _is_recurrent(family, fields, index):
+            kinds.append(LayerKind(None, is_recurrent=True))
+            continue
         is_local = _is_local(family, fields, index)
         rope = 1 if family.local_rope and is_local else 0
         window = fields.sliding_window if is_local else None
@@ -416,6 +488,31 @@ def _kinds(family: Family, fields: DecoderFields) -> tuple[LayerKind, ...]:
             window = None
         kinds.append(LayerKind(rope if _is_rotated(fields, index) else None, window))
     return () if set(kinds) == {USUAL_KIND} else tuple(kinds)
+
+
+def _is_recurrent(family: Family, fields: DecoderFields, index: int) -> bool:
+    if family.recurrent is None:
+        return False
+    if fields.layer_types is not None:
+        return fields.layer_types[index] == RECURRENT_TYPES[family.recurrent]
+    if family.recurrent == "delta_net":
+        return (index + 1) % fields.full_attention_interval != 0
+    return fields.full_attn_idxs is not None and index not in fields.full_attn_idxs
+
+
+def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
+    if family.recurrent is None:
+        return None
+    if family.recurrent == "short_conv":
+        return Recurrent("short_conv", fields.conv_L_cache, fields.hidden_size)
+    return Recurrent.delta_net(
+        fields.linear_conv_kernel_dim,
+        fields.linear_num_key_heads,
+        fields.linear_num_value_heads,
+        fields.linear_key_head_dim,
+        fields.linear_value_head_dim,
+        fields.linear_heads_tiled,
+    )
 
 
 def _is_rotated(fields: DecoderFields, index: int) -> bool:
@@ -510,6 +607,7 @@ def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) 
         _unsupported_layers(family, fields)
         or _unsupported_ropes(raw, family, fields)
         or _unsupported_experts(family, fields)
+        or _unsupported_recurrence(family, fields)
     )
 
 
@@ -520,11 +618,31 @@ def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
         if listed is not None and len(listed) < num_layers:
             return f"{name} lists {len(listed)} layers, and there are {num_layers}"
     for kind in set(fields.layer_types or ()):
-        if kind not in (_FULL, _SLIDING):
+        known = (_FULL, RECURRENT_TYPES[family.recurrent] if family.recurrent else _SLIDING)
+        if kind not in known:
             return f"layers of type {kind!r:.80} are not implemented"
     has_window = fields.sliding_window is not None and _has_windows(family, fields)
     if _SLIDING in (fields.layer_types or ()) and not has_window:
         return f"layers of type {_SLIDING!r} without a window (sliding_window) are not implemented"
+    return None
+
+
+def _unsupported_recurrence(family: Family, fields: DecoderFields) -> str | None:
+    sizes = _recurrent(family, fields)
+    if sizes is None:
+        return None
+    if not 2 <= sizes.window <= _MOST_CONVOLVED:
+        return f"a convolution of {sizes.window} inputs is not implemented"
+    if sizes.key_heads and sizes.value_heads % sizes.key_heads:
+        heads = f"{sizes.value_heads} value heads for {sizes.key_heads} key heads"
+        return f"{heads} are not implemented"
+    if max(sizes.key_size, sizes.value_size) > _MOST_OF_HEAD:
+        return f"recurrent heads of more than {_MOST_OF_HEAD} numbers are not implemented"
+    if sizes.channels % _CHANNELS or sizes.value_size % _CHANNELS:
+        return (
+            f"recurrent layers of {sizes.channels} channels and values of {sizes.value_size} "
+            f"numbers, no multiples of {_CHANNELS}, are not implemented"
+        )
     return None
 
 
@@ -578,4 +696,7 @@ def _unsupported_experts(family: Family, fields: DecoderFields) -> str | None:
     count, chosen = fields.num_experts, fields.num_experts_per_tok
     if count is None or chosen is None or chosen > count:
         return f"{chosen} experts a token of {count} are not implemented"
+    shared, size = fields.shared_expert_intermediate_size, fields.moe_intermediate_size
+    if family.names.shared_router and shared != size:
+        return f"a shared expert of {shared} beside others of {size} is not implemented"
     return None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
+from foredraft.cache.states import StateCache
 from foredraft.cache.store import Entries
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import ConfigError, ModelLoadError
@@ -61,6 +62,7 @@ class _Shortened:
 
     def __init__(self, cache: KVCache, starts: Mapping[int, int]) -> None:
         self.store, size = cache.store, cache.block_size
+        self.states = getattr(cache, "states", None)
         self.num_left_out: dict[int, int] = {}
         self._tables: dict[int, array[int]] = {}
         for slot, start in starts.items():
@@ -150,7 +152,9 @@ def _is_short_chain(row: ScoreRow, start: int) -> bool:
 
 def prepared_chain(decoder: Decoder, cache: KVCache) -> PreparedChain | None:
     """What runs small forwards with little around the kernel, where there is one."""
-    return PreparedChain(decoder, cache) if isinstance(decoder, FusedDecoder) else None
+    if not isinstance(decoder, FusedDecoder) or isinstance(cache, StateCache):
+        return None
+    return PreparedChain(decoder, cache)
 
 
 @dataclass

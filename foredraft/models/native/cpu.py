@@ -29,6 +29,7 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.layers import StoredLayers
+from foredraft.cache.states import RowStates
 from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.draws import Draw, DrawKey, DrawRow, found_draws
 from foredraft.core.errors import ConfigError
@@ -49,6 +50,7 @@ from foredraft.models.native.quant import (
     TiledMatrix,
     tensor_of,
 )
+from foredraft.models.native.recurrent import MixerWeights, open_rows, states_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 PHASES = ("linear", "attention", "head", "other")
@@ -88,7 +90,7 @@ class FusedDecoder:
         self._config, self._weights = config, weights
         self._norm_offset = config.family.norm_offset
         self._num_outputs = weights.head_VE.shape[0]
-        self._num_threads = num_threads
+        self._num_threads, self._numbers = num_threads, config.numbers()
         self._most_threads = num_threads or min(torch.get_num_threads(), available_cpus())
         self._chooser = ThreadChooser(self._most_threads)
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
@@ -140,9 +142,13 @@ class FusedDecoder:
             described = self._describe_forward(plan, logits_NV, tapped)
             described.rounds_taps = not plan.is_beginning
             _point_to_entries(described, plan, cache)
+            states = open_rows(plan, states_of(cache)) if self._config.recurrent else []
+            work = self._point_to_states(described, states) if states else ()
             if plan.draws is not None:
                 described.num_draws, described.draws = len(plan.draws), plan.draws
             self._call(described)
+            if work:
+                states_of(cache).close_states(states)
         return logits_NV, tapped
 
     def logits(self, normed_TE: Tensor) -> Tensor:
@@ -290,12 +296,39 @@ class FusedDecoder:
             norms_all_heads=config.family.head_norms == "all",
             activation=interface.ACTIVATIONS[config.activation],
             normalises_chances=experts is not None and experts.normalised,
+            shares_expert=experts is not None and experts.shares,
             query_scale=config.query_scale or 0.0,
             logits_cap=config.logits_cap or 0.0,
             logits_scale=config.logits_scale,
             embedding_scale=config.embedding_scale,
             residual_scale=config.residual_scale,
         )
+
+    def _point_to_states(
+        self, described: interface.Forward, rows: Sequence[RowStates]
+    ) -> tuple[Tensor, Tensor]:
+        """Say what recurrent layers have of each row; returns the memory they work in."""
+        sizes = self._config.recurrent
+        assert sizes is not None
+        counts = [row.num_elements for row in rows]
+        elements = torch.empty(sum(counts) if sizes.num_gates else 0, sizes.states(1).entry_size)
+        matrices = torch.empty(self._most_threads, 2, sizes.key_size * sizes.value_size)
+        found = (interface.StatesOfRow * len(rows))()
+        first = 0
+        for one, row, count in zip(found, rows, counts, strict=True):
+            saves = [
+                interface.Save(row.num_before(save), save.values_LS.data_ptr())
+                for save in row.saves
+            ]
+            one.state, one.old_log = row.state.values_LS.data_ptr(), row.old_LTW.data_ptr()
+            one.new_log, one.parents = row.new_LTW.data_ptr(), _ints(row.parents)
+            one.saves = (interface.Save * len(saves))(*saves)
+            one.elements = elements[first:].data_ptr()
+            one.num_old, one.first_logged, one.num_saves = row.num_old, row.first_logged, len(saves)
+            one.old_stride, one.new_stride = row.old_LTW.stride(0), row.new_LTW.stride(0)
+            first += count
+        described.states, described.matrices = found, matrices.data_ptr()
+        return elements, matrices
 
     @property
     def _windows(self) -> list[int]:
@@ -334,7 +367,10 @@ class FusedDecoder:
             router=None if layer.router_XE is None else self._router(layer.router_XE),
             rope=-1 if layer.kind.rope is None else layer.kind.rope,
             view=self._windows.index(layer.kind.window or 0),
+            number=self._numbers[index],
         )
+        if layer.mixer is not None:
+            self._describe_mixer(described, layer.mixer)
         if index not in self._weights.no_attention:
             for number, part in enumerate(_qkv_parts(layer.qkv_weight)):
                 described.qkv[number] = self._matrix(part)
@@ -342,6 +378,16 @@ class FusedDecoder:
         if index not in self._weights.no_mlp:
             described.gate, described.up = self._gate_up(layer)
         return described
+
+    def _describe_mixer(self, described: interface.Layer, mixer: MixerWeights) -> None:
+        described.convolution = self._vector(mixer.conv_C1K[:, 0].T)
+        if mixer.gates_GE is None:
+            return
+        assert mixer.log_decay_H is not None
+        described.gates = self._router(mixer.gates_GE)
+        described.decay_rates = self._vector(mixer.log_decay_H.float().exp())
+        described.step_bias = self._vector(mixer.step_bias_H)
+        described.value_norm = self._vector(mixer.norm_V)
 
     def _gate_up(self, layer: LayerWeights) -> tuple[interface.Matrix, interface.Matrix]:
         """Gate and up, which lie one below the other, of one expert behind those of another."""
@@ -405,8 +451,11 @@ def work_bytes(config: DecoderConfig, is_bf16: bool, form: int, num_tokens: int)
     return floats * torch.float32.itemsize
 
 
-def _sizes(config: DecoderConfig) -> dict[str, int | float]:
+def _sizes(config: DecoderConfig) -> dict[str, Any]:
     """What work memory depends on."""
+    recurrent, sizes = config.recurrent, dict[str, int]()
+    if recurrent and config.num_recurrent_layers:
+        sizes = {name: value for name, value in vars(recurrent).items() if name != "kind"}
     return {
         "hidden": config.hidden_size,
         "feed_forward": config.intermediate_size,
@@ -416,6 +465,8 @@ def _sizes(config: DecoderConfig) -> dict[str, int | float]:
         "num_experts": config.experts.count if config.experts else 0,
         "chosen_experts": config.experts.per_token if config.experts else 0,
         "attention_cap": config.attention_cap or 0.0,
+        "gates_attention": config.family.gates_attention,
+        "recurrent": interface.RecurrentSizes(**sizes),
     }
 
 
@@ -503,7 +554,11 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
         raise ConfigError(f"the fused decoder runs on cpu, and the weights are on {weights.device}")
     if weights.dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"the fused decoder takes bfloat16 or float32, not {weights.dtype}")
-    routers = {id(layer.router_XE) for layer in weights.layers}  # their type does not matter
+    # The type of these does not matter.
+    routers = {id(layer.router_XE) for layer in weights.layers}
+    routers |= {
+        id(one) for layer in weights.layers if layer.mixer for one in layer.mixer.tensors().values()
+    }
     for tensor in weights.matrices():
         if tensor.dtype not in (weights.dtype, torch.uint8) and id(tensor) not in routers:
             raise ConfigError(

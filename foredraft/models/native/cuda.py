@@ -366,7 +366,8 @@ class GraphedDecoder(EagerDecoder):
 
     def fits(self, plan: ForwardPlan) -> bool:
         """Whether ``plan`` is run as a recording."""
-        return self._config.experts is None and fits_grid(plan)
+        config = self._config
+        return config.experts is None and config.recurrent is None and fits_grid(plan)
 
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
         return choose_bucket(plan, block_size, taps)
@@ -484,6 +485,8 @@ class GraphedDecoder(EagerDecoder):
 
 class _GridRun:
     """A forward that attends for all rows of a grid at once. See `model.Run`."""
+
+    states = ()
 
     def __init__(
         self,
@@ -709,6 +712,8 @@ def why_not_paged(config: DecoderConfig, weights: DecoderWeights) -> str | None:
     """What of a model the kernels do not know; None: nothing."""
     if config.experts:
         return "mixtures of experts"
+    if config.recurrent:
+        return "recurrent layers"
     if not all(isinstance(m, Tensor) for x in weights.layers for m in _matrices(x)):
         return "weights in few bits"
     if not isinstance(weights.head_VE, Tensor):

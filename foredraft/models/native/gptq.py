@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.cache.kv import KVCache
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import EagerDecoder
@@ -53,7 +52,7 @@ class _LayerByLayer(EagerDecoder):
     ) -> None:
         super().__init__(config, weights)
         self._products: dict[int, Tensor] | None = None
-        cache = KVCache(config.kv_shape, weights.dtype, weights.device, max(map(len, texts)))
+        cache = config.new_cache(weights.dtype, weights.device, max(map(len, texts)))
         rows = [ScoreRow(cache.allocate(), text, wants_logits=False) for text in texts]
         for row in rows:
             cache.reserve(row.slot, len(row.pending))

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.cache.states import RowStates
 from foredraft.cache.store import Entries
 from foredraft.core.draws import Draw, DrawKey, draw_array, found_draws
 from foredraft.core.errors import CapabilityError
@@ -31,6 +32,7 @@ from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Matrix, Stack, as_tensor, rows_of
+from foredraft.models.native.recurrent import mixed, open_rows, states_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 
@@ -71,9 +73,13 @@ class Run(Protocol):
     """What all layers of one forward share.
 
     Attributes:
+        states: of recurrent layers, with the tokens of each row.
         rotations: of each rotary embedding cosines [T, P], and sines whose first half is negated
             (see `rotate`).
     """
+
+    @property
+    def states(self) -> Sequence[tuple[range, RowStates]]: ...
 
     @property
     def rotations(self) -> Sequence[tuple[Tensor, Tensor]]: ...
@@ -105,6 +111,7 @@ class EagerDecoder:
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self._config, self._weights = config, weights
         self._inv_freqs = [rope.inverse_frequencies().to(weights.device) for rope in config.ropes]
+        self._numbers = config.numbers()
 
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
@@ -123,7 +130,10 @@ class EagerDecoder:
             hidden_TE = self.embed(plan.token_ids_T)
         layers = plan.layers_to_run(len(self._weights.layers))
         hidden_TE, tapped = self._run_layers(run, hidden_TE, layers, taps)
-        return self._head(hidden_TE[plan.heads]), tapped
+        logits_NV = self._head(hidden_TE[plan.heads])
+        if run.states:
+            states_of(cache).close_states([states for _, states in run.states])
+        return logits_NV, tapped
 
     def run_of(self, plan: ForwardPlan, cache: Entries) -> Run:
         """What each layer attends with in a forward."""
@@ -133,7 +143,10 @@ class EagerDecoder:
             for window in (None, *self._config.windows)
         }
         rotations = self._rotations(plan.positions_T.to(device))
-        return _RowRun(plan, cache, rotations, masks, self._attend)
+        states = list[tuple[range, RowStates]]()
+        if self._config.recurrent:
+            states = [*zip(plan.rows, open_rows(plan, states_of(cache)), strict=True)]
+        return _RowRun(plan, cache, rotations, masks, self._attend, states)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """What the first layer gets of these tokens; [T, E]."""
@@ -154,7 +167,8 @@ class EagerDecoder:
         for index in layers:
             layer = self._weights.layers[index]
             if index not in self._weights.no_attention:
-                part_TE = self._attention(run, index, layer, hidden_TE)
+                mix = self._recurrent if layer.mixer else self._attention
+                part_TE = mix(run, self._numbers[index], layer, hidden_TE)
                 hidden_TE = self._add(hidden_TE, part_TE, layer.attention_post_norm_E)
             if index not in self._weights.no_mlp:
                 part_TE = self._mlp(layer, hidden_TE)
@@ -200,11 +214,31 @@ class EagerDecoder:
         qkv = self._linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
         return self._attended(run, index, layer, qkv)
 
+    def _recurrent(self, run: Run, number: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
+        """What recurrent layer ``number`` adds; [T, E]."""
+        mixer, sizes = layer.mixer, self._config.recurrent
+        assert mixer is not None
+        assert sizes is not None
+        normed_TE = self._norm(hidden_TE, layer.attention_norm_E)
+        inputs_TI = self._linear(normed_TE, layer.qkv_weight)
+        gates_TG = None if mixer.gates_GE is None else self._linear(normed_TE, mixer.gates_GE)
+        eps = self._config.rms_norm_eps
+        mixed_TM = mixed(sizes, number, mixer, inputs_TI, gates_TG, run.states, eps)
+        return self._linear(mixed_TM, layer.output_weight)
+
     def _attended(self, run: Run, index: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        """All of attention [T, E] behind queries, keys and values [T, (H + 2G) D]."""
-        config = self._config
-        heads = qkv.view(len(qkv), -1, config.head_dim)
+        """All of attention [T, E] behind queries, keys and values [T, (H + 2G) D].
+
+        Gates of queries lie behind each head's.
+        """
+        config, gates_TX = self._config, None
         num_query, num_kv = config.num_attention_heads, config.num_key_value_heads
+        if config.family.gates_attention:
+            parts = [config.query_rows, 2 * num_kv * config.head_dim]
+            both, key_value = torch.split(qkv, parts, -1)
+            query, gates = both.reshape(len(qkv), num_query, 2, config.head_dim).unbind(2)
+            qkv, gates_TX = torch.cat((query.flatten(1), key_value), -1), gates.flatten(1)
+        heads = qkv.view(len(qkv), -1, config.head_dim)
         turned, value_TGD = torch.split(heads, [num_query + num_kv, num_kv], 1)
         if layer.query_norm_D is not None:
             query_THD, key_TGD = torch.split(turned, [num_query, num_kv], 1)
@@ -217,6 +251,8 @@ class EagerDecoder:
             turned = rotate(turned, *run.rotations[layer.kind.rope])
         query_THD, key_TGD = torch.split(turned, [num_query, num_kv], 1)
         attended = run.attend(index, layer.kind.window, query_THD, key_TGD, value_TGD)
+        if gates_TX is not None:
+            attended = attended * gates_TX.sigmoid()
         return self._linear(attended, layer.output_weight, layer.output_bias)
 
     def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
@@ -259,10 +295,14 @@ class EagerDecoder:
         """What each token's likeliest experts give, by their chances; in the order of experts."""
         experts = self._config.experts
         assert experts is not None
-        chances_TX = self._linear(normed_TE, router_XE).float().softmax(-1)
-        chances_TK, chosen_TK = chances_TX.topk(experts.per_token)
+        logits_TX, shares = self._linear(normed_TE, router_XE).float(), experts.shares
+        chances_TX = logits_TX[:, : experts.count - shares].softmax(-1)
+        chances_TK, chosen_TK = chances_TX.topk(experts.per_token - shares)
         if experts.normalised:
             chances_TK = chances_TK / chances_TK.sum(-1, keepdim=True)
+        if shares:
+            chances_TK = torch.cat((chances_TK, logits_TX[:, -1:].sigmoid()), 1)
+            chosen_TK = F.pad(chosen_TK, (0, 1), value=experts.count - 1)
         chances_TK = chances_TK.to(normed_TE.dtype)
         gate_up, down = (
             as_tensor(weight, normed_TE.dtype).chunk(experts.count)
@@ -286,8 +326,9 @@ class _RowRun:
         rotations: Sequence[tuple[Tensor, Tensor]],
         masks: Mapping[int | None, list[Tensor | None]],
         attend_row: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+        states: Sequence[tuple[range, RowStates]],
     ) -> None:
-        self.rotations = rotations
+        self.rotations, self.states = rotations, states
         self._plan, self._store, self._masks = plan, cache.store, masks
         blocks, size = list[int](), cache.store.block_size
         for row in plan.rows:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.blocks import in_blocks
-from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
@@ -64,12 +63,8 @@ class NativeTarget:
         self.new_decoder = new_decoder
         self.vocab_size = config.vocab_size
         self.max_context = min(max_context or config.max_context, config.max_context)
-        self.cache = KVCache(
-            config.kv_shape,
-            cache_dtype or weights.dtype,
-            weights.device,
-            self.max_context,
-            cache_memory,
+        self.cache = config.new_cache(
+            cache_dtype or weights.dtype, weights.device, self.max_context, cache_memory
         )
         self._copies = Copies(config, weights, new_decoder, self.cache, kept, checkpoint)
         if self.decoder.reads_unseen:
@@ -121,7 +116,8 @@ class NativeTarget:
             tree_attention=True,
             taps=range(self.config.num_hidden_layers),
             parts=self.parts,
-            layer_views=self,
+            # States of some layers are not those of all, and the first ones share them.
+            layer_views=self if self.config.recurrent is None else None,
             apart=self,
             cache_layers=self,
             low_bit=self if self.low_bits else None,
@@ -217,7 +213,8 @@ class NativeTarget:
                 raise ConfigError(f"layer {layer} does not exist; the model has {self.num_layers}")
 
     def _view(self, weights: DecoderWeights) -> NativeTarget:
-        config = replace(self.config, num_hidden_layers=len(weights.layers))
+        kinds = tuple(layer.kind for layer in weights.layers) if self.config.kinds else ()
+        config = replace(self.config, num_hidden_layers=len(weights.layers), kinds=kinds)
         return NativeTarget(
             *(config, weights, self.new_decoder, self.max_context, self.cache.memory),
             cache_dtype=self.cache.store.dtype,

@@ -54,6 +54,7 @@ from foredraft.models.native.quant import (
     tensor_of,
     to_tensors,
 )
+from foredraft.models.native.recurrent import MixerWeights
 from foredraft.models.native.source_blocks import stacked_blocks
 
 AS_STORED: Literal["file"] = "file"
@@ -65,6 +66,8 @@ _CHECKED_ROWS = 1024
 _MUCH_TO_READ = 1 << 30
 """Bytes of weights that are worth a word where they are read as they are."""
 _HEAD_BITS = 8
+_MIXER = "mixer@"
+"""Before the fields of `LayerWeights.mixer`."""
 _EMBEDDING_FIELD = "embedding_VE"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -94,6 +97,7 @@ class LayerWeights:
     mlp_post_norm_E: Tensor | None = None
     router_XE: Tensor | None = None
     kind: LayerKind = USUAL_KIND
+    mixer: MixerWeights | None = None
 
     @property
     def num_experts(self) -> int:
@@ -103,12 +107,22 @@ class LayerWeights:
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All that there are, by their fields and layouts (see `quant.to_tensors`)."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
+        mixer = self.mixer.tensors() if self.mixer else {}
         return {
             key: tensor
             for name, matrix in found.items()
-            if matrix is not None and name != "kind"
+            if matrix is not None and name not in ("kind", "mixer")
             for key, tensor in to_tensors(prefix + name, matrix).items()
-        }
+        } | {f"{prefix}{_MIXER}{name}": tensor for name, tensor in mixer.items()}
+
+    def with_fields(self, changed: Mapping[str, Any]) -> LayerWeights:
+        """The same layer with others in place of the fields so named."""
+        own = {name: value for name, value in changed.items() if not name.startswith(_MIXER)}
+        mixer = {name: value for name, value in changed.items() if name not in own}
+        if mixer and self.mixer:
+            named = {name.removeprefix(_MIXER): value for name, value in mixer.items()}
+            own["mixer"] = replace(self.mixer, **named)
+        return replace(self, **own)
 
     def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
         """The same layer with other matrices.
@@ -182,7 +196,7 @@ class DecoderWeights:
         if self.head_VE is self.embedding_VE and _EMBEDDING_FIELD in own:
             own.setdefault("head_VE", own[_EMBEDDING_FIELD])
         own["layers"] = tuple(
-            replace(layer, **layers.get(i, {})) for i, layer in enumerate(self.layers)
+            layer.with_fields(layers.get(i, {})) for i, layer in enumerate(self.layers)
         )
         return replace(self, **own)
 
@@ -351,7 +365,7 @@ def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
     else:
         head_VE = reader.as_head(reader.take_table(_HEAD, vocab, hidden), _HEAD)
     layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
-    final_norm_E = reader.take("model.norm.weight", hidden)
+    final_norm_E = reader.take(f"{config.family.names.final_norm}.weight", hidden)
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
 
 
@@ -360,7 +374,8 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_key_value_heads * config.head_dim
     prefix = f"model.layers.{index}."
-    experts = range(config.experts.count if config.experts else 1)
+    num_experts = config.experts.count if config.experts else 1
+    shares = config.experts is not None and config.experts.shares
 
     def norm(name: str | None, size: int = hidden) -> Tensor | None:
         return None if name is None else reader.take(f"{prefix}{name}.weight", size)
@@ -375,39 +390,84 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
         assert not isinstance(matrix, StackedMatrix)
         return matrix
 
-    def of_experts(parts: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int]]:
-        named = [[name.format(expert=expert) for name in parts] for expert in experts]
+    def of_experts(
+        parts: Sequence[str], shared: Sequence[str], rows: Sequence[int]
+    ) -> list[tuple[str, int]]:
+        count = num_experts - shares
+        named = [[name.format(expert=expert) for name in parts] for expert in range(count)]
+        named += [[*shared]] if shares else []
         return [part for names in named for part in stacked(names, rows, "weight")]
 
-    qkv_rows = (query, key_value, key_value)
+    kind, mixer = config.kind(index), None
+    qkv_rows: tuple[int, ...] = (config.query_rows, key_value, key_value)
     query_norm, key_norm = config.head_norm_sizes or (0, 0)
+    if kind.is_recurrent:
+        assert config.recurrent is not None
+        sizes = config.recurrent
+        mixer = _assemble_mixer(reader, config, prefix)
+        names = replace(
+            names,
+            qkv=names.recurrent_in,
+            output=names.recurrent_out,
+            query_norm=None,
+            key_norm=None,
+        )
+        qkv_rows = (sizes.channels, sizes.num_inputs - sizes.channels)
+        query = sizes.num_outputs
+    has_bias = config.attention_bias and mixer is None
     return LayerWeights(
         attention_norm_E=norm(names.attention_norm),
         qkv_weight=reader.take_matrix(stacked(names.qkv, qkv_rows, "weight"), hidden),
-        qkv_bias=(
-            reader.take_stacked(stacked(names.qkv, qkv_rows, "bias"))
-            if config.attention_bias
-            else None
-        ),
+        qkv_bias=(reader.take_stacked(stacked(names.qkv, qkv_rows, "bias")) if has_bias else None),
         query_norm_D=norm(names.query_norm, query_norm),
         key_norm_D=norm(names.key_norm, key_norm),
         output_weight=single(stacked([names.output], [hidden], "weight"), query),
         output_bias=(
-            reader.take(f"{prefix}{names.output}.bias", hidden) if config.output_bias else None
+            reader.take(f"{prefix}{names.output}.bias", hidden)
+            if config.output_bias and mixer is None
+            else None
         ),
         mlp_norm_E=norm(names.mlp_norm),
         gate_up_weight=reader.take_matrix(
-            of_experts(names.gate_up, (feed_forward, feed_forward)), hidden, 2 * len(experts)
+            of_experts(names.gate_up, names.shared_gate_up, (feed_forward, feed_forward)),
+            *(hidden, 2 * num_experts),
         ),
-        down_weight=single(of_experts([names.down], [hidden]), feed_forward, len(experts)),
+        down_weight=single(
+            of_experts([names.down], [names.shared_down], [hidden]), feed_forward, num_experts
+        ),
         attention_post_norm_E=norm(names.attention_post_norm),
         mlp_post_norm_E=norm(names.mlp_post_norm),
         router_XE=(
-            reader.take(f"{prefix}{names.router}.weight", len(experts), hidden)
+            reader.take_stacked(
+                [
+                    (f"{prefix}{names.router}.weight", num_experts - shares),
+                    *([(f"{prefix}{names.shared_router}.weight", 1)] if shares else []),
+                ],
+                hidden,
+            )
             if names.router
             else None
         ),
-        kind=config.kind(index),
+        kind=kind,
+        mixer=mixer,
+    )
+
+
+def _assemble_mixer(reader: _Reader, config: DecoderConfig, prefix: str) -> MixerWeights:
+    names, sizes = config.family.names, config.recurrent
+    assert sizes is not None
+    shape = sizes.channels, 1, sizes.window
+    conv_C1K = reader.take(f"{prefix}{names.convolution}.weight", *shape)
+    if sizes.kind == "short_conv":
+        return MixerWeights(conv_C1K)
+    heads, part = sizes.value_heads, prefix + names.convolution.rpartition(".")[0]
+    gates = [(f"{prefix}{name}.weight", heads) for name in names.recurrent_gates]
+    return MixerWeights(
+        conv_C1K,
+        reader.take_stacked(gates, config.hidden_size),
+        reader.take(f"{part}.A_log", heads),
+        reader.take(f"{part}.dt_bias", heads),
+        reader.take(f"{prefix}{names.recurrent_norm}.weight", sizes.value_size),
     )
 
 
@@ -519,7 +579,7 @@ class _Reader:
         stored = self._checkpoint.tensors.get(name)
         if stored is None:
             return f"{name} is missing"
-        if stored.shape != shape:
+        if _without_ones(stored.shape) != _without_ones(shape):
             return f"{name} has shape {stored.shape}, not {shape}"
         if stored.dtype not in FLOATS and not stored.is_quantised:
             return f"{name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read"
@@ -527,7 +587,7 @@ class _Reader:
 
     def _copy(self, name: str, place: Tensor) -> None:
         tensor = read_tensor(self._checkpoint.tensors[name], name)
-        place.copy_(tensor)
+        place.copy_(tensor.reshape(place.shape))
         # A sum is one pass; it is finite unless an element is not (or the weights are absurd
         # enough to overflow float32, which is as fatal). In pieces, as it converts to float32.
         for piece in torch.split(place, _CHECKED_ROWS):
@@ -545,6 +605,11 @@ class _Reader:
                 f"{shown}{more}. Missing or damaged weights are never made up; get the whole "
                 "checkpoint again"
             )
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    """GGUF files leave out the one of a convolution's channels."""
+    return [size for size in shape if size != 1]
 
 
 Numbers = np.ndarray[Any, Any]
@@ -565,9 +630,11 @@ FORMS: Mapping[str, type[QuantisedMatrix]] = {
 def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
     """Why the weights of a checkpoint cannot be kept as they come; None: they can."""
     names = config.family.names
+    small = [f".{name}.weight" for name in (names.router, names.convolution) if name]
+    small += [f".{name}.weight" for name in names.recurrent_gates]
     for name, tensor in checkpoint.tensors.items():
-        is_router = names.router is not None and name.endswith(f".{names.router}.weight")
-        if len(tensor.shape) == 2 and not (tensor.is_quantised or is_router):
+        is_small = name.endswith(tuple(small))
+        if len(tensor.shape) == 2 and not (tensor.is_quantised or is_small):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
     for index in range(config.num_hidden_layers if config.experts else 0):
         parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
