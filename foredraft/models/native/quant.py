@@ -261,7 +261,7 @@ class QuantisedMatrix(PackedMatrix):
     def _places(cls, packed_GCN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of the steps [G, C, 1, bytes], heads and integers [G, C, chunks, bytes]."""
         begin, head = cls._size(cls.steps), cls._size(cls.head)
-        chunks = packed_GCN[..., begin:].unflatten(2, (cls.run_inputs // CHUNK_INPUTS, -1))
+        chunks = _split(packed_GCN[..., begin:], 2, cls.run_inputs // CHUNK_INPUTS, -1)
         return packed_GCN[:, :, None, :begin], chunks[..., :head], chunks[..., head:]
 
     @classmethod
@@ -314,7 +314,7 @@ class QuantisedMatrix(PackedMatrix):
         num_chunks = runs * heads.shape[2]
         quads = numbers.reshape(groups, GROUP_ROWS, num_chunks, -1).view(torch.int32)
         words = _in_fewer_bits(quads.permute(0, 2, 3, 1), cls.bits).flatten(2)
-        integers.view(torch.int32).copy_(words.unflatten(1, (runs, -1)))
+        integers.view(torch.int32).copy_(_split(words, 1, runs, -1))
 
     @classmethod
     def _unpack(cls, packed_GCN: Tensor) -> Tensor:
@@ -325,8 +325,8 @@ class QuantisedMatrix(PackedMatrix):
         """What `_put` was given, filled up."""
         steps, heads, integers = cls._places(packed_GCN)
         found = _numbers(steps, cls.steps) | _numbers(heads, cls.head)
-        words = integers.flatten(1, 2).unflatten(2, (-1, GROUP_ROWS * _QUAD))
-        quads = _in_bytes(words, cls.bits).unflatten(3, (GROUP_ROWS, _QUAD)).permute(0, 3, 1, 2, 4)
+        words = _split(integers.flatten(1, 2), 2, -1, GROUP_ROWS * _QUAD)
+        quads = _split(_in_bytes(words, cls.bits), 3, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
         numbers = quads.reshape(*found["scales_RB"].shape, -1)
         if cls.is_signed:
             numbers = (numbers.to(torch.int16) - (1 << cls.bits - 1)).to(torch.int8)
@@ -564,7 +564,7 @@ def _numbers(place_GCDN: Tensor, fields: Numbers) -> dict[str, Tensor]:
     found, at = dict[str, Tensor](), 0
     for field, count, dtype in fields:
         end = at + GROUP_ROWS * count * dtype.itemsize
-        numbers = place_GCDN[..., at:end].contiguous().view(dtype).unflatten(3, (count, -1))
+        numbers = _split(place_GCDN[..., at:end].contiguous().view(dtype), 3, count, -1)
         found[field] = numbers.permute(0, 4, 1, 2, 3).flatten(2).flatten(0, 1)
         at = end
     return found
@@ -575,7 +575,10 @@ def _in_fewer_bits(quads: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return quads
     if bits == 6:
-        three, fourth = _split(quads, 4)[:, :, :, :3].clone(), _split(quads, 4)[:, :, :, 3]
+        three, fourth = (
+            _split(quads, 2, -1, 4)[:, :, :, :3].clone(),
+            _split(quads, 2, -1, 4)[:, :, :, 3],
+        )
         for i in range(3):
             three[:, :, :, i] |= ((fourth >> 2 * i) & _LOWEST_TWO) << 6
         return three.flatten(2, 3)
@@ -583,14 +586,16 @@ def _in_fewer_bits(quads: Tensor, bits: int) -> Tensor:
     pairs = lower[:, :, 0::2] | (lower[:, :, 1::2] << _HALF_BYTE)
     if bits == _HALF_BYTE:
         return pairs
-    fifth = _split((quads >> _HALF_BYTE) & _LOWEST, 8)
-    tails = sum(fifth[:, :, :, quad] << quad for quad in range(8))
-    return torch.cat((_split(pairs, 4), tails[:, :, :, None]), dim=3).flatten(2, 3)
+    fifth = _split((quads >> _HALF_BYTE) & _LOWEST, 2, -1, 8)
+    tails = fifth[:, :, :, 0].clone()
+    for quad in range(1, 8):
+        tails |= fifth[:, :, :, quad] << quad
+    return torch.cat((_split(pairs, 2, -1, 4), tails[:, :, :, None]), dim=3).flatten(2, 3)
 
 
-def _split(words: Tensor, size: int) -> Tensor:
-    """The third dimension in runs of ``size``: [A, B, runs * size, D] as [A, B, runs, size, D]."""
-    return words.unflatten(2, (-1, size))
+def _split(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+    """A view with one dimension as two, of which -1 follows from the other."""
+    return tensor.view(*tensor.shape[:dim], outer, inner, *tensor.shape[dim + 1 :])
 
 
 def _in_bytes(words: Tensor, bits: int) -> Tensor:
@@ -598,13 +603,13 @@ def _in_bytes(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return words
     if bits == 6:
-        three = _split(words, 3)
+        three = _split(words, 2, -1, 3)
         above = three >> 6
         fourth = above[:, :, :, 0] | above[:, :, :, 1] << 2 | above[:, :, :, 2] << 4
         return torch.cat((three & 63, fourth[:, :, :, None]), dim=3).flatten(2, 3)
     tails = None
     if bits > _HALF_BYTE:
-        words = _split(words, 5)
+        words = _split(words, 2, -1, 5)
         words, tails = words[:, :, :, :4].flatten(2, 3), words[:, :, :, 4]
     quads = torch.stack((words & 15, words >> _HALF_BYTE), dim=3).flatten(2, 3)
     if tails is None:
