@@ -575,8 +575,10 @@ def _in_fewer_bits(quads: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return quads
     if bits == 6:
-        four = _split(quads, 2, -1, 4)
-        three, fourth = four[:, :, :, :3].clone(), four[:, :, :, 3]
+        three, fourth = (
+            _split(quads, 2, -1, 4)[:, :, :, :3].clone(),
+            _split(quads, 2, -1, 4)[:, :, :, 3],
+        )
         for i in range(3):
             three[:, :, :, i] |= ((fourth >> 2 * i) & _LOWEST_TWO) << 6
         return three.flatten(2, 3)
@@ -585,15 +587,15 @@ def _in_fewer_bits(quads: Tensor, bits: int) -> Tensor:
     if bits == _HALF_BYTE:
         return pairs
     fifth = _split((quads >> _HALF_BYTE) & _LOWEST, 2, -1, 8)
-    tails = torch.stack([fifth[:, :, :, quad] << quad for quad in range(8)]).sum(
-        0, dtype=quads.dtype
-    )
+    tails = fifth[:, :, :, 0].clone()
+    for quad in range(1, 8):
+        tails |= fifth[:, :, :, quad] << quad
     return torch.cat((_split(pairs, 2, -1, 4), tails[:, :, :, None]), dim=3).flatten(2, 3)
 
 
-def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
-    """A view with one dimension as two; `Tensor.unflatten` has no type."""
-    return tensor.view(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
+def _split(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+    """A view with one dimension as two, of which -1 follows from the other."""
+    return tensor.view(*tensor.shape[:dim], outer, inner, *tensor.shape[dim + 1 :])
 
 
 def _in_bytes(words: Tensor, bits: int) -> Tensor:
