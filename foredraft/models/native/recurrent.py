@@ -64,9 +64,14 @@ class Recurrent:
     ) -> Recurrent:
         channels = 2 * key_heads * key_size + value_heads * value_size
         return cls(
-            *("delta_net", window, channels),
-            *(key_heads, value_heads, key_size, value_size),
-            is_tiled,
+            "delta_net",
+            window,
+            channels,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_size=key_size,
+            value_size=value_size,
+            is_tiled=is_tiled,
         )
 
     @property
