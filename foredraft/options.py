@@ -40,7 +40,8 @@ class LoadOptions:
     """How to load a target and a drafter.
 
     Attributes:
-        model: a built-in name, a local directory, a GGUF file, or a hub id ("org/name").
+        model: a built-in name, a local directory, a GGUF file, or a hub id ("org/name",
+            or "org/name:Q4_K_M" for a GGUF file there).
         drafter: a registered drafter, or "auto": the best that is there.
         draft_model: name or directory of the draft model, for drafters that use one.
         num_draft_tokens: nodes to draft in each step; None: as many as pay, by what is measured.

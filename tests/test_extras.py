@@ -10,7 +10,6 @@ import pytest
 
 from foredraft.core.errors import ConfigError
 from foredraft.load import load_models
-from foredraft.models.files.store import resolve_model
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
@@ -39,13 +38,6 @@ def test_a_model_of_transformers_names_the_extra(
     uninstall(monkeypatch, "transformers")
     with pytest.raises(ConfigError, match="runs through transformers, which needs") as caught:
         load_models(LoadOptions(str(tmp_path), backend="hf"))
-    assert str(caught.value).endswith("pip install 'foredraft[hf]'")
-
-
-def test_a_model_of_the_hub_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    uninstall(monkeypatch, "huggingface_hub")
-    with pytest.raises(ConfigError, match="fetching 'org/model' from the hub needs") as caught:
-        resolve_model("org/model")
     assert str(caught.value).endswith("pip install 'foredraft[hf]'")
 
 

@@ -18,7 +18,7 @@ from foredraft.async_llm import AsyncLLM
 from foredraft.core.errors import ForedraftError
 from foredraft.llm import LLM
 from foredraft.server import info
-from foredraft.server.answers import IGNORED_HEADER
+from foredraft.server.answers import DEFAULTS_HEADER, IGNORED_HEADER
 from foredraft.server.context import ServerContext, StepFeed
 from foredraft.server.dialects import chat, completions, infill, messages, responses, tokenize
 from foredraft.server.engine import LoadEngine
@@ -140,7 +140,10 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # the official SDKs send a dozen of their own (x-stainless-…)
-            expose_headers=[IGNORED_HEADER, "retry-after", "x-should-retry", *REQUEST_IDS],
+            expose_headers=[
+                *(IGNORED_HEADER, DEFAULTS_HEADER, "retry-after", "x-should-retry"),
+                *REQUEST_IDS,
+            ],
         )
     app.add_middleware(AccessLog, metrics=context.metrics)
     if context.spans.sends:

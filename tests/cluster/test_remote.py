@@ -83,7 +83,7 @@ def lost() -> Exception:
 
 def engine_of(scripts: list[Script], tokenizer: Tokenizer | None = None) -> tuple[Any, Replicas]:
     replicas = Replicas(scripts)
-    model = remote.RemoteModel("tiny", tokenizer, 512, VOCAB_SIZE, "none")
+    model = remote.RemoteModel("tiny", tokenizer, 512, VOCAB_SIZE, "none", {})
     counters = [Counter(name, name, registry=None) for name in ("resumed", "lost")]
     return remote.RemoteEngine(replicas, model, remote.FailOvers(*counters), 5.0), replicas
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.models.files import hub
 from foredraft.models.files.store import resolve_model
+from tests.models.gguf_files import write_gguf
 from tests.models.progress import RecordedProgress
+from tests.models.test_gguf_checkpoint import metadata_of, shape_of, tensors_of
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any]]:
@@ -24,6 +35,13 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     return calls
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, *files: str, size: int = 1000) -> None:
+    """A repository of these files."""
+    siblings = [SimpleNamespace(rfilename=file, size=size) for file in files]
+    info = SimpleNamespace(siblings=siblings)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: info)
 
 
 def bare(kind: type[Exception]) -> Exception:
@@ -71,7 +89,8 @@ def test_bytes_of_a_download_are_reported_and_nothing_is_drawn(
 
 def test_a_hub_model_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub(monkeypatch, tmp_path)
-    with pytest.raises(ModelLoadError, match=r"'org/model' has no \*\.safetensors weights"):
+    offer(monkeypatch, "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"neither \*\.safetensors weights nor GGUF"):
         resolve_model("org/model")
 
 
@@ -116,3 +135,134 @@ def test_offline_and_not_in_the_hub_cache(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match=r"HF_HUB_OFFLINE.*`hf download no-such-org/x`"):
         resolve_model("no-such-org/x")
+
+
+# ------------------------------------------------------------------------------------- GGUF files
+
+FILES = (
+    *("README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-f16.gguf"),
+    *("Q6_K/m-Q6_K-00001-of-00002.gguf", "Q6_K/m-Q6_K-00002-of-00002.gguf"),
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (None, ["m-Q4_K_M.gguf"]),
+        ("q8_0", ["m-Q8_0.gguf"]),
+        ("Q6_K", ["Q6_K/m-Q6_K-00001-of-00002.gguf", "Q6_K/m-Q6_K-00002-of-00002.gguf"]),
+    ],
+)
+def test_the_file_of_a_form(form: str | None, expected: list[str]) -> None:
+    files = sorted(file for file in FILES if "m-Q" in file)
+    assert hub._chosen("org/m", files, form) == expected
+
+
+def test_forms_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, *FILES)
+    with pytest.raises(ConfigError, match=r"'Q5_K_M'; there are: m-Q6_K, m-Q4_K_M, m-Q8_0\. Name"):
+        resolve_model("hf.co/org/m:Q5_K_M")
+
+
+def test_a_file_that_does_not_fit_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_hub(monkeypatch, AssertionError("it is downloaded"))
+    offer(monkeypatch, "m-Q4_K_M.gguf", size=5 * 10**13)
+    with pytest.raises(ConfigError, match=r"m-Q4_K_M\.gguf.* takes 50000\.0 GB"):
+        resolve_model("org/m:Q4_K_M")
+    assert not calls
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """The hub's HTTP, as far as its client asks: lists, sizes, tags, ranges, and refusals."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[str]] = []
+    cuts: ClassVar[list[int]] = []
+    """Bytes after which the next downloads break off."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        ranges = self.headers.get("Range", "")
+        self.asked.append(f"{self.command} {path} {ranges}".strip())
+        name = path.partition("/resolve/")[2].partition("/")[2]
+        if path.startswith("/api/models/org/m"):
+            siblings = [{"rfilename": n, "size": len(c)} for n, c in self.files.items()]
+            answer = {"id": "org/m", "sha": "a" * 40, "siblings": siblings, "private": False}
+            self._send(200, json.dumps(answer).encode(), "application/json")
+        elif name in self.files:
+            start = int(ranges.removeprefix("bytes=").partition("-")[0] or 0)
+            content = self.files[name]
+            self._send(206 if start else 200, content[start:], total=len(content), start=start)
+        else:
+            self._send(404, b"", error="RepoNotFound" if "/gone/" in path else "EntryNotFound")
+
+    def _send(
+        self,
+        status: int,
+        content: bytes,
+        kind: str = "",
+        total: int = 0,
+        start: int = 0,
+        error: str = "",
+    ) -> None:
+        self.send_response(status)
+        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "ETag": '"e1"'}
+        headers |= {"X-Repo-Commit": "a" * 40, "Accept-Ranges": "bytes", "X-Error-Code": error}
+        if status == 206:
+            headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}"
+        for header, value in headers.items():
+            if value:
+                self.send_header(header, value)
+        self.end_headers()
+        if self.command == "GET":
+            cut = self.cuts.pop() if self.cuts and total else len(content)
+            self.wfile.write(content[:cut])
+            self.close_connection = cut < len(content)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a process whose hub is a stand-in with a small GGUF model."""
+    config = shape_of()
+    write_gguf(tmp_path / "m-Q8_0.gguf", metadata_of(config), tensors_of(config, "Q8_0")[0])
+    StandIn.files = {
+        "m-Q8_0.gguf": (tmp_path / "m-Q8_0.gguf").read_bytes(),
+        "m-BF16.gguf": b"not this one",
+        "README.md": b"",
+    }
+    StandIn.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    own = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    yield os.environ | own | {"FOREDRAFT_CACHE": str(tmp_path / "cache"), "NO_PROXY": "*"}
+    server.shutdown()
+    server.server_close()
+
+
+def resolved(environment: dict[str, str], name: str) -> str:
+    code = f"from foredraft.models.files.store import resolve_model as r; print(r({name!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+def test_a_gguf_model_from_a_stand_in_hub(stand_in: dict[str, str]) -> None:
+    StandIn.cuts = [1000]
+    found = resolved(stand_in, "hf.co/org/m:Q8_0")
+    assert Path(found, "tokenizer.json").exists(), found
+    downloads = [line for line in StandIn.asked if line.startswith("GET /org/m/resolve/")]
+    assert all("m-Q8_0.gguf" in line for line in downloads), StandIn.asked
+    assert any("bytes=1000-" in line for line in downloads), downloads
+    num_asked = len(downloads)
+    assert resolved(stand_in, "org/m:q8_0") == found
+    assert resolved(stand_in | {"HF_HUB_OFFLINE": "1"}, "org/m:Q8_0") == found
+    again = [line for line in StandIn.asked if line.startswith("GET /org/m/resolve/")]
+    assert len(again) == num_asked

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
+import re
+from collections.abc import Iterable, Sequence
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foredraft.cache.memory import check_fits
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
-from foredraft.system.extras import needs_extra
 
 if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
@@ -29,40 +32,118 @@ FILES = (
 )
 # Folders hold other formats; "consolidated" is Mistral's second copy of the same weights.
 FILES_LEFT_OUT = ("*/*", "consolidated*.safetensors")
+_PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
+"""Forms of GGUF files that are taken where none is named."""
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)", re.IGNORECASE)
 
 
-def fetch(name: str, revision: str | None, progress: Progress) -> Path:
-    """The hub's own snapshot directory of ``name`` ("org/name"), downloaded if need be.
+def fetch(name: str, revision: str | None, progress: Progress, form: str | None = None) -> Path:
+    """The hub's own snapshot directory of a repository, or a GGUF file in it.
 
-    Files in the hub's cache are not downloaded again, and serve without a network.
+    They are downloaded if need be: files in the hub's cache are not downloaded again, and serve
+    without a network. Downloads that were cut go on where they stopped.
+
+    Args:
+        name: "org/name".
+        form: of the GGUF file, such as "Q4_K_M"; None: safetensors, or where there are none the
+            first of `_PREFERRED` that is there.
 
     Raises:
-        ConfigError: no such repository or revision, or the hub's client is not installed.
-        ModelLoadError: the hub cannot be reached or refuses, or there are no safetensors weights.
+        ConfigError: no such repository, revision or file, or this machine cannot hold the model.
+        ModelLoadError: the hub cannot be reached or refuses, or there are no weights to be read.
     """
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as problem:
-        raise needs_extra(f"fetching {name!r} from the hub needs", "hf", problem) from None
+    if form is not None:
+        return _fetch_gguf(name, revision, progress, form)
+    directory = _snapshot(name, revision, progress, FILES, FILES_LEFT_OUT)
+    if any(directory.glob("*.safetensors")):
+        return directory
+    return _fetch_gguf(name, revision, progress, None)
+
+
+def _snapshot(
+    name: str,
+    revision: str | None,
+    progress: Progress,
+    files: Sequence[str],
+    left_out: Sequence[str] = (),
+) -> Path:
+    from huggingface_hub import snapshot_download
+
     progress.stage(f"fetching {name} from the Hugging Face hub")
     try:
         folder = snapshot_download(
             name,
             revision=revision,
-            allow_patterns=list(FILES),
-            ignore_patterns=list(FILES_LEFT_OUT),
+            allow_patterns=list(files),
+            ignore_patterns=list(left_out),
             tqdm_class=_bars_reporting_to(progress),
         )
     except Exception as error:  # the hub client lets errors of its http library through
         raise _explain(name, revision, error) from error
-    directory = Path(folder)
-    if not any(directory.glob("*.safetensors")):
+    return Path(folder)
+
+
+def _fetch_gguf(name: str, revision: str | None, progress: Progress, form: str | None) -> Path:
+    """The first part of a GGUF file, with the others beside it."""
+    sizes = _gguf_sizes(name, revision)
+    files = _chosen(name, sizes, form)
+    if num_bytes := sum(sizes[file] for file in files):  # before the download, not after it
+        check_fits(f"{name} ({Path(files[0]).name})", num_bytes, 0)
+    return _snapshot(name, revision, progress, [escape(file) for file in files]) / files[0]
+
+
+def _gguf_sizes(name: str, revision: str | None) -> dict[str, int]:
+    """The GGUF files of a repository with their bytes; without a network those that are cached.
+
+    Raises:
+        ConfigError, ModelLoadError: the hub does not say, and nothing is cached.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        info = HfApi().model_info(name, revision=revision, files_metadata=True)
+        found = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    except Exception as error:
+        try:
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        except Exception:
+            raise _explain(name, revision, error) from error
+        found = {str(path.relative_to(folder)): 0 for path in folder.rglob("*.gguf")}
+    return {
+        file: size
+        for file, size in sorted(found.items())
+        if file.lower().endswith(".gguf") and not Path(file).name.startswith("mmproj")
+    }
+
+
+def _chosen(name: str, files: Iterable[str], form: str | None) -> list[str]:
+    """The parts of the file of one form.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+        ModelLoadError: there are no GGUF files at all.
+    """
+    sets: dict[str, list[str]] = {}
+    for file in files:
+        sets.setdefault(_PART.sub("", file), []).append(file)
+    if not sets:
         raise ModelLoadError(
-            f"{name!r} has no *.safetensors weights; other formats are not fetched, because a "
-            "pickle can run code when it is read. Look for a safetensors copy on the hub, "
-            "or download a GGUF file of it and name that file as the model"
+            f"{name!r} has neither *.safetensors weights nor GGUF files; other formats are not "
+            "fetched, because a pickle can run code when it is read. Look for a copy of it on the "
+            "hub"
         )
-    return directory
+    for wanted in [form] if form else _PREFERRED:
+        mark = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-._/]|$)", re.IGNORECASE)
+        found = [parts for stem, parts in sets.items() if mark.search(stem.removesuffix(".gguf"))]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            break
+    if form is None and len(sets) == 1:
+        return next(iter(sets.values()))
+    there = ", ".join(Path(stem).name.removesuffix(".gguf") for stem in sets)
+    asked = f"GGUF file {form!r}" if form else f"one GGUF file of {', '.join(_PREFERRED)}"
+    raise ConfigError(f"{name!r} has not {asked}; there are: {there}. Name one as {name}:FORM")
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> ForedraftError:

@@ -29,7 +29,8 @@ from foredraft.models.files.packaged import MODELS, SMOLLM2, PackagedModel
 from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.system.paths import cache_root
 
-_HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+_HUB_ID = re.compile(r"([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)(?::([A-Za-z0-9_.-]+))?")
+_OF_THE_HUB = re.compile(r"(?:hf\.co|huggingface\.co)/(?=[^/]+/[^/]+$)", re.IGNORECASE)
 _URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
 _MAX_NAME_BYTES = 1000
 """Longest name or path. File systems take 255 bytes between slashes and some 4000 in all."""
@@ -51,7 +52,7 @@ def resolve_model(
     Args:
         name: of a packaged model (case and ``-``/``_`` do not matter), a directory, a GGUF file
             (any part of a split one, or a directory that holds one and nothing else of a model),
-            or a hub id.
+            or a hub id, also as "hf.co/org/name"; "org/name:Q4_K_M" names a GGUF file there.
         revision: branch, tag or commit of a hub id.
         as_safetensors: convert the weights of a GGUF file, for code that reads nothing else.
         as_stored: leave the weights of any GGUF file as they are, the default model's too.
@@ -65,14 +66,16 @@ def resolve_model(
     _check_spelling(name)
     packaged = MODELS.get(name.lower().replace("_", "-"))
     path = Path(os.path.expanduser(name))  # pathlib's own raises for an unknown user
-    is_hub_id = packaged is None and not os.path.exists(path) and _is_hub_id(name)
+    is_hub_id = packaged is None and not os.path.exists(path) and _is_hub_id(_of_the_hub(name))
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision {revision!r} was given, but {name!r} is not a hub id")
     if is_hub_id:
         from foredraft.models.files.hub import fetch
 
-        return fetch(name, revision, progress)
-    if packaged is not None:
+        found = _HUB_ID.fullmatch(_of_the_hub(name))
+        assert found is not None
+        directory = fetch(found[1], revision, progress, found[2])
+    elif packaged is not None:
         directory = _converted(_packaged(packaged), progress)
     else:
         directory = _existing_directory(name, path)
@@ -100,6 +103,11 @@ def _check_spelling(name: str) -> None:
             f"model {name!r:.200} is an address; give the hub id alone, such as "
             f"{page[1] or 'org/name'!r}"
         )
+
+
+def _of_the_hub(name: str) -> str:
+    """The hub id in a name such as "hf.co/org/name"; any other name as it is."""
+    return _OF_THE_HUB.sub("", name, count=1)
 
 
 def _is_hub_id(name: str) -> bool:
