@@ -266,11 +266,11 @@ class Planner:
         cost = self._drafter_cost(batch, name, num_asked)
         rates_R2K = np.stack([self._acceptance.rates(name, row.request_id) for row in rows])
         nodes_RK, accepted_RK = rates_R2K[:, :, : drafter.most_nodes].cumsum(2).transpose(1, 0, 2)
-        depth_K = np.arange(1, nodes_RK.shape[1] + 1) if cost.by_token else 1.0
-        asking_K = (cost.asking[num_asked] * depth_K + cost.following[num_asked]) / num_asked
+        depth_RK = nodes_RK if cost.by_token else 1.0
+        asking_RK = (cost.asking[num_asked] * depth_RK + cost.following[num_asked]) / num_asked
         usual = max(1, min(batch.num_rows, len(batch.step_ms) - 1))
         node_ms = (batch.step_ms[usual] - batch.plain_ms) / usual
-        ms_RK = batch.plain_ms / batch.num_rows + nodes_RK * node_ms + asking_K
+        ms_RK = batch.plain_ms / batch.num_rows + nodes_RK * node_ms + asking_RK
         rates: list[float] = ((1.0 + accepted_RK) / ms_RK).max(1).tolist()
         return rates
 

@@ -102,18 +102,25 @@ class _Asked:
     num_rows: int = 0
     by_depth: Counter[int] = field(default_factory=Counter)
 
-    def grow(self, before: int, after: int) -> float:
-        """A row drafts up to another position; returns the milliseconds that are added."""
-        cost, added_ms = self.cost, 0.0
+    def grow(self, filled_K: Sequence[float], before: int, after: int) -> tuple[float, float]:
+        """A row drafts up to another position; returns the milliseconds that are added: what is
+        expected, and at most.
+
+        Args:
+            filled_K: the chance that the row fills each position: else no forward is run for it.
+        """
+        cost, added_ms, most_ms = self.cost, 0.0, 0.0
         if not before:
             self.num_rows = n = self.num_rows + 1
             added_ms += cost.following[n] - cost.following[n - 1]
             if not cost.by_token:
                 added_ms += cost.asking[n] - cost.asking[n - 1]
+            most_ms = added_ms
         for depth in range(before, after) if cost.by_token else ():
             self.by_depth[depth] = n = self.by_depth[depth] + 1
-            added_ms += cost.asking[n] - cost.asking[n - 1]
-        return added_ms
+            most_ms += cost.asking[n] - cost.asking[n - 1]
+            added_ms += (cost.asking[n] - cost.asking[n - 1]) * filled_K[depth]
+        return added_ms, most_ms
 
 
 def best_prefix(
@@ -139,17 +146,23 @@ def best_prefix(
     asked = {row.drafter: _Asked(costs[row.drafter]) for row in rows}
     times, most_nodes = tuple(step_ms), len(step_ms) - 1
     budgets, total = [0] * len(rows), 0
-    nodes = accepted = draft_ms = best_rate = 0.0
+    nodes = accepted = draft_ms = worst_draft_ms = best_rate = 0.0
+    filled_RK = [row.rates_2K[0].tolist() for row in rows]
     plain_rate = num_plain / times[0]
     best, taken = Pooled((0,) * len(rows), 0.0, 0.0, times[0], times[0], plain_rate), 0
     for count, (_, index, end, more_nodes, more_accepted) in enumerate(pool, start=1):
         row, before = rows[index], budgets[index]
-        draft_ms += asked[row.drafter].grow(before, end) + (0.0 if before else row.join_ms)
+        added_ms, most_added_ms = asked[row.drafter].grow(filled_RK[index], before, end)
+        join_ms = 0.0 if before else row.join_ms
+        draft_ms, worst_draft_ms = (
+            draft_ms + added_ms + join_ms,
+            worst_draft_ms + most_added_ms + join_ms,
+        )
         total, budgets[index] = total + end - before, end
         nodes, accepted = nodes + more_nodes, accepted + more_accepted
         if total > most_nodes:
             break
-        worst_ms = price_of(times, total) + draft_ms
+        worst_ms = price_of(times, total) + worst_draft_ms
         ms = price_of(times, nodes) + draft_ms
         rate = (num_plain + accepted) / ms
         best_rate = max(best_rate, rate)

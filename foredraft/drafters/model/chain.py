@@ -31,8 +31,11 @@ class ChainDraft:
             from the distribution, before a token is drawn from it, so that nothing is biased.
     """
 
+    chance: float
+    """That all of it is accepted, by the chances of its tokens; tokens of unknown chance count as 1."""
+
     def __init__(self, row: DraftRow, min_confidence: float = 0.0) -> None:
-        self.row = row
+        self.row, self.chance = row, 1.0
         self._min_confidence = min_confidence
         self._draft = row.draft()
         self._has_ended = False
@@ -74,6 +77,7 @@ class ChainDraft:
             return None
         token, chance = choice if isinstance(choice, Choice) else (choice, None)
         self._draft.take(len(self._draft) - 1, token, chance)
+        self.chance *= 1.0 if chance is None else chance
         return token
 
     def follow(self, tree: TokenTree, extend: Callable[[int], int | None]) -> list[int]:

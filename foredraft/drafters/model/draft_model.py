@@ -72,7 +72,8 @@ class DraftModelDrafter(StagedDrafter):
         vocab_size: int | None = None,
         min_confidence: float = 0.0,
     ) -> None:
-        super().__init__(fit, guesser, vocab_size or model.vocab_size, min_confidence)
+        vocab_size = vocab_size or model.vocab_size
+        super().__init__(fit, guesser, vocab_size, min_confidence, stops=True)
         # How often it is right is not known yet: what is expected of a pair stands in for it.
         self.traits = replace(self.traits, reads=True, promise=None)
         self._model, self._cache = model, DraftCache(model, rewrites=guesser is None)
@@ -316,6 +317,6 @@ DRAFTER = DrafterSpec(
         "max_depth": "best-first: most tokens on a path (6)",
         "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",
     },
-    num_draft_tokens=4,
+    num_draft_tokens=8,
     draft_model="required",
 )
