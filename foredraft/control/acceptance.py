@@ -245,6 +245,11 @@ class Acceptance:
             kind_2K = prior.rates_2K(own.chain_chance(known, _KIND_WEIGHT, prior.stops))
         return own.rates(kind_2K, _KIND_WEIGHT)
 
+    def num_seen(self, drafter: str, request_id: int) -> float:
+        """Drafts of this drafter for a request; old ones count less."""
+        own = self._requests[request_id].own.get(drafter)
+        return float(own.counts[0, 0]) if own else 0.0
+
     def kind_rates(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these."""
         counts, prior = self._kinds.get((drafter, kind)), self._prior(drafter)

@@ -32,7 +32,7 @@ class ChainDraft:
     """
 
     chance: float
-    """That all of it is accepted, by the chances of its tokens; tokens of unknown chance count as 1."""
+    """That all of it is accepted, as far as the chances of its tokens are known."""
 
     def __init__(self, row: DraftRow, min_confidence: float = 0.0) -> None:
         self.row, self.chance = row, 1.0
