@@ -156,10 +156,8 @@ def best_prefix(
         row, depth = rows[index], budgets[index]
         added_ms, most_added_ms = asked[row.drafter].grow(depth, filled)
         join_ms = 0.0 if depth else row.join_ms
-        draft_ms, most_draft_ms = (
-            draft_ms + join_ms + added_ms,
-            most_draft_ms + join_ms + most_added_ms,
-        )
+        draft_ms += join_ms + added_ms
+        most_draft_ms += join_ms + most_added_ms
         nodes, accepted, budgets[index] = nodes + filled, accepted + right, depth + 1
         worst_ms = price_of(times, total) + most_draft_ms
         ms = price_of(times, nodes) + draft_ms

@@ -108,6 +108,8 @@ class ChainDraft:
         if unsure or not self._draft.extend(len(self._draft) - 1, logits_V):
             self._has_ended = True
             return None
+        if self.row.params.coupling == "seeded":
+            self.chance *= self._draft.chances[-1]
         return self.tokens[-1]
 
     def build(self) -> Proposal:

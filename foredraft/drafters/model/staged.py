@@ -32,6 +32,7 @@ from foredraft.core.cost import (
     price_of,
     relative,
 )
+from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.proposal import NOT_READY, Proposal
@@ -199,18 +200,18 @@ class StagedDrafter(BaseDrafter, ABC):
 
         A law of scaled logits alone was drawn from already.
         """
-        row, place = chain.row, span[ahead]
-        if scores.draws is not None and chain.draw_key is not None:
-            draw = scores.draws[place]
+        row, key, logits_V = chain.row, chain.draw_key, scores.logits_NV[span[ahead]]
+        if scores.draws is not None and key is not None:
+            draw = scores.draws[span[ahead]]
             token = draw.token if draw and draw.token < self._vocab_size else None
-            if token is None or not self.traits.stops:
-                return chain.take(token)
-            chance = chance_alike(scores.logits_NV[place], chain.draw_key)
-            return chain.take(Choice(token, chance))
-        logits_V = fitted(scores.logits_NV[place], self._vocab_size)
-        if row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
-            return chain.take(_filtered_draw(row, row.choices, logits_V, chain.tokens))
-        return chain.extend(logits_V)
+        elif row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
+            logits_V = fitted(logits_V, self._vocab_size)
+            token, key = _filtered_draw(row, row.choices, logits_V, chain.tokens)
+        else:
+            return chain.extend(fitted(logits_V, self._vocab_size))
+        if token is None or key is None or not (self.traits.stops and logits_V.is_cpu):
+            return chain.take(token)
+        return chain.take(Choice(token, chance_alike(logits_V, key)))
 
 
 def fitted(logits_V: Tensor, vocab_size: int) -> Tensor:
@@ -230,16 +231,16 @@ def fitted(logits_V: Tensor, vocab_size: int) -> Tensor:
 
 def _filtered_draw(
     row: DraftRow, choices: SharedChoices, logits_V: Tensor, drafted: Sequence[int]
-) -> int | None:
-    """What the target draws by these logits, as `SharedChoices.best` has it."""
+) -> tuple[int | None, DrawKey | None]:
+    """What the target draws by these logits, as `SharedChoices.best` has it, and by which key."""
     try:
         law = row.rules.law(logits_V, row.tokens, drafted)
     except NonFiniteScoresError:
-        return None
+        return None, None
     key = choices.draw_key(len(drafted), law.scale or 0.0)
     if law.scale is None or key is None:
-        return law.token
-    return gumbel_argmax(law.given_V, key.seed, key.position, law.scale, law.cut)
+        return law.token, key
+    return gumbel_argmax(law.given_V, key.seed, key.position, law.scale, law.cut), key
 
 
 def _spare_prices(prices: Prices, num_drafted: int, token_share: float, chance: float) -> Prices:
