@@ -145,8 +145,8 @@ class StagedDrafter(BaseDrafter, ABC):
         alike = list(chains.values())
         while alike:
             prices = self._fit.guess_prices(len(alike))
-            self._extend(alike, [self._guess(chain, prices) for chain in alike])
-            alike = [chain for chain in alike if chain.num_left and self._is_worth_more(chain)]
+            guesses = ((chain, self._guess(chain, prices)) for chain in alike)
+            alike = self._extended([each for each in guesses if self._is_worth_more(*each)])
         return [
             self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
             for row in rows
@@ -168,11 +168,14 @@ class StagedDrafter(BaseDrafter, ABC):
         row = replace(chain.row.chosen(most), prices=prices)
         return self._guesser.propose_after(row, chain.tokens).tree
 
-    def _is_worth_more(self, chain: ChainDraft) -> bool:
-        """Whether another forward of the model pays, and the node that comes of it."""
+    def _is_worth_more(self, chain: ChainDraft, guess: TokenTree) -> bool:
+        """Whether another forward of the model pays, and the nodes that come of it."""
         prices, before = chain.row.prices, len(chain.tokens)
-        rise = price_of(prices, before + 1) - price_of(prices, before)
-        return not self.traits.stops or _WORTH * chain.chance >= self._fit.shares[0] + rise
+        if not before or not self.traits.stops:
+            return True
+        tokens = sum(GUESSED**depth for depth in range(1 + len(guess)))
+        rise = price_of(prices, before + tokens) - price_of(prices, before)
+        return _WORTH * chain.chance * tokens >= self._fit.shares[len(guess)] + rise
 
     def _built(self, chain: ChainDraft) -> Proposal:
         """The chain, and guesses behind it where they are worth what their nodes cost."""
@@ -187,13 +190,23 @@ class StagedDrafter(BaseDrafter, ABC):
             return proposal
         return Proposal.chosen(proposal.tree.hang(guess, len(chain.tokens) - 1))
 
-    def _extend(self, chains: Sequence[ChainDraft], guesses: Sequence[TokenTree]) -> None:
-        """A forward of the model: each chain grows by a token, and by as many as were guessed."""
-        reads = [*map(self._next_read, chains, guesses)]
+    def _extended(self, guesses: Sequence[tuple[ChainDraft, TokenTree]]) -> list[ChainDraft]:
+        """A forward of the model: each chain grows by a token, and by as many as were guessed.
+
+        Returns:
+            Chains that may grow further.
+        """
+        if not guesses:
+            return []
+        chains, reads = (
+            [chain for chain, _ in guesses],
+            [self._next_read(*each) for each in guesses],
+        )
         scores = self._score(chains, reads)
         for chain, read, span in zip(chains, reads, scores.heads, strict=True):
             path = chain.follow(read.tree, partial(self._take, chain, scores, span))
             self._keep(chain, read, path)
+        return [chain for chain in chains if chain.num_left]
 
     def _take(self, chain: ChainDraft, scores: Scores, span: range, ahead: int) -> int | None:
         """Add the token after the first of the chain's own that was read, or after one behind it.
