@@ -222,7 +222,8 @@ class StagedDrafter(BaseDrafter, ABC):
             token, key = _filtered_draw(row, row.choices, logits_V, chain.tokens)
         else:
             return chain.extend(fitted(logits_V, self._vocab_size))
-        if token is None or key is None or not (self.traits.stops and logits_V.is_cpu):
+        matters = self.traits.stops and chain.num_left > 1 and logits_V.is_cpu
+        if token is None or key is None or not matters:
             return chain.take(token)
         return chain.take(Choice(token, chance_alike(logits_V, key)))
 
