@@ -43,10 +43,9 @@ _LEAVING_NEW, _NEW_DRAFTS = 1.5, 6
 as long as it has made fewer drafts for the row than these, which may show that it is worth more."""
 _JOIN_STEPS = 16
 """Steps that what joining a text takes is spread over."""
-_NEARLY = 0.8
 _READ_SHARE = 0.35
-"""A draft model that was asked for is tried where it is expected to reach this share of the rate
-that there is without it, on texts that it reads in this share of the reply's time."""
+"""A draft model that seems not to pay is tried on texts that it reads in this share of the reply's
+time."""
 _READ_TOKENS, _LEAST_READ = 256, 0.35
 """Before reading was measured: a token of a prompt is taken for a part of a forward of so many
 tokens, times the draft model's share, which is no less than this: a prompt takes arithmetic, and
@@ -486,11 +485,8 @@ class Planner:
                 continue
             hoped_2K = self._acceptance.prior_rates(name, kind)
             hoped = self._rate_for_new(drafter, hoped_2K, num_rows, step_ms)
-            if drafter.reads:
-                is_short = self._read_ms(drafter, len(row.tokens)) <= _READ_SHARE * reply_ms
-                is_worth_it = is_short and hoped > _NEARLY * pays
-            else:
-                is_worth_it = hoped > pays
+            read_ms = self._read_ms(drafter, len(row.tokens)) if drafter.reads else 0.0
+            is_worth_it = hoped > pays and read_ms <= _READ_SHARE * reply_ms
             if is_worth_it and self._is_due(name, step_ms[0]):
                 return name
         return best
