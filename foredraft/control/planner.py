@@ -43,9 +43,10 @@ _LEAVING_NEW, _NEW_DRAFTS = 1.5, 6
 as long as it has made fewer drafts for the row than these, which may show that it is worth more."""
 _JOIN_STEPS = 16
 """Steps that what joining a text takes is spread over."""
-_READ_SHARE = 0.35
+_READ_SHARE, _NEARLY = 0.35, 0.8
 """A draft model that seems not to pay is tried on texts that it reads in this share of the reply's
-time."""
+time; for a request that is alone where its prior reaches this share of the best rate: prices that
+were measured beside a busy neighbour must not keep it away for good."""
 _READ_TOKENS, _LEAST_READ = 256, 0.35
 """Before reading was measured: a token of a prompt is taken for a part of a forward of so many
 tokens, times the draft model's share, which is no less than this: a prompt takes arithmetic, and
@@ -486,7 +487,8 @@ class Planner:
             hoped_2K = self._acceptance.prior_rates(name, kind)
             hoped = self._rate_for_new(drafter, hoped_2K, num_rows, step_ms)
             read_ms = self._read_ms(drafter, len(row.tokens)) if drafter.reads else 0.0
-            is_worth_it = hoped > pays and read_ms <= _READ_SHARE * reply_ms
+            least = _NEARLY * pays if drafter.reads and not others else pays
+            is_worth_it = hoped > least and read_ms <= _READ_SHARE * reply_ms
             if is_worth_it and self._is_due(name, step_ms[0]):
                 return name
         return best
