@@ -29,10 +29,10 @@ class ChainDraft:
         row: what it is drafted for.
         min_confidence: a token less likely than this is not drafted, and ends the chain. Decided
             from the distribution, before a token is drawn from it, so that nothing is biased.
-    """
 
-    chance: float
-    """That all of it is accepted, as far as the chances of its tokens are known."""
+    Attributes:
+        chance: that all of it is accepted, as far as the chances of its tokens are known.
+    """
 
     def __init__(self, row: DraftRow, min_confidence: float = 0.0) -> None:
         self.row, self.chance = row, 1.0

@@ -7,7 +7,7 @@ distributions, are the model's in any case (cascades: Z. Chen et al., arXiv 2312
 B. Spector and C. Re, arXiv 2308.04623).
 
 A model may end a chain where it doubts it: where the chance of the chain, by the distances of the
-draws from the next best tokens, is not worth another forward (early exits of drafts: Kim et al.,
+draws from the next best tokens, is not worth another forward (the fallback policy of Kim et al.,
 arXiv 2302.07863). The tokens so far stay in the draft, so nothing is biased.
 """
 
