@@ -180,8 +180,8 @@ class StagedDrafter(BaseDrafter, ABC):
     def _built(self, chain: ChainDraft) -> Proposal:
         """The chain, and guesses behind it where they are worth what their nodes cost."""
         row, proposal = chain.row, chain.build()
-        has_room = self._guesser and row.spare and chain.goes_on and not chain.num_left
-        if not has_room or row.params.coupling == "drawn":
+        may_grow = row.spare and row.params.coupling != "drawn"
+        if self._guesser is None or not may_grow or not chain.goes_on or chain.num_left:
             return proposal
         prices = _spare_prices(row.prices, len(chain.tokens), self._token_share, chain.chance)
         row = replace(row, budget=row.spare, prices=prices)
