@@ -71,6 +71,8 @@ class Prior:
         weight: observations that it is worth.
         is_measured: whether ``first`` was measured when the drafter was made.
         is_chain: whether each position is as good as the one before it, if that one is accepted.
+        stops: whether the drafter ends chains that it doubts: then a position is filled where
+            those before it are likely to be accepted.
     """
 
     first: tuple[float, float, float] = (0.33, 0.25, 0.15)
@@ -78,18 +80,18 @@ class Prior:
     weight: float = 4.0
     is_chain: bool = False
     is_measured: bool = False
+    stops: bool = False
 
     @classmethod
     def of(cls, drafter: DrafterTraits) -> Prior:
         """By what the drafter says of itself."""
         is_chain = drafter.round_share is not None
         if drafter.promise is None:
-            return cls(is_chain=is_chain)
+            return cls(is_chain=is_chain, stops=drafter.stops)
         greedy, sampled = ((1.0 if is_chain else _KEPT) * chance for chance in drafter.promise)
         chances = (greedy, (greedy + sampled) / 2, sampled)
-        if drafter.is_guess:
-            return cls(chances, 1.0, 8.0, is_chain)
-        return cls(chances, 1.0, 32.0, is_chain, is_measured=True)
+        weight = 8.0 if drafter.is_guess else 32.0
+        return cls(chances, 1.0, weight, is_chain, not drafter.is_guess, drafter.stops)
 
     def less(self, share: float) -> Prior:
         greedy, little, much = (share * chance for chance in self.first)
@@ -103,7 +105,8 @@ class Prior:
     def rates_2K(self, first: float) -> Array:
         """[2, K] with this chance of the first position's token."""
         before_K = np.arange(MOST_POSITIONS)
-        filled_K = self.filled * (1.0 if self.is_chain else 0.95) ** before_K
+        going_on = first if self.stops else 1.0 if self.is_chain else 0.95
+        filled_K = self.filled * going_on**before_K
         falling = first if self.is_chain else _FALLING
         return np.stack((filled_K, np.minimum(filled_K, first * falling**before_K)))
 
@@ -133,11 +136,16 @@ class PositionCounts:
         rates_2K: Array = (self.counts[1:] + weight * prior_2K) / (allowed_K + weight)
         return rates_2K
 
-    def chain_chance(self, prior: float, weight: float) -> float:
-        """The chance of a chain's token where the one before it was accepted, by all positions."""
+    def chain_chance(self, prior: float, weight: float, stops: bool) -> float:
+        """The chance of a chain's token where the one before it was accepted, by all positions.
+
+        Args:
+            stops: see `Prior`. Then most of what is filled stands behind accepted tokens.
+        """
         filled_K, accepted_K = self.counts[1:]
         chances_K = accepted_K / np.maximum(filled_K, 1e-9)
-        num_decided = float(filled_K[0] + filled_K[1:] @ chances_K[:-1])
+        before_K = np.ones(MOST_POSITIONS - 1) if stops else chances_K[:-1]
+        num_decided = float(filled_K[0] + filled_K[1:] @ before_K)
         return (float(accepted_K.sum()) + weight * prior) / (num_decided + weight)
 
 
@@ -233,8 +241,14 @@ class Acceptance:
         if own is None:
             return kind_2K
         if prior.is_chain:
-            kind_2K = prior.rates_2K(own.chain_chance(float(kind_2K[1, 0]), _KIND_WEIGHT))
+            known = float(kind_2K[1, 0])
+            kind_2K = prior.rates_2K(own.chain_chance(known, _KIND_WEIGHT, prior.stops))
         return own.rates(kind_2K, _KIND_WEIGHT)
+
+    def num_seen(self, drafter: str, request_id: int) -> float:
+        """Drafts of this drafter for a request; old ones count less."""
+        own = self._requests[request_id].own.get(drafter)
+        return float(own.counts[0, 0]) if own else 0.0
 
     def kind_rates(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these."""
@@ -244,7 +258,7 @@ class Acceptance:
         if not prior.is_chain:
             return counts.rates(self.prior_rates(drafter, kind), prior.weight)
         # Else a position never tried would be thought worse than the one before it for ever.
-        first = counts.chain_chance(prior.first[kind[0]], prior.weight)
+        first = counts.chain_chance(prior.first[kind[0]], prior.weight, prior.stops)
         return counts.rates(prior.rates_2K(first), prior.weight)
 
     def prior_rates(self, drafter: str, kind: Kind) -> Array:

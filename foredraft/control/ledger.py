@@ -25,7 +25,7 @@ SHARE = 0.0075
 """Of all plain time that may be lost."""
 FIRST_TOKENS, FIRST_STEPS = 4.0, 1.5
 _MOST_STEPS = 8.0
-_PAYS = 1.25
+_PAYS = 2.0
 """A prefill must be expected to save this multiple of its time."""
 
 

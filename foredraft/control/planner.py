@@ -38,13 +38,15 @@ _UNKNOWN, _UNKNOWN_HEAD = 0.02, 0.2
 """Assumed drafting time of a row, in plain steps, before any is measured: of drafters that copy
 text, and of trained ones."""
 _LEAVING = 1.1
-"""How much more throughput a switch needs where the row's drafter would lose what it has read."""
+_LEAVING_NEW, _NEW_DRAFTS = 1.5, 6
+"""How much more throughput a switch needs where the row's drafter would lose what it has read; and
+as long as it has made fewer drafts for the row than these, which may show that it is worth more."""
 _JOIN_STEPS = 16
 """Steps that what joining a text takes is spread over."""
-_NEARLY = 0.8
-_READ_SHARE = 0.35
-"""A draft model that was asked for is tried where it is expected to reach this share of the rate
-that there is without it, on texts that it reads in this share of the reply's time."""
+_READ_SHARE, _NEARLY = 0.35, 0.8
+"""A draft model that seems not to pay is tried on texts that it reads in this share of the reply's
+time; for a request that is alone where its prior reaches this share of the best rate: prices that
+were measured beside a busy neighbour must not keep it away for good."""
 _READ_TOKENS, _LEAST_READ = 256, 0.35
 """Before reading was measured: a token of a prompt is taken for a part of a forward of so many
 tokens, times the draft model's share, which is no less than this: a prompt takes arithmetic, and
@@ -175,9 +177,10 @@ class Planner:
         able = {name: self._able(batch, each) for name, each in self.drafters.items()}
         able = {name: rows for name, rows in able.items() if rows}
         found = [self._alone(batch, name, rows) for name, rows in able.items()]
-        if len(able) > 1 and (mixed := self._assigned(batch, able)):
+        names = frozenset().union(*(plan.names for plan in found if self._pays(batch, plan)))
+        if len(able) > 1 and (mixed := self._assigned(batch, able, names)):
             found.append(self._pooled(batch, mixed))
-        paying = [plan for plan in found if self._weight(batch, plan) > batch.plain_rate]
+        paying = [plan for plan in found if self._pays(batch, plan)]
         if not paying:
             reason = _why_plain(found, batch)
             plain = Plan(batch.plain_ms, batch.plain_rate, reason=reason)
@@ -186,7 +189,7 @@ class Planner:
             for name in batch.now:
                 self._pause = FIRST_PAUSE  # it has paid for longer than a trial
                 self._chances.pop(name, None)
-        return max(paying, key=lambda plan: self._weight(batch, plan))
+        return max(paying, key=lambda plan: self._weight(batch, plan, is_choice=True))
 
     def _batch(self, rows: Sequence[Row], others: Sequence[Row], current: Plan | None) -> _Batch:
         most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
@@ -195,18 +198,32 @@ class Planner:
         now = frozenset() if current is None else current.names
         return _Batch(rows, len(rows) + len(others), step_ms, drafter_of, now)
 
-    def _weight(self, batch: _Batch, plan: Plan) -> float:
+    def _weight(self, batch: _Batch, plan: Plan, is_choice: bool = False) -> float:
         """Plans are compared by rate, less where a drafter is let go that loses by it; 0: a plan
-        that drafts nothing, or is hardly better than plain decoding."""
+        that drafts nothing, or is hardly better than plain decoding.
+
+        Args:
+            is_choice: whether the drafter that is let go may have a plan that pays, too.
+        """
         assert plan.pooled is not None
         least = 1.0 if plan.names & batch.now else _MARGIN
         if not plan.budgets or plan.pooled.rate <= least * batch.plain_rate:
             return 0.0
-        leaves = any(
-            self._would_lose(batch.drafter_of[number], name)
+        leaving = (
+            self._leaving(number, batch.drafter_of[number], name, is_choice)
             for number, name in plan.drafters.items()
         )
-        return plan.pooled.rate / (_LEAVING if leaves else 1.0)
+        return plan.pooled.rate / max(leaving)
+
+    def _pays(self, batch: _Batch, plan: Plan) -> bool:
+        return self._weight(batch, plan) > batch.plain_rate
+
+    def _leaving(self, request_id: int, now: str | None, wanted: str, is_choice: bool) -> float:
+        """How much more throughput another drafter needs for a row."""
+        if now is None or not self._would_lose(now, wanted):
+            return 1.0
+        is_new = is_choice and self._acceptance.num_seen(now, request_id) < _NEW_DRAFTS
+        return _LEAVING_NEW if is_new else _LEAVING
 
     def _would_lose(self, now: str | None, wanted: str) -> bool:
         """Whether a row's drafter would have to go for this one, and lose what it has read."""
@@ -245,14 +262,17 @@ class Planner:
             able = able[: len(able) // 2]
 
     def _assigned(
-        self, batch: _Batch, able: Mapping[str, Sequence[Row]]
+        self, batch: _Batch, able: Mapping[str, Sequence[Row]], paying: frozenset[str]
     ) -> dict[str, list[Row]] | None:
-        """Each row with the drafter that pays most for it; None if one is best for all."""
+        """Each row with the drafter that pays most for it; None if one is best for all.
+
+        Args:
+            paying: drafters that pay alone.
+        """
         best: dict[int, tuple[float, str]] = {}
         for name, rows in able.items():
             for row, rate in zip(rows, self._row_rates(batch, name, rows), strict=True):
-                if self._would_lose(row.drafter, name):
-                    rate /= _LEAVING
+                rate /= self._leaving(row.request_id, row.drafter, name, row.drafter in paying)
                 best[row.request_id] = max(best.get(row.request_id, (0.0, "")), (rate, name))
         found: dict[str, list[Row]] = {}
         for row in batch.rows:
@@ -266,11 +286,11 @@ class Planner:
         cost = self._drafter_cost(batch, name, num_asked)
         rates_R2K = np.stack([self._acceptance.rates(name, row.request_id) for row in rows])
         nodes_RK, accepted_RK = rates_R2K[:, :, : drafter.most_nodes].cumsum(2).transpose(1, 0, 2)
-        depth_K = np.arange(1, nodes_RK.shape[1] + 1) if cost.by_token else 1.0
-        asking_K = (cost.asking[num_asked] * depth_K + cost.following[num_asked]) / num_asked
+        depth_RK = nodes_RK if cost.by_token else 1.0
+        asking_RK = (cost.asking[num_asked] * depth_RK + cost.following[num_asked]) / num_asked
         usual = max(1, min(batch.num_rows, len(batch.step_ms) - 1))
         node_ms = (batch.step_ms[usual] - batch.plain_ms) / usual
-        ms_RK = batch.plain_ms / batch.num_rows + nodes_RK * node_ms + asking_K
+        ms_RK = batch.plain_ms / batch.num_rows + nodes_RK * node_ms + asking_RK
         rates: list[float] = ((1.0 + accepted_RK) / ms_RK).max(1).tolist()
         return rates
 
@@ -448,7 +468,9 @@ class Planner:
             for name, drafter in allowed.items()
         }
         enough, best = _MARGIN * num_rows / step_ms[0], None
-        for name in sorted(rates, key=lambda name: -rates[name]):
+        # Whoever may come at any time can wait for one that has to begin now.
+        keen = {n: rate * (_LEAVING_NEW if self.keeps_text(n) else 1) for n, rate in rates.items()}
+        for name in sorted(keen, key=lambda name: -keen[name]):
             drafter = self.drafters[name]
             if drafter.reads and not self._may_read(row, drafter, num_rows, step_ms):
                 continue
@@ -464,11 +486,9 @@ class Planner:
                 continue
             hoped_2K = self._acceptance.prior_rates(name, kind)
             hoped = self._rate_for_new(drafter, hoped_2K, num_rows, step_ms)
-            if drafter.reads:
-                is_short = self._read_ms(drafter, len(row.tokens)) <= _READ_SHARE * reply_ms
-                is_worth_it = is_short and hoped > _NEARLY * pays
-            else:
-                is_worth_it = hoped > pays
+            read_ms = self._read_ms(drafter, len(row.tokens)) if drafter.reads else 0.0
+            least = _NEARLY * pays if drafter.reads and not others else pays
+            is_worth_it = hoped > least and read_ms <= _READ_SHARE * reply_ms
             if is_worth_it and self._is_due(name, step_ms[0]):
                 return name
         return best

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -84,13 +85,17 @@ class Pooled:
     best_rate: float = 0.0
 
 
-class _Segment(NamedTuple):
-    """Positions of one row that only come together, up to number ``end``."""
+class _Position(NamedTuple):
+    """A draft position of a row, and the chances that it is filled, and filled and accepted.
+
+    Attributes:
+        share: of what fills it, so much is accepted; where later positions are likelier than it, of
+            all of them together.
+    """
 
     share: float
     row: int
-    end: int
-    nodes: float
+    filled: float
     accepted: float
 
 
@@ -102,18 +107,24 @@ class _Asked:
     num_rows: int = 0
     by_depth: Counter[int] = field(default_factory=Counter)
 
-    def grow(self, before: int, after: int) -> float:
-        """A row drafts up to another position; returns the milliseconds that are added."""
+    def grow(self, depth: int, filled: float) -> tuple[float, float]:
+        """A row drafts one position more; the milliseconds that are added, expected and at most.
+
+        Args:
+            depth: positions that it has so far.
+            filled: the chance that this one is filled: else the forward for it is not run.
+        """
         cost, added_ms = self.cost, 0.0
-        if not before:
+        if not depth:
             self.num_rows = n = self.num_rows + 1
             added_ms += cost.following[n] - cost.following[n - 1]
             if not cost.by_token:
                 added_ms += cost.asking[n] - cost.asking[n - 1]
-        for depth in range(before, after) if cost.by_token else ():
-            self.by_depth[depth] = n = self.by_depth[depth] + 1
-            added_ms += cost.asking[n] - cost.asking[n - 1]
-        return added_ms
+        if not cost.by_token:
+            return added_ms, added_ms
+        self.by_depth[depth] = n = self.by_depth[depth] + 1
+        forward_ms = cost.asking[n] - cost.asking[n - 1]
+        return added_ms + filled * forward_ms, added_ms + forward_ms
 
 
 def best_prefix(
@@ -133,43 +144,40 @@ def best_prefix(
         most_ms: that the step may take if all positions are filled.
     """
     pool = sorted(
-        (segment for i, row in enumerate(rows) for segment in _segments(i, row)),
-        key=lambda segment: -segment.share,
-    )
+        (each for i, row in enumerate(rows) for each in _positions(i, row)),
+        key=lambda position: -position.share,  # in order where equal: a row's stay so
+    )[: len(step_ms) - 1]
     asked = {row.drafter: _Asked(costs[row.drafter]) for row in rows}
-    times, most_nodes = tuple(step_ms), len(step_ms) - 1
-    budgets, total = [0] * len(rows), 0
-    nodes = accepted = draft_ms = best_rate = 0.0
+    times, budgets = tuple(step_ms), [0] * len(rows)
+    nodes = accepted = draft_ms = most_draft_ms = best_rate = 0.0
     plain_rate = num_plain / times[0]
     best, taken = Pooled((0,) * len(rows), 0.0, 0.0, times[0], times[0], plain_rate), 0
-    for count, (_, index, end, more_nodes, more_accepted) in enumerate(pool, start=1):
-        row, before = rows[index], budgets[index]
-        draft_ms += asked[row.drafter].grow(before, end) + (0.0 if before else row.join_ms)
-        total, budgets[index] = total + end - before, end
-        nodes, accepted = nodes + more_nodes, accepted + more_accepted
-        if total > most_nodes:
-            break
-        worst_ms = price_of(times, total) + draft_ms
+    for total, (_, index, filled, right) in enumerate(pool, start=1):
+        row, depth = rows[index], budgets[index]
+        added_ms, most_added_ms = asked[row.drafter].grow(depth, filled)
+        join_ms = 0.0 if depth else row.join_ms
+        draft_ms += join_ms + added_ms
+        most_draft_ms += join_ms + most_added_ms
+        nodes, accepted, budgets[index] = nodes + filled, accepted + right, depth + 1
+        worst_ms = price_of(times, total) + most_draft_ms
         ms = price_of(times, nodes) + draft_ms
         rate = (num_plain + accepted) / ms
         best_rate = max(best_rate, rate)
         if rate > best.rate and worst_ms <= most_ms:
-            best, taken = Pooled((), nodes, accepted, ms, worst_ms, rate), count
-    final = [0] * len(rows)
-    for segment in pool[:taken]:
-        final[segment.row] = segment.end
-    return replace(best, budgets=tuple(final), best_rate=best_rate)
+            best, taken = Pooled((), nodes, accepted, ms, worst_ms, rate), total
+    given = Counter(position.row for position in pool[:taken])
+    return replace(best, budgets=tuple(given[i] for i in range(len(rows))), best_rate=best_rate)
 
 
-def _segments(index: int, row: PooledRow) -> list[_Segment]:
-    """A row's positions, joined where a later one is likelier than one it stands behind."""
-    found: list[_Segment] = []
-    filled, accepted = row.rates_2K[:, : row.room].tolist()
-    for end, (n, a) in enumerate(zip(filled, accepted, strict=True), start=1):
-        segment = _Segment(a / max(n, 1e-9), index, end, n, a)
-        while found and segment.share >= found[-1].share:
-            n, a = segment.nodes + found[-1].nodes, segment.accepted + found[-1].accepted
-            segment = _Segment(a / max(n, 1e-9), index, end, n, a)
-            found.pop()
-        found.append(segment)
-    return found
+def _positions(index: int, row: PooledRow) -> list[_Position]:
+    """A row's positions, their shares falling: a likelier one lends its share to those before."""
+    blocks: list[tuple[int, float, float]] = []
+    filled_K, right_K = row.rates_2K[:, : row.room].tolist()
+    for filled, right in zip(filled_K, right_K, strict=True):
+        count = 1
+        while blocks and right * blocks[-1][1] >= blocks[-1][2] * filled:
+            more, more_filled, more_right = blocks.pop()
+            count, filled, right = count + more, filled + more_filled, right + more_right
+        blocks.append((count, filled, right))
+    shares = [right / max(filled, 1e-9) for count, filled, right in blocks for _ in range(count)]
+    return [_Position(*each) for each in zip(shares, repeat(index), filled_K, right_K)]

@@ -206,6 +206,23 @@ class VerifyChoices:
         return draw_token(probs_V, keyed_uniform(self.seed, self.num_tokens, Purpose.RESIDUAL))
 
 
+def chance_alike(logits_V: Tensor, key: DrawKey) -> float:
+    """The chance that a model that says nearly the same draws the same token.
+
+    A draw that wins by little is easily lost: what counts is its distance from the next best sums.
+    Unlike the token's probability it is calibrated at any temperature.
+
+    Args:
+        logits_V: finite where a token can occur, on CPU.
+        key: of the draw from them.
+    """
+    if not key.scale:
+        sums: list[float] = logits_V.topk(min(_LOOKED_AT, len(logits_V))).values.tolist()
+    else:
+        sums = [s for _, s in gumbel_top(logits_V, _LOOKED_AT, key.seed, key.position, key.scale)]
+    return _softmax(sums)[0]
+
+
 def _likeliest(law: Law, count: int) -> list[Choice]:
     """The tokens of the largest logits, with their probability at temperature 1."""
     logits_V = law.logits_V

@@ -30,6 +30,7 @@ class DrafterTraits:
             them: see `foredraft.drafters.base.ReadingDrafter`. Its state of a text is lost when it
             leaves the text.
         is_guess: whether ``promise`` and ``round_share`` are guesses, such as by a model's size.
+        stops: whether it ends a draft early where it doubts that more of it would pay.
         continues: whether it can go on from a draft as well as from the text: see
             `foredraft.drafters.base.ContinuingDrafter`.
     """
@@ -45,3 +46,4 @@ class DrafterTraits:
     reads: bool = False
     continues: bool = False
     is_guess: bool = False
+    stops: bool = False

@@ -81,8 +81,9 @@ def _least(times: Times, others: Times) -> Times:
 
 
 def _rising(ms_of: Mapping[int, float]) -> Times:
-    sizes = sorted(ms_of)
-    return tuple(zip(sizes, accumulate((ms_of[size] for size in sizes), max), strict=True))
+    sizes = sorted(ms_of, reverse=True)
+    least = accumulate((ms_of[size] for size in sizes), min)
+    return tuple(zip(sizes, least, strict=True))[::-1]
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:

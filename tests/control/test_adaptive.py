@@ -69,6 +69,25 @@ def test_the_budget_follows_the_load() -> None:
     assert drafted[-1] < 0.5
 
 
+def test_a_model_that_has_read_a_text_shows_what_it_is_worth_for_it() -> None:
+    """Copies were better in all texts so far; in this one the model is nearly always right."""
+    is_last = (24).__le__
+    copies = MadeUp(lambda request_id, length: 0.6, nodes=4)
+    model = MadeUp(
+        lambda request_id, length: 0.97 if is_last(request_id) else 0.65,
+        nodes=8,
+        round_ms=2.0,
+        promise=(0.75, 0.7),
+        read_ms=0.05,
+    )
+    done = Simulation({"model": model, "copies": copies}, FLAT, round_share=0.2)
+    while done.count <= 24:
+        done.run(1, 1)
+    done.drafted_by.clear()
+    done.run(30, 1)
+    assert done.drafted_by["model"] > 0.8 * done.drafted_by.total()
+
+
 def test_one_that_turns_bad_is_left_and_one_that_turns_good_comes_back() -> None:
     simulation = Simulation(
         {"moody": MadeUp(lambda request_id, length: 0.8 * (request_id % 4 < 2))}

@@ -61,6 +61,22 @@ def test_a_slot_behind_an_unlikely_one_comes_with_it_or_not_at_all() -> None:
     assert pooled([row(0.1, 0.3)], 1, 0.3).budgets == (0,)
 
 
+def test_of_positions_that_come_together_some_may_come_where_all_cannot_be_paid() -> None:
+    """A drafter that ends what it doubts is right more often where it goes on."""
+    sure = PooledRow(4, np.array([[1.0, 0.7, 0.5, 0.35], [0.7, 0.55, 0.45, 0.33]]))
+    cost = DrafterCost((0.0, 0.3), FREE.following, by_token=True)
+    assert pooled([sure], 1, 0.05, cost).budgets == (4,)
+    assert pooled([sure], 1, 0.05, cost, most_ms=1.8).budgets == (2,)
+
+
+def test_a_forward_that_may_not_be_run_is_charged_as_often_as_it_is() -> None:
+    seldom = PooledRow(2, np.array([[1.0, 0.1], [0.9, 0.1]]))
+    both = pooled([seldom], 1, 0.0, DrafterCost((0.0, 0.3), FREE.following, by_token=True))
+    assert both.budgets == (2,)
+    assert both.ms == pytest.approx(1.0 + 0.3 + 0.03)
+    assert both.worst_ms == pytest.approx(1.0 + 0.6)
+
+
 def test_limits_hold() -> None:
     rows = [row(*(0.9 - 0.01 * slot for slot in range(8)))] * 4
     assert sum(pooled(rows, 4, 0.01, most_nodes=16).budgets) == 16

@@ -11,7 +11,9 @@ from foredraft.core.choices import (
     DrawnChoices,
     SharedChoices,
     VerifyChoices,
+    chance_alike,
 )
+from foredraft.core.draws import DrawKey
 from foredraft.core.sampling import Law
 
 PROBS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
@@ -101,3 +103,26 @@ def test_what_noise_cannot_change_stays() -> None:
     assert SharedChoices(1, 7, 1.0).weigh(sure, 0) == sure
     assert SharedChoices(1, 7, 1.0).weigh(none, 0) == none
     assert SharedChoices(1, 7, 0.0).weigh([Choice(3, 0.4)], 0) == [Choice(3, 0.4)]
+
+
+def test_the_chance_of_an_equal_draw_is_known_before_it() -> None:
+    """Of a model whose logits are ours and a little noise, at temperatures 0 and 1."""
+    noise = torch.Generator().manual_seed(0)
+    for scale in (0.0, 1.0):
+        sure, unsure = list[bool](), list[bool]()
+        for position in range(400):
+            ours_V = 2.0 * torch.randn(500, generator=noise)
+            theirs_V = ours_V + 0.5 * torch.randn(500, generator=noise)
+            key, choices = DrawKey(3, position, scale), SharedChoices(3, position, scale)
+            chance = chance_alike(ours_V, key)
+            alike = len(
+                {choices.best(_law(each, scale), 0)[0].token for each in (ours_V, theirs_V)}
+            )
+            (sure if chance > 0.6 else unsure).append(alike == 1)
+        assert sum(sure) / len(sure) > 0.95
+        assert sum(unsure) / len(unsure) < 0.75
+
+
+def _law(logits_V: torch.Tensor, scale: float) -> Law:
+    law = Law.of_probs(logits_V.double().softmax(0))
+    return law if scale else Law.of_probs((logits_V == logits_V.max()).double())

@@ -74,6 +74,26 @@ def test_drafts_its_most_likely_tokens(model: Watched) -> None:
     assert not proposal.is_drawn
 
 
+def test_a_chain_that_is_doubted_ends_and_a_sure_one_goes_on() -> None:
+    """Behind token 0 eight tokens are equally likely; behind each of them one is all but sure."""
+
+    def probs(text: tuple[int, ...]) -> list[float]:
+        if text[-1] == 0:
+            return [0.125] * 8
+        return [0.9993 if token == text[-1] else 0.0001 for token in range(8)]
+
+    model, params = TableModel(8, probs), SamplingParams(temperature=0.0)
+    drafter, free = DraftModelDrafter(model, stops=True), (1.0, 1.0)
+    for tokens, count in (([1, 0], 1), ([0, 1], 6)):
+        drafter.begin(DraftRow.of(count, tokens))
+        (proposal,) = drafter.propose([replace(row(tokens, 6, count, params), prices=free)])
+        assert len(proposal.tree) == count
+    drafter.begin(DraftRow.of(9, [1, 0]))  # drawn: nothing is known of the chance
+    drawn = replace(params, temperature=1.0, coupling="drawn")
+    (proposal,) = drafter.propose([row([1, 0], 3, 9, drawn)])
+    assert len(proposal.tree) == 3
+
+
 def test_reads_only_what_is_new_and_takes_back_what_was_rejected(model: Watched) -> None:
     drafter = DraftModelDrafter(model)
     drafter.begin(DraftRow.of(0, [1, 2]))

@@ -164,9 +164,9 @@ def test_guesses_change_no_draft_and_save_forwards(
         forwards.append(0)
         drafts.append([])
 
-        def count(each: SelfDrafter, *args: Any, usual: Any = SelfDrafter._extend) -> None:
+        def count(each: SelfDrafter, *args: Any, usual: Any = SelfDrafter._extended) -> Any:
             forwards[-1] += 1
-            usual(each, *args)
+            return usual(each, *args)
 
         known = text if has_guesses else []
         drafter._guesser = GuidedDrafter(
@@ -175,7 +175,7 @@ def test_guesses_change_no_draft_and_save_forwards(
             tree=False,
         )
         with monkeypatch.context() as patched:
-            patched.setattr(SelfDrafter, "_extend", count)
+            patched.setattr(SelfDrafter, "_extended", count)
             policy = Policy.of(target, drafter, FixedBudget(6))
             policy.trace = lambda record: drafts[-1].append(record.rows[0].proposal.tree.tokens)
             engine = Engine(target, policy)

@@ -70,14 +70,21 @@ def test_a_piece_beyond_what_32_bits_count_comes_back_as_it_was(kept: KeptFiles)
     assert torch.equal(found["behind"], TENSORS["a"])
 
 
-def test_a_large_piece_is_kept_if_making_it_takes_long(
-    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
+def test_a_form_takes_the_place_of_another_and_is_said(
+    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("foredraft.models.files.kept._MOST_BYTES", 100_000)
-    kept.keep("piece", "recipe", TENSORS, takes_long=False)
-    assert kept.tensors("piece", "recipe") is None
-    kept.keep("piece", "recipe", TENSORS)
-    assert kept.tensors("piece", "recipe") is not None
+    monkeypatch.setattr("foredraft.models.files.kept.LEAST_BYTES", 100_000)
+    kept.keep("costs", "recipe", {"c": TENSORS["c"]})
+    assert not caplog.messages
+    for name in ("weights-4", "weights-8", "weights-8"):
+        kept.keep(name, "recipe", TENSORS, instead_of="weights-*")
+    assert kept.tensors("weights-4", "recipe") is None
+    assert kept.tensors("weights-8", "recipe") is not None
+    assert kept.tensors("costs", "recipe") is not None
+    assert kept.folder is not None
+    assert len([*kept.folder.iterdir()]) == 4
+    assert all(str(kept.folder) in message for message in caplog.messages)
+    assert len(caplog.messages) == 3
 
 
 def test_another_recipe_is_not_found(kept: KeptFiles) -> None:

@@ -54,6 +54,20 @@ def test_a_slow_model_is_timed_at_the_telling_sizes_alone(
     assert cost.ms([(8, 0)]) == pytest.approx(608.0)
 
 
+def test_a_slow_moment_of_one_token_makes_no_other_size_dear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Times never fall with size, and noise only adds: so the smaller size was the wrong one."""
+
+    def forward_ms(target: TableModel, slot: int, num_tokens: int) -> float:
+        return 32.0 if num_tokens == 1 else 20.0 + 2.0 * num_tokens
+
+    monkeypatch.setattr(timing, "_forward_ms", forward_ms)
+    cost = measure_cost(TableModel.random(20, seed=1))
+    times = [cost.ms([(n, 0)]) for n in (1, 2, 4)]
+    assert times == pytest.approx([24.0, 24.0, 28.0])
+
+
 def test_what_a_context_adds_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     target = TableModel.random(20, seed=1)
     cache = KVCache(KVShape(1, 1, 4), torch.float32, "cpu", target.max_context)

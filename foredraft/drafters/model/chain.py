@@ -29,10 +29,13 @@ class ChainDraft:
         row: what it is drafted for.
         min_confidence: a token less likely than this is not drafted, and ends the chain. Decided
             from the distribution, before a token is drawn from it, so that nothing is biased.
+
+    Attributes:
+        chance: that all of it is accepted, as far as the chances of its tokens are known.
     """
 
     def __init__(self, row: DraftRow, min_confidence: float = 0.0) -> None:
-        self.row = row
+        self.row, self.chance = row, 1.0
         self._min_confidence = min_confidence
         self._draft = row.draft()
         self._has_ended = False
@@ -74,6 +77,7 @@ class ChainDraft:
             return None
         token, chance = choice if isinstance(choice, Choice) else (choice, None)
         self._draft.take(len(self._draft) - 1, token, chance)
+        self.chance *= 1.0 if chance is None else chance
         return token
 
     def follow(self, tree: TokenTree, extend: Callable[[int], int | None]) -> list[int]:
@@ -104,6 +108,8 @@ class ChainDraft:
         if unsure or not self._draft.extend(len(self._draft) - 1, logits_V):
             self._has_ended = True
             return None
+        if self.row.params.coupling == "seeded":
+            self.chance *= self._draft.chances[-1]
         return self.tokens[-1]
 
     def build(self) -> Proposal:

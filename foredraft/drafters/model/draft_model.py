@@ -62,6 +62,7 @@ class DraftModelDrafter(StagedDrafter):
         guesser: see `StagedDrafter`.
         vocab_size: of the target; None: the draft model's own.
         min_confidence: see `foredraft.drafters.model.chain.ChainDraft`.
+        stops: see `StagedDrafter`.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class DraftModelDrafter(StagedDrafter):
         guesser: GuidedDrafter | None = None,
         vocab_size: int | None = None,
         min_confidence: float = 0.0,
+        stops: bool = False,
     ) -> None:
-        super().__init__(fit, guesser, vocab_size or model.vocab_size, min_confidence)
+        vocab_size = vocab_size or model.vocab_size
+        super().__init__(fit, guesser, vocab_size, min_confidence, stops)
         # How often it is right is not known yet: what is expected of a pair stands in for it.
         self.traits = replace(self.traits, reads=True, promise=None)
         self._model, self._cache = model, DraftCache(model, rewrites=guesser is None)
@@ -251,7 +254,7 @@ def _build(context: DrafterContext) -> Drafter:
         guesses = guesses and context.target.capabilities.parts is not None
         guesser = text_guesser(found_table(context, "table")) if guesses else None
         fit = measured_fit(context.target, model)
-        return DraftModelDrafter(model, fit, guesser, context.target.vocab_size)
+        return DraftModelDrafter(model, fit, guesser, context.target.vocab_size, stops=True)
     for who, each in (("target", context.target), ("draft model", model)):
         if not each.capabilities.tree_attention:
             raise CapabilityError(
@@ -316,6 +319,6 @@ DRAFTER = DrafterSpec(
         "max_depth": "best-first: most tokens on a path (6)",
         "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",
     },
-    num_draft_tokens=4,
+    num_draft_tokens=8,
     draft_model="required",
 )

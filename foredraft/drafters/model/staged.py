@@ -5,6 +5,10 @@ takes itself. One of two or three tokens takes it hardly longer than one of one,
 right now and then make drafting faster. The drafted tokens, and with coupling "drawn" their
 distributions, are the model's in any case (cascades: Z. Chen et al., arXiv 2312.11462; staged:
 B. Spector and C. Re, arXiv 2308.04623).
+
+A model may end a chain where it doubts it: where the chance of the chain, by the distances of the
+draws from the next best tokens, is not worth another forward (the fallback policy of Kim et al.,
+arXiv 2302.07863). The tokens so far stay in the draft, so nothing is biased.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from statistics import mean
 
 from torch import Tensor
 
-from foredraft.core.choices import DrawnChoices, SharedChoices
+from foredraft.core.choices import Choice, DrawnChoices, SharedChoices, chance_alike
 from foredraft.core.cost import (
     USUAL_PRICES,
     Prices,
@@ -28,6 +32,7 @@ from foredraft.core.cost import (
     price_of,
     relative,
 )
+from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.proposal import NOT_READY, Proposal
@@ -43,6 +48,11 @@ MOST_GUESSES = 3
 """In a forward of the model."""
 GUESSED = 0.5
 """How often a guess is right, roughly."""
+_WORTH = 0.6
+"""Plain steps that a chain's next token is worth where all before it are accepted: its own chance,
+over the tokens that a plain step's time commits with drafts. Fitted to replayed replies, on which
+0.5 to 0.7 differ by 1 %."""
+_LEAST_CHANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class StagedDrafter(BaseDrafter, ABC):
         guesser: guesses for it; None: no token is guessed.
         vocab_size: of the target: other tokens are not drafted.
         min_confidence: see `ChainDraft`.
+        stops: whether it ends chains that it doubts.
     """
 
     def __init__(
@@ -96,6 +107,7 @@ class StagedDrafter(BaseDrafter, ABC):
         guesser: GuidedDrafter | None,
         vocab_size: int,
         min_confidence: float = 0.0,
+        stops: bool = False,
     ) -> None:
         chances = (fit.greedy, fit.sampled)
         share = fit.token_share(GUESSED) if guesser else fit.shares[0]
@@ -103,6 +115,7 @@ class StagedDrafter(BaseDrafter, ABC):
             promise=chances,
             round_share=share,
             spare=MOST_GUESSES if guesser else 0,
+            stops=stops,
         )
         self._fit, self._token_share, self._guesser = fit, share, guesser
         self._vocab_size, self._min_confidence = vocab_size, min_confidence
@@ -132,8 +145,8 @@ class StagedDrafter(BaseDrafter, ABC):
         alike = list(chains.values())
         while alike:
             prices = self._fit.guess_prices(len(alike))
-            self._extend(alike, [self._guess(chain, prices) for chain in alike])
-            alike = [chain for chain in alike if chain.num_left]
+            guesses = ((chain, self._guess(chain, prices)) for chain in alike)
+            alike = self._extended([each for each in guesses if self._is_worth_more(*each)])
         return [
             self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
             for row in rows
@@ -155,39 +168,64 @@ class StagedDrafter(BaseDrafter, ABC):
         row = replace(chain.row.chosen(most), prices=prices)
         return self._guesser.propose_after(row, chain.tokens).tree
 
+    def _is_worth_more(self, chain: ChainDraft, guess: TokenTree) -> bool:
+        """Whether another forward of the model pays, and the nodes that come of it."""
+        prices, before = chain.row.prices, len(chain.tokens)
+        if not before or not self.traits.stops:
+            return True
+        tokens = sum(GUESSED**depth for depth in range(1 + len(guess)))
+        rise = price_of(prices, before + tokens) - price_of(prices, before)
+        return _WORTH * chain.chance * tokens >= self._fit.shares[len(guess)] + rise
+
     def _built(self, chain: ChainDraft) -> Proposal:
         """The chain, and guesses behind it where they are worth what their nodes cost."""
         row, proposal = chain.row, chain.build()
-        if not (self._guesser and row.spare and chain.goes_on) or row.params.coupling == "drawn":
+        may_grow = row.spare and row.params.coupling != "drawn"
+        if self._guesser is None or not may_grow or not chain.goes_on or chain.num_left:
             return proposal
-        prices = _spare_prices(row.prices, len(chain.tokens), self._token_share)
+        prices = _spare_prices(row.prices, len(chain.tokens), self._token_share, chain.chance)
         row = replace(row, budget=row.spare, prices=prices)
         guess = self._guesser.propose_after(row, chain.tokens).tree
         if not guess.tokens:
             return proposal
         return Proposal.chosen(proposal.tree.hang(guess, len(chain.tokens) - 1))
 
-    def _extend(self, chains: Sequence[ChainDraft], guesses: Sequence[TokenTree]) -> None:
-        """A forward of the model: each chain grows by a token, and by as many as were guessed."""
-        reads = [*map(self._next_read, chains, guesses)]
+    def _extended(self, guesses: Sequence[tuple[ChainDraft, TokenTree]]) -> list[ChainDraft]:
+        """A forward of the model: each chain grows by a token, and by as many as were guessed.
+
+        Returns:
+            Chains that may grow further.
+        """
+        if not guesses:
+            return []
+        chains, reads = (
+            [chain for chain, _ in guesses],
+            [self._next_read(*each) for each in guesses],
+        )
         scores = self._score(chains, reads)
         for chain, read, span in zip(chains, reads, scores.heads, strict=True):
             path = chain.follow(read.tree, partial(self._take, chain, scores, span))
             self._keep(chain, read, path)
+        return [chain for chain in chains if chain.num_left]
 
     def _take(self, chain: ChainDraft, scores: Scores, span: range, ahead: int) -> int | None:
         """Add the token after the first of the chain's own that was read, or after one behind it.
 
         A law of scaled logits alone was drawn from already.
         """
-        row, place = chain.row, span[ahead]
-        if scores.draws is not None and chain.draw_key is not None:
-            draw = scores.draws[place]
-            return chain.take(draw.token if draw and draw.token < self._vocab_size else None)
-        logits_V = fitted(scores.logits_NV[place], self._vocab_size)
-        if row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
-            return chain.take(_filtered_draw(row, row.choices, logits_V, chain.tokens))
-        return chain.extend(logits_V)
+        row, key, logits_V = chain.row, chain.draw_key, scores.logits_NV[span[ahead]]
+        if scores.draws is not None and key is not None:
+            draw = scores.draws[span[ahead]]
+            token = draw.token if draw and draw.token < self._vocab_size else None
+        elif row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
+            logits_V = fitted(logits_V, self._vocab_size)
+            token, key = _filtered_draw(row, row.choices, logits_V, chain.tokens)
+        else:
+            return chain.extend(fitted(logits_V, self._vocab_size))
+        matters = self.traits.stops and chain.num_left > 1 and logits_V.is_cpu
+        if token is None or key is None or not matters:
+            return chain.take(token)
+        return chain.take(Choice(token, chance_alike(logits_V, key)))
 
 
 def fitted(logits_V: Tensor, vocab_size: int) -> Tensor:
@@ -207,24 +245,28 @@ def fitted(logits_V: Tensor, vocab_size: int) -> Tensor:
 
 def _filtered_draw(
     row: DraftRow, choices: SharedChoices, logits_V: Tensor, drafted: Sequence[int]
-) -> int | None:
-    """What the target draws by these logits, as `SharedChoices.best` has it."""
+) -> tuple[int | None, DrawKey | None]:
+    """What the target draws by these logits, as `SharedChoices.best` has it, and by which key."""
     try:
         law = row.rules.law(logits_V, row.tokens, drafted)
     except NonFiniteScoresError:
-        return None
+        return None, None
     key = choices.draw_key(len(drafted), law.scale or 0.0)
     if law.scale is None or key is None:
-        return law.token
-    return gumbel_argmax(law.given_V, key.seed, key.position, law.scale, law.cut)
+        return law.token, key
+    return gumbel_argmax(law.given_V, key.seed, key.position, law.scale, law.cut), key
 
 
-def _spare_prices(prices: Prices, num_drafted: int, token_share: float) -> Prices:
-    """Of further nodes, for what a step with so many drafted tokens takes and commits."""
+def _spare_prices(prices: Prices, num_drafted: int, token_share: float, chance: float) -> Prices:
+    """Of further nodes, for what a step with so many drafted tokens takes and commits.
+
+    Args:
+        chance: that all of these are accepted.
+    """
     before = price_of(prices, num_drafted)
     each = (before + num_drafted * token_share) / (1 + num_drafted)
     rises = (price_of(prices, num_drafted + n) - before for n in range(MOST_GUESSES + 1))
-    return relative([each + rise for rise in rises])
+    return relative([each + rise / max(chance, _LEAST_CHANCE) for rise in rises])
 
 
 def text_guesser(table: NgramTable | None) -> GuidedDrafter:

@@ -35,9 +35,6 @@ from foredraft.system.paths import cache_root
 
 LEAST_BYTES = 32 << 20
 """Smallest weight files of a cached model: smaller models are prepared faster than cached."""
-_MOST_BYTES = 2 << 30
-"""Larger pieces are stored only if they take long to make: the model's own files are almost as
-fast to read."""
 _FREE_SHARE = 4
 """A piece is stored only if this many times its size is free on the disk."""
 _NOTE = "model"
@@ -133,30 +130,48 @@ class KeptFiles:
             return None
 
     def keep(
-        self, name: str, recipe: str, tensors: Mapping[str, Tensor], takes_long: bool = True
+        self,
+        name: str,
+        recipe: str,
+        tensors: Mapping[str, Tensor],
+        instead_of: str | None = None,
     ) -> None:
-        """Write a piece. Where that fails, the next start makes it again.
+        """Write a piece, and say so. Where that fails, the next start makes it again.
 
         Args:
-            takes_long: making it takes longer than reading it; others are kept up to 2 GB.
+            instead_of: a pattern of names: other pieces that it fits are deleted.
         """
-        size = sum(_whole_lines(_num_bytes(tensor)) for tensor in tensors.values())
-        if self.folder is not None and (takes_long or size <= _MOST_BYTES):
-            path = self.folder / name
-            self._try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size)
+        if self.folder is None:
+            return
+        size, path = (
+            sum(_whole_lines(_num_bytes(each)) for each in tensors.values()),
+            self.folder / name,
+        )
+        if not self._try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size):
+            return
+        for other in self.folder.glob(instead_of) if instead_of else ():
+            if other.name.removesuffix(".index") != name:
+                other.unlink(missing_ok=True)
+        if size >= LEAST_BYTES:
+            _LOG.warning(
+                "%.0f MB are kept for quick starts in %s; they may be deleted", size / 1e6, path
+            )
 
-    def _try_to_keep(self, name: str, write: Callable[[], None], size: int = 0) -> None:
+    def _try_to_keep(self, name: str, write: Callable[[], None], size: int = 0) -> bool:
+        """Returns whether it is kept."""
         try:
             root = cache_root()
             root.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(root).free < _FREE_SHARE * size:
                 _LOG.debug("%s is not kept: the disk is nearly full", name)
-                return
+                return False
             write()
             if self.folder is not None and self.model is not None:
                 self._note_model(self.folder.parent / _NOTE)
         except OSError as error:
             _LOG.debug("%s is not kept: %s", name, error)
+            return False
+        return True
 
     def _note_model(self, note: Path) -> None:
         """Beside the pieces; with the first one of a model, those of deleted models go."""

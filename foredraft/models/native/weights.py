@@ -241,7 +241,7 @@ def load_weights(
         bits: 8 or 4: quantise the linear layers, and the head to 8, each as it is read. What the
             model comes with in as many bits is taken as it is. 16: bfloat16 laid out for tiles.
             `AS_STORED`: of a GGUF file for which `why_not_as_stored` has no objection.
-        kept: where weights on CPU are kept in this form, and taken from at the next start.
+        kept: where weights on CPU are kept in the last such form, and taken from at the next start.
         progress: told how much is brought into this form, where none was kept.
 
     Raises:
@@ -254,6 +254,8 @@ def load_weights(
     name = f"weights-{dtype}-{bits}".replace("torch.", "")
     recipe = recipe_of(sys.modules[__name__], quant, config)
     states_dtype = dtype if bits == AS_STORED else None
+    if bits is None:  # a checkpoint is read as fast as a copy of it
+        kept = NOTHING_KEPT
     if (tensors := kept.tensors(name, recipe)) is not None:
         outline = _assemble(_Reader(checkpoint, dtype, "meta", bits=None), config)
         return replace(outline.with_tensors(tensors), states_dtype=states_dtype)
@@ -264,7 +266,7 @@ def load_weights(
     reader = _Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
     weights = replace(_assemble(reader, config), states_dtype=states_dtype)
     reader.raise_problems()
-    kept.keep(name, recipe, weights.tensors(), takes_long=bits is not None)
+    kept.keep(name, recipe, weights.tensors(), instead_of="weights-*")
     return weights
 
 
