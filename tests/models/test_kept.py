@@ -177,10 +177,20 @@ def test_small_models_keep_nothing(tmp_path: Path) -> None:
     assert KeptFiles.of(Checkpoint(tmp_path / "model")).folder is None
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4, 16])
+def test_weights_that_are_not_laid_out_anew_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    directory = _model(tmp_path / "model")
+    folder = KeptFiles(tmp_path / "kept")
+    load_weights(directory, read_config(directory), torch.bfloat16, kept=folder)
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 16])
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2"])
 def test_kept_weights_are_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, bits: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, bits: int
 ) -> None:
     try:
         load_library()
