@@ -98,21 +98,41 @@ def _gguf_sizes(name: str, revision: str | None) -> dict[str, int]:
     Raises:
         ConfigError, ModelLoadError: the hub does not say, and nothing is cached.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
 
     try:
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
         found = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     except Exception as error:
-        try:
-            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        except Exception:
+        found = _cached(name, revision or "main")
+        if not found:
             raise _explain(name, revision, error) from error
-        found = {str(path.relative_to(folder)): 0 for path in folder.rglob("*.gguf")}
     return {
         file: size
         for file, size in sorted(found.items())
         if file.lower().endswith(".gguf") and not Path(file).name.startswith("mmproj")
+    }
+
+
+def _cached(name: str, revision: str) -> dict[str, int]:
+    """The files of a repository in the hub's cache with their bytes; a snapshot may lack others."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return {}
+    snapshots = [
+        each
+        for repository in repositories
+        if repository.repo_id == name and repository.repo_type == "model"
+        for each in repository.revisions
+        if revision in (each.commit_hash, *each.refs)
+    ]
+    return {
+        str(file.file_path.relative_to(each.snapshot_path)): file.size_on_disk
+        for each in snapshots
+        for file in each.files
     }
 
 
