@@ -68,7 +68,11 @@ struct Workspace {
     const int64_t panel = panel_rows(Form::rows({}, E), T);
     const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);
     gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(model.feed_forward));
-    gate_up_size = whole_lines(2 * T * gate_up_rows) + kApart;
+    // Room for the rounding of rows, too: a description is used for fewer tokens than it was made for,
+    // so no smaller number of tokens may need more room.
+    const int64_t rounded = std::max(kScratch, T * panel) + T * whole_lines(1);
+    gate_up_size =
+        whole_lines(2 * std::min(rounded, T * whole_lines(model.feed_forward))) + kApart;
     take(hidden, T * E);
     take(normed, preparing * normed_size);
     take(qkv, T * std::max(num_qkv_rows(model), recurrent.width));
