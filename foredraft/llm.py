@@ -235,6 +235,7 @@ class LLM:
             draft.tokenizer if draft else None,
             self.cost.ms([(1, USUAL_CONTEXT)]) if self.cost else None,
             _size_share(self.plan, self.draft_plan),
+            is_fixed=self.options.num_draft_tokens is not None,
         )
 
     def request_options(

@@ -45,6 +45,7 @@ class DrafterContext:
         plain_ms: milliseconds of a step of the target without drafts; None: not measured.
         size_share: bytes that a forward of the draft model reads, over the target's; None: not
             known.
+        is_fixed: whether the user has set the number of draft tokens: then none is left out.
     """
 
     target: Target
@@ -54,6 +55,7 @@ class DrafterContext:
     draft_tokenizer: TextCodec | None = None
     plain_ms: float | None = None
     size_share: float | None = None
+    is_fixed: bool = False
 
     @property
     def fingerprint(self) -> str | None:

@@ -226,7 +226,10 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
         options = {"head": saved_head(built), "table": saved_table()}
     if built == "self_draft":  # by itself it takes what is faster, which varies on a tiny model
         options = {"bits": 4}
-    context = DrafterContext(target, draft_model, options, tokenizer=codec, draft_tokenizer=codec)
+    # Where a chain stops depends on how long forwards take.
+    context = DrafterContext(
+        target, draft_model, options, tokenizer=codec, draft_tokenizer=codec, is_fixed=True
+    )
     return Setup(target, build_drafter(built, context), draft_model)
 
 

@@ -231,7 +231,7 @@ def test_every_parameter_has_a_case() -> None:
 def pairs() -> Iterator[Any]:
     """All of them; on a real forward most are left to `make test-all`."""
     for name in (*drafter_names(), *WITH_HEADS):
-        needs = {need for need, wanted in vars(spec_of(name).needs).items() if wanted}
+        needs = set(spec_of(name).needs)
         on_tables = needs <= {"tree_attention", "taps"} and name not in WITH_HEADS
         for case in CASES:
             quick = on_tables or case == "all at once"

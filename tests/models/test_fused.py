@@ -304,7 +304,8 @@ class Int8ActivationsReference(Int8Reference):
     """Weights of 4 bits are multiplied with activations of int8, each 32 with a scale."""
 
     def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        assert isinstance(weight, PackedMatrix)
+        if not isinstance(weight, PackedMatrix):  # small ones of recurrent layers
+            return EagerDecoder._linear(self, x, weight, bias)
         if weight.bits > 4:
             return super()._linear(x, weight, bias)
         blocks = F.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))

@@ -248,7 +248,7 @@ def tiny_gguf(tmp_path: Path) -> Path:
 
 def convert(gguf: Path, into: Path) -> None:
     assert SMOLLM2.finish is not None
-    SMOLLM2.finish([gguf], into, SilentProgress())
+    SMOLLM2.finish(gguf, into, SilentProgress())
 
 
 @pytest.fixture

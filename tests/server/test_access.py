@@ -19,6 +19,7 @@ from foredraft.server.app import create_app
 from foredraft.server.gate import ApiKeys
 from foredraft.server.settings import LocalSettings, ServerSettings
 from tests.server.conftest import Running, running
+from tests.server.test_lifecycle import wait_until
 
 KEYS = ["first-key-12345", "second-key-12345"]
 OPEN = {"/health", "/ready", "/live"}
@@ -232,9 +233,13 @@ def test_an_answer_and_its_line_of_the_log_have_one_id(
         odd = client.get("/v1/models", headers={"x-request-id": "a b"}).headers["x-request-id"]
     assert sent == "mine-7"
     assert made != odd != "a b"
-    lines = [json.loads(each.message) for each in caplog.records if each.name.endswith("access")]
-    found = {line["request_id"]: line["key"] for line in lines if "request_id" in line}
-    assert found == {made: "key-2", sent: "key-2", odd: "key-2"}
+
+    def found() -> dict[str, str]:
+        lines = [json.loads(each.message) for each in caplog.records if "access" in each.name]
+        return {line["request_id"]: line["key"] for line in lines}
+
+    wait_until(lambda: len(found()) == 3)  # a line comes after its answer
+    assert found() == {made: "key-2", sent: "key-2", odd: "key-2"}
 
 
 def test_one_key_may_have_only_so_many_replies(load: Callable[..., LLM]) -> None:

@@ -254,7 +254,9 @@ def _build(context: DrafterContext) -> Drafter:
         guesses = guesses and context.target.capabilities.parts is not None
         guesser = text_guesser(found_table(context, "table")) if guesses else None
         fit = measured_fit(context.target, model)
-        return DraftModelDrafter(model, fit, guesser, context.target.vocab_size, stops=True)
+        return DraftModelDrafter(
+            model, fit, guesser, context.target.vocab_size, stops=not context.is_fixed
+        )
     for who, each in (("target", context.target), ("draft model", model)):
         if not each.capabilities.tree_attention:
             raise CapabilityError(

@@ -173,6 +173,8 @@ class StagedDrafter(BaseDrafter, ABC):
         prices, before = chain.row.prices, len(chain.tokens)
         if not before or not self.traits.stops:
             return True
+        if chain.row.params.coupling == "drawn":  # drawn texts repeat, whatever the machine's times
+            return True
         tokens = sum(GUESSED**depth for depth in range(1 + len(guess)))
         rise = price_of(prices, before + tokens) - price_of(prices, before)
         return _WORTH * chain.chance * tokens >= self._fit.shares[len(guess)] + rise

@@ -332,7 +332,9 @@ def _said_by_family(
         elif value is not None:
             found[name] = None if type(value) is int and value == 0 else value
     heads = file.metadata.get(f"{family.gguf.architecture}.attention.head_count_kv")
-    if family.recurrent and isinstance(heads, np.ndarray):
+    if isinstance(heads, np.ndarray):
+        if not family.recurrent:
+            _refuse(file, "attention.head_count_kv is array; its layers must have the same heads")
         names = (RECURRENT_TYPES[family.recurrent], "full_attention")
         found["layer_types"] = [names[bool(count)] for count in heads[: len(tensors)]]
     if "attention_bias" in family.reads:

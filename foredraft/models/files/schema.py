@@ -153,7 +153,7 @@ class DecoderFields(_Schema):
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     max_position_embeddings: Count
-    rms_norm_eps: Epsilon = Field(validation_alias=AliasChoices("norm_eps", "rms_norm_eps"))
+    rms_norm_eps: Epsilon = Field(validation_alias=AliasChoices("rms_norm_eps", "norm_eps"))
     hidden_act: str = "silu"
     hidden_activation: str | None = None
     rope_theta: Theta | None = None
