@@ -24,7 +24,7 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.core.logprobs import TokenLogprobs
-from foredraft.core.params import SamplingParams
+from foredraft.core.params import SamplingParams, ThinkingLimit
 from foredraft.core.rules.book import RuleBook
 from foredraft.drafters import drafter_names
 from foredraft.drafters.base import Drafter
@@ -71,6 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
     "prediction": {"prediction": "abcabcabc"},
     "speculation": {"speculation": "off"},
     "max_draft_tokens": {"max_draft_tokens": 1},
+    "skip_special_tokens": {"skip_special_tokens": False},
+    "thinking": {"thinking": ThinkingLimit(3, (), (5, 1))},
     "all at once": {
         "top_k": 5,
         "top_p": 0.95,
@@ -273,7 +275,7 @@ def test_the_cases_do_something() -> None:
     texts = {case: [r[:3] for r in plain("table", case, 1.0)] for case in CASES}
     same = {case for case in CASES if texts[case] == texts["temperature"]} - {"temperature"}
     drafting = {"coupling", "prediction", "speculation", "max_draft_tokens"}
-    assert same == {"logprobs", "prompt_logprobs"} | drafting
+    assert same == {"logprobs", "prompt_logprobs", "skip_special_tokens"} | drafting
     told, of_prompt = (plain("table", case, 1.0)[0] for case in ("logprobs", "prompt_logprobs"))
     assert len(told[5][0]) == 3 * len(told[1])
     assert len(of_prompt[6][0]) == 2 * len(PROMPTS[0]) - 1
