@@ -15,7 +15,7 @@ import inspect
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import Parameter, Signature, signature
@@ -237,7 +237,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters += _common_options(parameters, settable)
 
     def run(**given: Any) -> None:
-        assigned = _assigned(settable, given.pop(_SET, None) or ())
+        assigned = _assigned(settable, given.keys(), given.pop(_SET, None) or ())
         objects = {name: group.build(given, assigned) for name, group in groups.items()}
         own = {name: value for name, value in given.items() if name in hints}
         command(**own, **objects)
@@ -312,14 +312,18 @@ class OptionsCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def _assigned(settable: Mapping[str, _Field], texts: Sequence[str]) -> dict[str, Any]:
-    """What ``--set`` says, by field."""
+def _assigned(
+    settable: Mapping[str, _Field], options: Container[str], texts: Sequence[str]
+) -> dict[str, Any]:
+    """What ``--set`` says, by field; ``options`` are fields with options of their own."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         name = name.replace("-", "_")
         if not equals:
             raise ConfigError(f"--set {text!r} is not NAME=VALUE")
+        if name in options:
+            raise ConfigError(f"--set {name}: it is the option --{name.replace('_', '-')}")
         if name not in settable:
             raise ConfigError(f"--set {name}: there is no such setting{nearest(name, settable)}")
         each = settable[name]

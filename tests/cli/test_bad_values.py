@@ -38,6 +38,7 @@ SAMPLING_VALUES = [
     ("--temperature", "nan", "temperature must be a finite number"),
     ("--top-k", "-1", "top_k is -1"),
     ("--top-p", "0", "top_p is 0"),
+    ("--set", "max_tokens=3", "it is the option --max-tokens"),
     ("--set", "min_p=2", "min_p is 2"),
     ("--seed", "-1", "seed is -1"),
     ("--seed", "99999999999999999999999", "seed is"),
