@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
-from itertools import cycle, islice
 from math import ceil
 from typing import Any
 
@@ -50,6 +49,8 @@ _FAULT_TEXTS, _FAULT_TOKENS = (4, 4, 8, 16, 32, 64), 64
 """Texts of each look for a planted fault; it ends when one has found it."""
 _PARAMETER_TEXTS, _PARAMETER_TOKENS = 2, 24
 _TINY_CHUNK = 16
+_CUT = 3
+"""Tokens that a prompt loses at each turn."""
 _SEED_STEP = 1_000_003
 """Between the seeds of two texts."""
 
@@ -205,9 +206,10 @@ class OwnAudit:
             self._progress.advance(len(ways) / 7)
         figures = {"ways": ways, "tokens_compared": compared, "texts_differing": len(evidence)}
         if not evidence:
+            distinct = compared // len(ways)  # the ways write the same texts
             said = (
-                f"{compared} tokens in {len(ways)} ways, none differs: "
-                f"fewer than {share_below(compared, 0.95):.1e} of all tokens do"
+                f"{distinct} tokens in each of {len(ways)} ways, none differs: "
+                f"fewer than {share_below(distinct, 0.95):.1e} of all tokens do"
             )
             return Level("bits", Finding.SAME_BITS, "; ".join([said, *notes]), figures)
         said = f"{len(evidence)} texts differ from plain decoding, one at a time"
@@ -331,16 +333,17 @@ class OwnAudit:
     ) -> None:
         """Score one reply again, and add the results."""
         result, num_prompt = reply.result, len(reply.prompt)
-        sha = _sha256(reply.prompt)
+        sha, is_greedy = _sha256(reply.prompt), params.temperature == 0.0
+        context = hash((reply.prompt, None if is_greedy else result.seed))
         (request,) = self.llm.engine.prepare(reply.prompt, params)
         if law is not None:
             law.begin()
         with self.llm.engine.lock:
             for at in self._plain.scored(request.rules, reply.prompt, result.token_ids):
                 different = difference_of(at, params, result.seed, num_prompt)
-                margins.add(
-                    different and Difference(result.request_id, at.index, at.token, *different, sha)
-                )
+                where = result.request_id, at.index, at.token
+                margins.add(different and Difference(*where, *different, sha), context)
+                context = hash((context, at.token))
                 if law is not None and at.law.scale is not None:
                     key = result.request_id, num_prompt + at.index
                     # Drafts of seeded requests are chosen with the noise of the draw itself.
@@ -534,11 +537,16 @@ class OwnAudit:
     ) -> list[AuditedReply]:
         """Replies number ``first`` and following, each with a seed of its own.
 
+        A greedy reply does not depend on its seed: where a prompt comes again, it lacks more of its
+        beginning.
+
         Args:
             prompts: that are taken in turns; all of them where none is given.
         """
-        prompts = list(islice(cycle(prompts or self.prompts), first, first + number))
-        params = (params or self.params).of_length(max_tokens)
+        prompts, params = prompts or self.prompts, (params or self.params).of_length(max_tokens)
+        turns = [divmod(index, len(prompts)) for index in range(first, first + number)]
+        is_greedy = params.temperature == 0.0
+        prompts = [_shortened(prompts[at], turn if is_greedy else 0) for turn, at in turns]
         results = self._run(view, prompts, params, first)
         return [AuditedReply(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
 
@@ -571,6 +579,11 @@ class OwnAudit:
         """Whether this share of the time limit is over."""
         left = self._ends_at - time.monotonic()
         return left <= (1.0 - share) * self.options.time_limit
+
+
+def _shortened(prompt: tuple[int, ...], turn: int) -> tuple[int, ...]:
+    """A prompt without its first tokens, so that it is another at each turn; half of it stays."""
+    return prompt[min(_CUT * turn, len(prompt) // 2) :]
 
 
 def _sha256(ids: object) -> str:

@@ -133,7 +133,7 @@ class Margins:
 
     Attributes:
         tolerance: the largest margin of a near-tie.
-        tokens: looked at.
+        tokens: looked at; each context counts once, as a greedy reply to one prompt never changes.
         near_ties: of these within the tolerance.
         structural: of these beyond it.
         examples: the first of them, near-ties or not.
@@ -144,9 +144,18 @@ class Margins:
     near_ties: int = 0
     structural: int = 0
     examples: list[Difference] = field(default_factory=list)
+    _contexts: set[int] = field(default_factory=set)
 
-    def add(self, difference: Difference | None) -> None:
-        """Add a token; None: it is the one that was due."""
+    def add(self, difference: Difference | None, context: int) -> None:
+        """Add a token.
+
+        Args:
+            difference: None: it is the one that was due.
+            context: a hash of the text before it, and of the seed where it is drawn.
+        """
+        if context in self._contexts:
+            return
+        self._contexts.add(context)
         self.tokens += 1
         if difference is None:
             return

@@ -137,6 +137,7 @@ class Endpoint:
     Args:
         http: a client with its address.
         model: the model to ask for, where a server needs its name.
+        keeps: whether requests and answers are kept: a long audit makes many.
 
     Attributes:
         requests: made so far.
@@ -145,6 +146,7 @@ class Endpoint:
 
     http: httpx.Client
     model: str | None = None
+    keeps: bool = True
     requests: int = 0
     kept: list[dict[str, Any]] = field(default_factory=list)
     _ways: Sequence[Mapping[str, Any]] = _WAYS_TO_ASK
@@ -228,7 +230,8 @@ class Endpoint:
         """Count and record a request and its answer; returns the completion, and its prompt's
         tokens."""
         self.requests += number
-        self.kept.append({"url": self.name, "request": body, "answer": answer})
+        if self.keeps:
+            self.kept.append({"url": self.name, "request": body, "answer": answer})
         choice: dict[str, Any] = answer["choices"][0]
         return choice | {"num_prompt": (answer.get("usage") or {}).get("prompt_tokens")}
 
@@ -349,10 +352,10 @@ class ServerAudit:
         }
         evidence = [
             {
-                "served": place.token,
+                "served": at.token,
                 "alone": probe.token,
                 "margin": gap,
-                "before": place.before[-80:],
+                "before": at.before[-80:],
             }
             for gap, at, probe in sorted(gaps, key=lambda each: -each[0])[:10]
         ]

@@ -26,6 +26,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 RARE = 1e-4
 """Tokens below this probability share one cell: they are too rare to test one by one."""
+_ROUNDS_AT_ONCE = 1024
 _LEAST_VARIANCE = 10.0
 """Least variance of a sum, in squares of its largest step: below it the normal tail does not
 apply."""
@@ -302,8 +303,10 @@ def two_sample_p(samples: Sequence[tuple[Sequence[str], Sequence[str]]], rounds:
         kernel = (places[:, None] == places[None]).mean(2)
         signs = np.array([1.0 / len(first)] * len(first) + [-1.0 / len(second)] * len(second))
         seen += float(signs @ kernel @ signs)
-        signs_RN = drawn.permuted(np.tile(signs, (rounds, 1)), axis=1)
-        exchanged_R += ((signs_RN @ kernel) * signs_RN).sum(1)
+        for start in range(0, rounds, _ROUNDS_AT_ONCE):
+            part_R = exchanged_R[start : start + _ROUNDS_AT_ONCE]
+            signs_RN = drawn.permuted(np.tile(signs, (len(part_R), 1)), axis=1)
+            part_R += ((signs_RN @ kernel) * signs_RN).sum(1)
     return float(1 + (exchanged_R >= seen - 1e-12).sum()) / (1 + rounds)
 
 

@@ -97,10 +97,11 @@ def _of_server(
     from foredraft.cli.display import RichProgress
 
     assert server.endpoint is not None
-    endpoint = Endpoint(connect(server.endpoint, api_key), server.served_model)
+    keeps = server.keep is not None
+    endpoint = Endpoint(connect(server.endpoint, api_key), server.served_model, keeps)
     plain: Plain | None = None
     if server.plain_endpoint is not None:
-        plain = Endpoint(connect(server.plain_endpoint, api_key), server.served_model)
+        plain = Endpoint(connect(server.plain_endpoint, api_key), server.served_model, keeps)
     elif server.reference is not None:
         plain = Reference(o.load_llm(replace(load, model=server.reference, drafter="none")))
     with RichProgress() as progress:

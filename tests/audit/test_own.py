@@ -11,7 +11,8 @@ import pytest
 from foredraft.audit.faults import FAULTS, Fault, planted
 from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.audit.options import AuditOptions
-from foredraft.audit.own import AuditedReply, OwnAudit
+from foredraft.audit.own import AuditedReply, OwnAudit, _shortened
+from foredraft.audit.plain import Margins
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
@@ -154,6 +155,18 @@ def test_requests_with_a_least_length_are_audited_at_shorter_ones_too() -> None:
     assert [len(reply.result.token_ids) for reply in audit._replies(audit.llm, 0, 2, 12)] == [
         12
     ] * 2
+
+
+def test_a_context_is_evidence_once() -> None:
+    """At temperature 0 a seed changes nothing, and the same prompt gives the same reply."""
+    margins = Margins(0.0)
+    for context in (1, 1, 2):
+        margins.add(None, context)
+    assert margins.tokens == 2
+    prompt = tuple(range(20))
+    again = [_shortened(prompt, turn) for turn in range(5)]
+    assert [len(each) for each in again] == [20, 17, 14, 11, 10]
+    assert all(each == prompt[-len(each) :] for each in again)
 
 
 def test_too_little_time_is_inconclusive_and_says_what_is_missing() -> None:
