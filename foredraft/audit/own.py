@@ -140,6 +140,7 @@ class OwnAudit:
         if drafter is None and llm.drafter_name == "none":
             raise ConfigError("nothing drafts here, so there is nothing to audit; name a --drafter")
         self.drafter_name = llm.drafter_name if drafter is None else type(drafter).__name__
+        self._drafted_by: set[str] = set()
         room = llm.target.max_context - self.tokens
         found = encoded_prompts(llm, self.options.prompts)
         self.prompts = [tuple(ids) for _, ids in found if len(ids) < room]
@@ -156,7 +157,9 @@ class OwnAudit:
         """Run all levels, and report their findings."""
         began, options = time.monotonic(), self.llm.options
         levels = self.run()
-        params = self.params
+        params, drafted_by = self.params, sorted(self._drafted_by)
+        if self._drafter is None and drafted_by:  # with auto several may draft
+            self.drafter_name = " and ".join(drafted_by)
         coupling = f", coupling {params.coupling}" if params.coupling != "seeded" else ""
         return AuditReport(
             subject=f"{options.model} at temperature {params.temperature:g}{coupling} with drafter "
@@ -548,6 +551,7 @@ class OwnAudit:
         is_greedy = params.temperature == 0.0
         prompts = [_shortened(prompts[at], turn if is_greedy else 0) for turn, at in turns]
         results = self._run(view, prompts, params, first)
+        self._drafted_by |= {name for each in results for name in each.stats.drafters} - {"rules"}
         return [AuditedReply(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
 
     def _one_by_one(self, view: LLM, prompts: Sequence[Ids], params: SamplingParams) -> Texts:
