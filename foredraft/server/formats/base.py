@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
-from foredraft.server.formats.reading import Incoming, Part, Reads
+from foredraft.server.formats.reading import Incoming, Part, Reads, json_calls
 
 Tool = Mapping[str, Any]
 """A tool in OpenAI's form."""
@@ -27,12 +27,15 @@ last a schema with ``oneOf`` is refused."""
 class Format:
     """How the models of a family write thoughts and tool calls.
 
-    This class is the form of models that call no tools. A family overrides what differs.
+    This class is the form of models that call no tools, and calls are JSON objects where a family
+    says no more than its marks. A family overrides what differs.
 
     Attributes:
         name: as ``--tool-format`` takes it.
         shows: texts that a chat template of the family has, all of them.
         begins: marks of which each begins a call, or several.
+        end_call: the mark that ends them; empty: the end of the reply does.
+        arguments_key: the key of the arguments in a call that is a JSON object.
         think: the mark that opens thoughts.
         end_think: the mark that closes them.
         stops_thinking: what is written to end thoughts that are too long.
@@ -48,6 +51,8 @@ class Format:
     name: ClassVar[str] = "none"
     shows: ClassVar[tuple[str, ...]] = ()
     begins: ClassVar[tuple[str, ...]] = ()
+    end_call: ClassVar[str] = ""
+    arguments_key: ClassVar[str] = "arguments"
     think: ClassVar[str] = "<think>"
     end_think: ClassVar[str] = "</think>"
     stops_thinking: ClassVar[str] = "</think>"
@@ -64,7 +69,8 @@ class Format:
 
     def marks(self) -> tuple[str, ...]:
         """Texts that must reach the reader of a reply, though they may be special tokens."""
-        return (*self.begins, self.think, self.end_think)
+        ends = (self.end_call,) if self.end_call else ()
+        return (*self.begins, self.think, self.end_think, *ends)
 
     def adapted(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool]
@@ -121,7 +127,7 @@ class Format:
         Returns:
             Whether there were any. If not, what has been read is content.
         """
-        raise NotImplementedError
+        return (yield from json_calls(text, self.end_call))
 
     # -------------------------------------------------------------------------------- the grammar
 
@@ -131,11 +137,12 @@ class Format:
         Args:
             rule: the name of the rule that is a call; others begin with it.
         """
-        raise NotImplementedError
+        call, rules = self.json_call(rule, tool)
+        return f"{rule}: {call}\n{rules}"
 
-    def json_call(self, rule: str, tool: Tool, key: str = "arguments") -> tuple[str, str]:
-        """A call as JSON: an expression, and the rules that it needs."""
-        start = f'{{"name": {json.dumps(name_of(tool))}, "{key}": '
+    def json_call(self, rule: str, tool: Tool) -> tuple[str, str]:
+        """A call as a JSON object: an expression, and the rules that it needs."""
+        start = f'{{"name": {json.dumps(name_of(tool))}, "{self.arguments_key}": '
         return f"{literal(start)} {rule}_value {literal('}')}", value_rule(f"{rule}_value", tool)
 
 
@@ -185,8 +192,7 @@ def parameters_of(tool: Tool) -> Mapping[str, Any]:
 
 def value_rule(rule: str, tool: Tool) -> str:
     """The rule of a tool's arguments as JSON."""
-    schema = {**parameters_of(tool), "x-guidance": _COMPACT}
-    return f"{rule}: %json {json.dumps(schema, allow_nan=False)}\n"
+    return schema_rule(rule, parameters_of(tool))
 
 
 def schema_rule(rule: str, schema: Mapping[str, Any]) -> str:

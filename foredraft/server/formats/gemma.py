@@ -109,7 +109,7 @@ class FunctionGemma(Gemma4):
     quote = "<escape>"
 
     def marks(self) -> tuple[str, ...]:
-        return (*Format.marks(self), self.end_call, self.quote)
+        return (*Format.marks(self), self.quote)
 
 
 class _Values:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from foredraft.server.formats.base import Format, Spell, Tool
-from foredraft.server.formats.reading import Incoming, Reads, json_calls
+from foredraft.server.formats.base import Format
 
 CALL = "<|tool_call|>"
 
@@ -20,10 +18,3 @@ class Granite(Format):
     between = ", "
     before_call = f"{CALL}["
     after_call = "]"
-
-    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
-        return (yield from json_calls(text))
-
-    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        call, rules = self.json_call(rule, tool)
-        return f"{rule}: {call}\n{rules}"

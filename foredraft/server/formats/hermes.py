@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from foredraft.server.formats.base import Format, Spell, Tool
-from foredraft.server.formats.reading import Incoming, Reads, json_calls
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
@@ -16,12 +13,7 @@ class Hermes(Format):
     name = "hermes"
     shows = (CALL,)
     begins = (CALL,)
-
-    def marks(self) -> tuple[str, ...]:
-        return (*super().marks(), END_CALL)
-
-    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
-        return (yield from json_calls(text, END_CALL))
+    end_call = END_CALL
 
     def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
         call, rules = self.json_call(rule, tool)

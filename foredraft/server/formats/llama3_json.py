@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foredraft.server.formats.base import Format, Spell, Tool, name_of
+from foredraft.server.formats.base import Format, Tool, name_of
 from foredraft.server.formats.reading import Incoming, Reads, held, json_calls
 
 PYTHON = "<|python_tag|>"
@@ -17,6 +17,7 @@ class Llama3Json(Format):
     name = "llama3_json"
     shows = ('"parameters": dictionary',)
     begins = (PYTHON,)
+    arguments_key = "parameters"
     between = "; "
     beside_answer = PYTHON
 
@@ -32,22 +33,16 @@ class Llama3Json(Format):
             return
         yield from super().reply(text, tools, thinks, is_open)
 
-    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
-        return (yield from json_calls(text))
-
-    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        call, rules = self.json_call(rule, tool, "parameters")
-        return f"{rule}: {call}\n{rules}"
-
 
 def _begins_a_call(text: Incoming, tools: Sequence[Tool]) -> Reads[bool]:
     """Whether a reply is a call of one of the tools, as far as its name says."""
-    heads = tuple(f'{head}{name_of(tool)}"' for head in _HEADS for tool in tools)
+    named = (f'{head}{name_of(tool)}"' for head in _HEADS for tool in tools)
+    heads = tuple("".join(head.split()) for head in named)
     while True:
         begun = "".join(text.rest.split())
-        if begun.startswith(tuple("".join(head.split()) for head in heads)):
+        if begun.startswith(heads):
             return True
-        if begun and held(begun, tuple("".join(head.split()) for head in heads)) < len(begun):
+        if begun and held(begun, heads) < len(begun):
             return False
         if not (yield from text.more()):
             return False

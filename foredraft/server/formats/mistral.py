@@ -19,7 +19,7 @@ class MistralV3(Format):
     name = "mistral_v3"
     shows: ClassVar[tuple[str, ...]] = (CALLS,)
     begins = (CALLS,)
-    between = ", "
+    before_call, between, after_call = f"{CALLS}[", ", ", "]"
     think, end_think, stops_thinking = "[THINK]", "[/THINK]", "[/THINK]"
 
     def marks(self) -> tuple[str, ...]:
@@ -48,13 +48,6 @@ class MistralV3(Format):
         yield from text.skip()
         yield from json_value(text, CALLS)
         return True
-
-    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        call, rules = self.json_call(rule, tool)
-        return f"{rule}: {call}\n{rules}"
-
-    before_call = f"{CALLS}["
-    after_call = "]"
 
 
 class MistralTekken(MistralV3):

@@ -8,7 +8,6 @@ from typing import Any
 
 from foredraft.server.formats.base import Tool
 from foredraft.server.formats.granite import Granite
-from foredraft.server.formats.reading import Incoming, Reads, json_calls
 
 END_CALL = "<|/tool_call|>"
 
@@ -18,10 +17,8 @@ class Phi4Mini(Granite):
 
     name = "phi4_mini"
     shows = ("<|tool|>", "<|/tool|>")
+    end_call = END_CALL
     after_call = f"]{END_CALL}"
-
-    def marks(self) -> tuple[str, ...]:
-        return (*super().marks(), END_CALL)
 
     def adapted(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool]
@@ -34,6 +31,3 @@ class Phi4Mini(Granite):
         if first.get("role") not in ("system", "developer"):
             return [{"role": "system", "content": "", "tools": shown}, *messages]
         return [{**first, "tools": shown}, *others]
-
-    def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
-        return (yield from json_calls(text, END_CALL))

@@ -14,6 +14,7 @@ from foredraft.server.formats.base import (
     Tool,
     choices_of,
     is_text,
+    literal,
     name_of,
     parameters_of,
     schema_rule,
@@ -32,9 +33,7 @@ class Qwen3Coder(Format):
     name = "qwen3_coder"
     shows = (FUNCTION,)
     begins = (CALL, FUNCTION)
-
-    def marks(self) -> tuple[str, ...]:
-        return (*super().marks(), END_CALL)
+    end_call = END_CALL
 
     def calls(self, text: Incoming, mark: str, tools: Sequence[Tool]) -> Reads[bool]:
         if mark == CALL:
@@ -114,11 +113,11 @@ def _value_rules(rule: str, schema: Mapping[str, Any]) -> tuple[str, str]:
     end = f"\n{END_PARAMETER}\n"
     choices = choices_of(schema)
     if is_text(schema) and not choices:
-        return rule, f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/\n"
+        return rule, f"{rule}[suffix={literal(end)}]: /(?s:.*)/\n"
     if is_text(schema):
-        texts = " | ".join(json.dumps(str(each), ensure_ascii=False) for each in choices)
-        return f"({texts}) {json.dumps(end)}", ""
-    return f"{rule} {json.dumps(end)}", schema_rule(rule, schema)
+        texts = " | ".join(literal(str(each)) for each in choices)
+        return f"({texts}) {literal(end)}", ""
+    return f"{rule} {literal(end)}", schema_rule(rule, schema)
 
 
 def _properties(tool: Tool) -> Mapping[str, Any]:
