@@ -201,12 +201,11 @@ class StateCache(KVCache):
             parents: of each of its tree nodes, by number; -1: the last pending token.
         """
         row, length = self._rows[slot], self._slots[slot].length
-        state, num_logged = row.state, length - row.state.position
-        old_LTW = row.log_LTW
+        state, old_LTW = row.state, row.log_LTW
+        num_old = start - state.position
         if start > length:
             between_LTW = row.written_LTW[:, : start - row.first_written]
-            old_LTW = torch.cat((old_LTW, between_LTW), 1) if num_logged else between_LTW
-        num_old = start - state.position
+            old_LTW = torch.cat((old_LTW, between_LTW), 1) if old_LTW.shape[1] else between_LTW
         assert old_LTW.shape[1] == num_old, "the log of a slot and its length differ"
         saves, done = self._saves(slot, row, start, num_pending)
         first_logged = max(0, done.first_written - start)
@@ -216,8 +215,8 @@ class StateCache(KVCache):
             shape.num_layers, num_tokens - first_logged, shape.entry_size
         )
         if start > length:
-            whole_LTW = torch.cat((row.written_LTW[:, : start - row.first_written], new_LTW), 1)
-            new_LTW = whole_LTW[:, start - row.first_written :]
+            whole_LTW = torch.cat((between_LTW, new_LTW), 1)
+            new_LTW = whole_LTW[:, between_LTW.shape[1] :]
             done = replace(done, written_LTW=whole_LTW)
         else:
             done = replace(done, written_LTW=new_LTW)

@@ -16,9 +16,10 @@ from typing import Protocol, TypeVar
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
+from foredraft.engine.request import RequestOptions
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.engine import LoadEngine, ServedEngine, ServedModel
-from foredraft.server.errors import ApiError, unavailable
+from foredraft.server.errors import ApiError, too_many, unavailable
 from foredraft.server.formats import format_of, takes_tools
 from foredraft.server.formats.base import Format, Spell
 from foredraft.server.gate import ApiKeys
@@ -263,15 +264,13 @@ class ServerContext:
         Raises:
             ApiError: 429: it has as many as one key may have.
         """
-        owner, most = (tenant or "").partition("/")[0], self.settings.max_live_per_key
+        owner, most = RequestOptions(tenant).owner or "", self.settings.max_live_per_key
         num_live = self._num_live_of[owner] + num_replies
         if owner and most and num_live > most:
-            raise ApiError(
-                429,
+            raise too_many(
                 f"{num_live} replies of this key would be under way, and {most} are the most: try "
                 "again when one has ended",
-                code="too_many_of_this_key",
-                headers={"Retry-After": "1"},
+                "too_many_of_this_key",
             )
         self._num_live_of[owner] = num_live
         try:

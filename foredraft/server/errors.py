@@ -118,13 +118,21 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(_RETRY_SECONDS)})
 
 
+def too_many(message: str, code: str, seconds: int = _RETRY_SECONDS) -> ApiError:
+    """The error of a client, or a server, with too much under way: 429.
+
+    Args:
+        seconds: after which the client may retry.
+    """
+    return ApiError(429, message, code=code, headers={"Retry-After": str(seconds)})
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """An exception as the client may see it. Unexpected ones are logged, and not described."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        retry = {"Retry-After": str(_RETRY_SECONDS)}
-        return ApiError(429, str(error), code="queue_full", headers=retry)
+        return too_many(str(error), "queue_full")
     if isinstance(error, EngineStoppedError):
         return unavailable("the engine is not running; see the server's log", "engine_stopped")
     if isinstance(error, (PromptError, ConfigError)) and not isinstance(error, _OPERATORS):

@@ -7,8 +7,9 @@ and data of other sites out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ from starlette.responses import Response
 from foredraft.llm import LLM
 from foredraft.server.answers import stream_of
 from foredraft.server.context import ServerContext
-from foredraft.server.errors import ApiError
+from foredraft.server.errors import ApiError, too_many
 from foredraft.server.page_runs import MAX_DRAFT_TOKENS, Lanes, RunBody, run_lanes
 from foredraft.server.wire import JsonResponse, data_event
 from foredraft.system.machine import cpu_name
@@ -88,7 +89,7 @@ class _Page:
 
     def __init__(self, context: ServerContext, llm: Callable[[], LLM]) -> None:
         self._context, self._llm = context, llm
-        self._num_runs = self._num_forwards = 0
+        self._under_way: Counter[str] = Counter()
         self._forward = asyncio.Lock()
 
     @cached_property
@@ -110,11 +111,8 @@ class _Page:
             ApiError: 429: too many runs are under way; 408, 503: it was ended.
             ConfigError, PromptError: it cannot be run.
         """
-        if self._num_runs >= MAX_RUNS:
-            raise _too_many(MAX_RUNS, "runs")
-        self._num_runs += 1
-        self._context.metrics.page_runs.inc()
-        try:
+        page_runs = self._context.metrics.page_runs
+        with self._one_of_few("runs"), page_runs.track_inprogress():
             tenant = self._context.tenant(key_id, None)
             async with self._context.under_way(_Run()) as run:
                 steps = await run_in_threadpool(lambda: run_lanes(self.lanes, body, tenant))
@@ -126,9 +124,6 @@ class _Page:
                 finally:
                     with anyio.CancelScope(shield=True):
                         await run_in_threadpool(steps.close)  # type: ignore[attr-defined]
-        finally:
-            self._num_runs -= 1
-            self._context.metrics.page_runs.dec()
 
     @asynccontextmanager
     async def one_forward(self) -> AsyncIterator[None]:
@@ -137,23 +132,21 @@ class _Page:
         Raises:
             ApiError: 429: too many wait already.
         """
-        if self._num_forwards >= MAX_RUNS:
-            raise _too_many(MAX_RUNS, "forwards")
-        self._num_forwards += 1
-        try:
+        with self._one_of_few("forwards"):
             async with self._forward:
                 yield
+
+    @contextmanager
+    def _one_of_few(self, kind: str) -> Iterator[None]:
+        """Counts what is under way of a kind, and refuses more than `MAX_RUNS`."""
+        if self._under_way[kind] >= MAX_RUNS:
+            said = f"{MAX_RUNS} {kind} of the page are under way: try again in a moment"
+            raise too_many(said, f"too_many_{kind}", seconds=2)
+        self._under_way[kind] += 1
+        try:
+            yield
         finally:
-            self._num_forwards -= 1
-
-
-def _too_many(most: int, kind: str) -> ApiError:
-    return ApiError(
-        429,
-        f"{most} {kind} of the page are under way: try again in a moment",
-        code=f"too_many_{kind}",
-        headers={"Retry-After": "2"},
-    )
+            self._under_way[kind] -= 1
 
 
 class _Run:

@@ -143,10 +143,8 @@ class KeptFiles:
         """
         if self.folder is None:
             return
-        size, path = (
-            sum(_whole_lines(_num_bytes(each)) for each in tensors.values()),
-            self.folder / name,
-        )
+        size = sum(_whole_lines(_num_bytes(each)) for each in tensors.values())
+        path = self.folder / name
         if not self._try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size):
             return
         for other in self.folder.glob(instead_of) if instead_of else ():

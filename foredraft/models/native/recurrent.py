@@ -255,6 +255,7 @@ class _DeltaNet:
         beta_NH1, decay_NH1 = elements_NW[:, sizes.channels :, None].chunk(2, 1)
         saves = {states.num_before(save): save for save in states.saves}
         before = [*range(-1, states.num_old - 1), *states.parents]
+        is_chain = len(set(before)) == len(before)
         left = {-1: matrix_HDV}
         read = []
         for element, parent in enumerate(before):
@@ -263,7 +264,7 @@ class _DeltaNet:
             seen_HV = (matrix_HDV * key_HD1).sum(1)
             delta_HV = (value_NHV[element] - seen_HV) * beta_NH1[element]
             matrix_HDV = matrix_HDV + key_HD1 * delta_HV[:, None]
-            if element == parent + 1 and len(set(before)) == len(before):
+            if is_chain and element == parent + 1:
                 left.pop(parent)  # a chain: nobody else goes on from there
             left[element] = matrix_HDV
             if element >= states.num_old:
