@@ -34,7 +34,7 @@ struct ForedraftLayer {
   ForedraftMatrix output;       // [E, H D]
   const float* output_bias;     // [E] or null
   const float* mlp_norm;        // [E]
-  ForedraftMatrix gate, up;     // [F, E] each, or null: the layer has no MLP
+  ForedraftMatrix gate, up;     // [F, E] each
   ForedraftMatrix down;         // [E, F]
   const float* attention_post_norm;  // [E] of what is added
   const float* mlp_post_norm;        // [E]

@@ -100,7 +100,7 @@ class Worker {
     const ForedraftLayer& layer = model_.layers[index];
     if (layer.convolution) recurrent(layer);
     else if (layer.qkv[0].data) attention(layer);
-    if (layer.gate.data) mlp(index, layer);
+    mlp(index, layer);
     tap(index);
   }
 
@@ -143,7 +143,6 @@ class Worker {
   }
 
   void recurrent(const ForedraftLayer& layer) {
-    if (!layer.qkv[0].data) return;
     const RecurrentLayer<Weight> part{model_, forward_, layer, work_.qkv, work_.gates, work_.attended};
     expect({layer.qkv, layer.qkv + 1});
     normalise(T, nullptr, layer.attention_norm);
@@ -199,7 +198,7 @@ class Worker {
   // Where this thread's share of a coming product begins: prefetched at the end of the one before,
   // memory goes on giving while threads wait for each other.
   const void* first_gate(const ForedraftLayer& layer) const {
-    if (!layer.gate.data || layer.router) return nullptr;
+    if (layer.router) return nullptr;
     return matrix(layer.gate, E).at(me_.share(F, kShareRows).begin);
   }
 

@@ -375,8 +375,7 @@ class FusedDecoder:
             for number, part in enumerate(_qkv_parts(layer.qkv_weight)):
                 described.qkv[number] = self._matrix(part)
                 described.qkv_rows[number] = part.shape[0]
-        if index not in self._weights.no_mlp:
-            described.gate, described.up = self._gate_up(layer)
+        described.gate, described.up = self._gate_up(layer)
         return described
 
     def _describe_mixer(self, described: interface.Layer, mixer: MixerWeights) -> None:

@@ -604,17 +604,16 @@ class PagedDecoder(GraphedDecoder):
                     *(ops, hidden_NE, attended_NX, _plain(layer.output_weight)),
                     *(layer.output_bias, layer.attention_post_norm_E),
                 )
-            if index not in weights.no_mlp:
-                activated_NF = ops.linear(
-                    *(hidden_NE, _plain(layer.gate_up_weight)),
-                    norm_K=layer.mlp_norm_E,
-                    activation="silu" if config.activation == "silu" else "gelu_tanh",
-                    **norms,
-                )
-                hidden_NE = self._added(
-                    *(ops, hidden_NE, activated_NF, _plain(layer.down_weight)),
-                    *(None, layer.mlp_post_norm_E),
-                )
+            activated_NF = ops.linear(
+                *(hidden_NE, _plain(layer.gate_up_weight)),
+                norm_K=layer.mlp_norm_E,
+                activation="silu" if config.activation == "silu" else "gelu_tanh",
+                **norms,
+            )
+            hidden_NE = self._added(
+                *(ops, hidden_NE, activated_NF, _plain(layer.down_weight)),
+                *(None, layer.mlp_post_norm_E),
+            )
             if index in bucket.taps:
                 tapped[index] = hidden_NE
         wanted_NE = hidden_NE.index_select(0, inputs.heads)

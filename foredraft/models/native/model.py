@@ -170,9 +170,8 @@ class EagerDecoder:
                 mix = self._recurrent if layer.mixer else self._attention
                 part_TE = mix(run, self._numbers[index], layer, hidden_TE)
                 hidden_TE = self._add(hidden_TE, part_TE, layer.attention_post_norm_E)
-            if index not in self._weights.no_mlp:
-                part_TE = self._mlp(layer, hidden_TE)
-                hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
+            part_TE = self._mlp(layer, hidden_TE)
+            hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
             if index in taps:
                 tapped[index] = hidden_TE
         return hidden_TE, tapped

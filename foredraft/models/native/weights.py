@@ -149,7 +149,6 @@ class DecoderWeights:
     Attributes:
         embedding_VE: in a dtype, or as the model comes.
         no_attention: layers whose attention is left out.
-        no_mlp: layers whose feed-forward part is left out.
         screen_VE: of drafts the head in fewer bits, which finds the tokens whose logits are then
             computed with the head itself; None: there is none.
         states_dtype: of activations and cache; None: as the embeddings.
@@ -162,7 +161,6 @@ class DecoderWeights:
     final_norm_E: Tensor
     head_VE: Matrix
     no_attention: frozenset[int] = frozenset()
-    no_mlp: frozenset[int] = frozenset()
     screen_VE: PackedMatrix | None = None
     states_dtype: torch.dtype | None = None
     activation_bits: int = 16
