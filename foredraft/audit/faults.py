@@ -105,12 +105,12 @@ class TokenRule:
         is_drawn = isinstance(proposal, DrawnProposal)
         step = self._drawn_step if is_drawn else self._chosen_step
         while node in tree.children:
-            child, token = step(proposal, laws[node], node, len(path), choices)
+            child, token = step(proposal, laws(node), node, len(path), choices)
             if child is None:
                 return Verdict(tuple(path), token, "correction")
             path.append(child)
             node = child
-        law = laws[node]
+        law = laws(node)
         token = (
             choices.draw_residual(law.probs_V) if is_drawn else choices.draw_target(law, len(path))
         )
@@ -167,25 +167,22 @@ def _wrong_row(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Ve
     verdict = verify(proposal, laws, choices)
     if not verdict.path:
         return verdict
-    law = laws[proposal.tree.parents[verdict.path[-1]]]
+    law = laws(proposal.tree.parents[verdict.path[-1]])
     return replace(verdict, next_token=choices.draw_residual(law.probs_V))
 
 
-@dataclass(frozen=True)
-class _Warm:
-    """Laws at another temperature than asked for: at 1, or below it where 1 was asked for."""
+def _draft_temperature_only(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+    """The temperature reaches the draft and not the target.
 
-    laws: NodeLaws
+    It is 1 there, or below it where 1 was asked for.
+    """
 
-    def __getitem__(self, node: int) -> Law:
-        law = self.laws[node]
+    def warm(node: int) -> Law:
+        law = laws(node)
         is_one = law.scale is not None and math.isclose(law.scale, 1.0)
         return Law(law.logits_V, 1.0 / _WRONG_TEMPERATURE if is_one else 1.0, law.token)
 
-
-def _draft_temperature_only(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
-    """The temperature reaches the draft and not the target."""
-    return verify(proposal, _Warm(laws), choices)
+    return verify(proposal, warm, choices)
 
 
 def _wrong_draft_law(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:

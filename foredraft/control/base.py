@@ -70,6 +70,9 @@ class Allowance:
     reason: str = ""
 
 
+NOTHING_ALLOWED = Allowance()
+
+
 class Controller(Protocol):
     """Chooses each row's drafter and budget from past steps; never which tokens.
 

@@ -6,9 +6,10 @@ Shape legend: V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -193,14 +194,9 @@ def draw_token(probs_V: Tensor, uniform: float) -> int:
     return token
 
 
-class NodeLaws(Protocol):
-    """The target's laws by node: ``laws[ROOT]`` after the last pending token, and so on.
-
-    Looking one up may raise: a node with NaN logits has no law. So only nodes that verification
-    reaches are looked up.
-    """
-
-    def __getitem__(self, node: int) -> Law: ...
+NodeLaws: TypeAlias = Callable[[int], Law]
+"""The target's law after a node, ``laws(ROOT)`` after the last pending token. It may raise: a node with
+NaN logits has no law. So only nodes that verification reaches are looked up."""
 
 
 def largest(values_V: Array, count: int) -> list[int]:

@@ -91,7 +91,7 @@ def verify_target_only(proposal: Proposal, laws: NodeLaws, choices: VerifyChoice
     path: list[int] = []
     while True:
         try:
-            law = laws[node]
+            law = laws(node)
         except Exception as error:  # plain decoding would have come here, too
             return Verdict.failed(tuple(path), error)
         token = choices.draw_target(law, len(path))
@@ -115,7 +115,7 @@ def verify_block(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices
     whole block with w_K.
     """
     tokens = proposal.tree.tokens
-    target = [normalised(laws[node].probs_V) for node in range(-1, len(tokens))]
+    target = [normalised(laws(node).probs_V) for node in range(-1, len(tokens))]
     draft = [normalised(draft_V) for draft_V in proposal.draft_probs_NV]
     weights = [1.0]
     for i, token in enumerate(tokens):
@@ -187,7 +187,7 @@ class _Traversal:
     def visit(self, node: int, weight: float) -> _Accepted | None:
         """The accepted end of a path through ``node``; None when there is none."""
         tree = self.proposal.tree
-        target_V = normalised(self.laws[node].probs_V)
+        target_V = normalised(self.laws(node).probs_V)
         children = tree.children.get(node, ())
         draft_V = self._draft_probs(children[0]) if children else target_V
         for child in children:
@@ -256,7 +256,7 @@ class SoundPart:
     """
 
     proposal: DrawnProposal
-    laws: Mapping[int, Law]
+    laws: NodeLaws
     nodes: tuple[int, ...]
     errors: Mapping[int, Exception]
 
@@ -277,7 +277,7 @@ def sound_part(proposal: DrawnProposal, laws: NodeLaws) -> SoundPart:
         parent = ROOT if node == ROOT else tree.parents[node]
         if node == ROOT or parent in found:
             try:
-                found[node] = laws[node]
+                found[node] = laws(node)
             except Exception as error:  # said when the node is reached
                 errors[node] = error
     kept = tuple(n for n in range(len(tree)) if tree.parents[n] in found)
@@ -287,7 +287,7 @@ def sound_part(proposal: DrawnProposal, laws: NodeLaws) -> SoundPart:
     by_new = {new: {**found, **stand_ins}[old] for new, old in enumerate(kept)}
     if ROOT in found:
         by_new[ROOT] = found[ROOT]
-    return SoundPart(proposal, by_new, kept, errors)
+    return SoundPart(proposal, by_new.__getitem__, kept, errors)
 
 
 # ---------------------------------------------------------------------------------------- evidence
@@ -337,7 +337,7 @@ class Evidence(VerifyChoices):
 
     def __getitem__(self, node: int) -> Law:
         if node not in self._known:
-            self._known[node] = self._laws[node]
+            self._known[node] = self._laws(node)
         return self._known[node]
 
     def draw_target(self, law: Law, depth: int) -> int:
@@ -358,6 +358,6 @@ def recorded(rule: Rule) -> Rule:
 
     def verify_and_record(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
         evidence = Evidence(proposal, laws, choices)
-        return replace(rule(proposal, evidence, evidence), evidence=evidence)
+        return replace(rule(proposal, evidence.law, evidence), evidence=evidence)
 
     return verify_and_record

@@ -22,7 +22,7 @@ from foredraft.engine.guard import LoadedDrafter, guarded
 from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.request import Request
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
-from foredraft.engine.turn import Nodes, Turn
+from foredraft.engine.turn import Turn
 from foredraft.models.base import Scores
 
 _log = logging.getLogger("foredraft")
@@ -157,7 +157,7 @@ class Drafting:
         """
         reading: dict[LoadedDrafter, list[Turn]] = {}
         for turn in batch:
-            follows = turn.request.drafter is not None and (turn.nodes.asked or not turn.reads_all)
+            follows = turn.request.drafter is not None and (turn.budget or not turn.reads_all)
             if follows and _loaded(turn.request).traits.reads:
                 reading.setdefault(_loaded(turn.request), []).append(turn)
         for loaded, turns in reading.items():
@@ -168,15 +168,15 @@ class Drafting:
                 if turn.request_id not in unread:
                     self._lose(turn.request)
                 if unread.get(turn.request_id, 1):
-                    turn.nodes, turn.plain_reason = turn.nodes._replace(asked=0, spare=0), "reading"
+                    turn.ask_nobody("reading")
 
     def propose(self, batch: Sequence[Turn]) -> None:
         """A proposal for each row, empty where there is none."""
         asked: dict[LoadedDrafter, list[Turn]] = {}
         for turn in batch:
-            if forced := turn.nodes.forced:
-                turn.proposal, turn.num_forced = _chain(forced), len(forced)
-            if turn.nodes.asked:
+            if turn.forced:
+                turn.proposal, turn.num_forced = _chain(turn.forced), len(turn.forced)
+            if turn.budget:
                 asked.setdefault(_loaded(turn.request), []).append(turn)
         for loaded, turns in asked.items():
             with self._timed(loaded, "draft_ms"):
@@ -191,7 +191,7 @@ class Drafting:
             _loaded(turn.request)
             for turn in batch
             if turn.request.drafter is not None
-            and (turn.nodes.allowed or _loaded(turn.request).layers)
+            and (turn.allowance.budget or _loaded(turn.request).layers)
         }
         return sorted({tap for loaded in wanted for tap in loaded.taps})
 
@@ -249,15 +249,16 @@ class Drafting:
         request = turn.request
         if allowance.drafter != request.drafter:
             self._move(request, allowance.drafter)
-        turn.drafter, turn.prices = request.drafter, allowance.prices
+        turn.drafter = request.drafter
         turn.plain_reason = _why_plain(request, allowance)
         allowed = max(0, min(allowance.budget, request.room))
-        forced = _forced(request, min(allowance.num_forced, request.room))
-        if not (allowed or forced):
-            return
-        asked = allowed if request.drafter and _is_asked(request, allowed, len(forced)) else 0
-        spare = max(0, min(allowance.spare, request.room - asked)) if asked else 0
-        turn.nodes = Nodes(allowed, asked, spare, forced)
+        turn.forced = _forced(request, min(allowance.num_forced, request.room))
+        if request.drafter and _is_asked(request, allowed, len(turn.forced)):
+            turn.budget = allowed
+        spare = max(0, min(allowance.spare, request.room - allowed))
+        if (allowed, spare) != (allowance.budget, allowance.spare):
+            allowance = replace(allowance, budget=allowed, spare=spare)
+        turn.allowance = allowance
 
     def _ask(self, loaded: LoadedDrafter, turns: Sequence[Turn]) -> None:
         """Let a drafter propose for its rows, or go on behind what is forced."""
@@ -266,7 +267,7 @@ class Drafting:
         if rows:
             proposals = loaded.propose(rows)
         for turn in turns:
-            forced = turn.nodes.forced
+            forced = turn.forced
             if goes_on := _goes_on(turn):
                 proposal = loaded.propose_after(turn.draft_row(len(forced)), forced)
             else:
@@ -275,8 +276,7 @@ class Drafting:
                 self._lose(turn.request)
                 continue
             if not proposal.is_ready:
-                turn.nodes = turn.nodes._replace(asked=0, spare=0)
-                turn.plain_reason = "reading" if loaded.traits.reads else "not ready"
+                turn.ask_nobody("reading" if loaded.traits.reads else "not ready")
                 self._wait(turn.request)
                 continue
             turn.request.num_not_ready = 0
@@ -317,7 +317,7 @@ def _is_asked(request: Request, allowed: int, num_forced: int) -> bool:
 
 def _goes_on(turn: Turn) -> bool:
     """Whether the drafter that is asked goes on behind forced tokens."""
-    return bool(turn.nodes.forced) and _loaded(turn.request).traits.continues
+    return bool(turn.forced) and _loaded(turn.request).traits.continues
 
 
 def _allowed(

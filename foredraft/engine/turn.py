@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
+from foredraft.control.base import NOTHING_ALLOWED
 from foredraft.core.choices import VerifyChoices
-from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
@@ -21,29 +20,6 @@ from foredraft.core.verify import Verdict, verify
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.engine.request import Request
 from foredraft.models.base import ScoreRow, Scores
-
-
-class Nodes(NamedTuple):
-    """How many nodes a row may draft in a step; the controller's numbers, clipped to its room.
-
-    Attributes:
-        allowed: by the controller.
-        asked: of the drafter: 0 where the rules force as many, or the drafter cannot draft now.
-        spare: further nodes that the drafter may add.
-        forced: the tokens that the row's rules force, a draft that needs no drafter.
-    """
-
-    allowed: int = 0
-    asked: int = 0
-    spare: int = 0
-    forced: tuple[int, ...] = ()
-
-    @property
-    def most(self) -> int:
-        return max(self.asked + self.spare, len(self.forced))
-
-
-NO_NODES = Nodes()
 
 
 class Turn:
@@ -61,8 +37,10 @@ class Turn:
         context, drafter, proposal, num_forced, verdict, committed, num_accepted, finish_reason,
             plain_reason: as in `RowStep`.
         reads_all: whether it reads all pending tokens.
-        nodes: how many it may draft.
-        prices: of nodes in this step.
+        allowance: the controller's, clipped to the room that there is.
+        budget: nodes that its drafter is asked for: 0 where rules force as many, or the drafter
+            cannot draft now.
+        forced: the tokens that the row's rules force, a draft that needs no drafter.
         draw_key: of its next draw, if its distribution is nothing but scaled logits.
         wants_prompt_logprobs: whether the log probabilities of the tokens that it reads are wanted;
             see `PromptLogprobs`.
@@ -73,8 +51,9 @@ class Turn:
         self.request, self.num_read, self.may_draft = request, num_read, may_draft
         self.request_id, self.context = request.request_id, request.num_cached
         self.reads_all = num_read == request.num_pending
-        self.drafter, self.nodes, self.plain_reason = request.drafter, NO_NODES, ""
-        self.prices: Prices = USUAL_PRICES
+        self.drafter, self.allowance, self.plain_reason = request.drafter, NOTHING_ALLOWED, ""
+        self.budget = 0
+        self.forced: tuple[int, ...] = ()
         self.proposal: Proposal = NO_PROPOSAL
         self.num_forced = self.num_accepted = 0
         self.verdict: Verdict | None = None
@@ -95,7 +74,7 @@ class Turn:
             self.context,
             self.num_read,
             self.drafter,
-            self.nodes.asked,
+            self.budget,
             self.proposal.plain(),
             self.verdict,
             self.committed,
@@ -108,7 +87,8 @@ class Turn:
     @property
     def most_tokens(self) -> int:
         """That the forward may read for it, drafted ones included."""
-        return self.num_read + self.nodes.most
+        most = self.budget + self.allowance.spare if self.budget else 0
+        return self.num_read + max(most, len(self.forced))
 
     @property
     def num_prefill(self) -> int:
@@ -127,8 +107,13 @@ class Turn:
 
     def draft_row(self, num_forced: int = 0) -> DraftRow:
         """The row as its drafter sees it, behind this many forced tokens."""
-        budget = self.nodes.asked - num_forced
-        return self.request.draft_row(budget, self.prices, spare=self.nodes.spare)
+        allowance = self.allowance
+        budget = self.budget - num_forced
+        return self.request.draft_row(budget, allowance.prices, spare=allowance.spare)
+
+    def ask_nobody(self, why: str) -> None:
+        """Its drafter cannot draft for it now: the step goes on without a draft."""
+        self.budget, self.plain_reason = 0, why
 
     def score_row(self) -> ScoreRow:
         """Its part of the forward."""
@@ -210,7 +195,7 @@ class Turn:
         drawn = scores.draws[0] if scores.draws else None
         if drawn is not None and not proposal.tree.tokens and rule is verify:
             return Verdict((), drawn.token, "bonus")  # as `verify` would say, sooner
-        laws = RowLaws(proposal.tree, scores, request.rules, TextView(request.tokens))
+        laws = partial(_law, proposal.tree, scores, request.rules, TextView(request.tokens))
         return rule(proposal, laws, VerifyChoices(request.seed, len(request.tokens)))
 
     def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:
@@ -256,32 +241,22 @@ class Turn:
             stats.note_plain(self.plain_reason or "no memory for drafts")
 
 
-@dataclass(frozen=True)
-class RowLaws:
-    """The target's law at each node of a row's draft, looked up as verification gets there.
+def _law(
+    tree: TokenTree, scores: Scores, rules: Rules, text: Sequence[int], node: int
+) -> Law:
+    """The target's law after a node of a row's draft, looked up as verification gets there.
 
-    Attributes:
-        tree: the draft.
+    Args:
         scores: of the row.
-        rules: the request's.
         text: all tokens that were committed before the step.
+
+    Raises:
+        NonFiniteScoresError: its logits are not finite.
+        ForedraftError: the rules allow no token.
     """
-
-    tree: TokenTree
-    scores: Scores
-    rules: Rules
-    text: Sequence[int]
-
-    def __getitem__(self, node: int) -> Law:
-        """The law after ``node``.
-
-        Raises:
-            NonFiniteScoresError: its logits are not finite.
-            ForedraftError: the rules allow no token.
-        """
-        logits_V, draws = self.scores.logits_NV[node + 1], self.scores.draws or ()
-        draw = draws[node + 1] if node + 1 < len(draws) else None
-        if draw is not None:  # else it is looked at alone, and found out what is wrong
-            return Law(logits_V, self.rules.scale or None, draw.best, drawn=draw.token)
-        path = () if node == ROOT else self.tree.paths[node]
-        return self.rules.law(logits_V, self.text, [self.tree.tokens[i] for i in path])
+    logits_V, draws = scores.logits_NV[node + 1], scores.draws or ()
+    draw = draws[node + 1] if node + 1 < len(draws) else None
+    if draw is not None:  # else it is looked at alone, and found out what is wrong
+        return Law(logits_V, rules.scale or None, draw.best, drawn=draw.token)
+    path = () if node == ROOT else tree.paths[node]
+    return rules.law(logits_V, text, [tree.tokens[i] for i in path])

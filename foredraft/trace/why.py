@@ -83,7 +83,7 @@ def _laws(proposal: Proposal, verdict: Verdict, evidence: Evidence) -> Iterable[
     """Distributions at nodes that have children, and at nodes that verification reached."""
     for node in sorted({ROOT, *proposal.tree.children, *verdict.path}):
         try:
-            yield node, evidence[node]
+            yield node, evidence.law(node)
         except Exception:  # no law there: where it matters, the verdict says so
             continue
 

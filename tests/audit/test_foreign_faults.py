@@ -46,21 +46,11 @@ def bonus_by_the_sampler_of_the_draft(llm: LLM) -> None:
         verdict = verify(proposal, laws, choices)
         if verdict.kind != "bonus" or not verdict.path:
             return verdict
-        law = laws[verdict.path[-1]]
+        law = laws(verdict.path[-1])
         colder = Law(law.logits_V, law.scale and law.scale / 0.7, law.token)
         return replace(verdict, next_token=choices.draw_target(colder, len(verdict.path)))
 
     llm.policy.rule = rule
-
-
-@dataclass(frozen=True)
-class Undrawn:
-    """Laws without the draws that the engine has made ahead."""
-
-    laws: NodeLaws
-
-    def __getitem__(self, node: int) -> Law:
-        return replace(self.laws[node], drawn=None)
 
 
 def corrections_not_counted(llm: LLM) -> None:
@@ -69,16 +59,15 @@ def corrections_not_counted(llm: LLM) -> None:
     It is moved on by what was accepted, and by the bonus token. So the token after a correction
     is drawn with the very numbers of the correction. Each draw alone follows the right law.
     """
-    uncounted: dict[tuple[int, ...], int] = {}  # by text: corrections in it
+    uncounted: dict[tuple[int, int], int] = {}  # by seed and length: corrections in a text
 
-    def rule(proposal: Proposal, seen: NodeLaws, choices: VerifyChoices) -> Verdict:
-        text = tuple(seen.text)  # type: ignore[attr-defined]
-        lag = uncounted.pop(text, 0)
-        lagging = VerifyChoices(choices.seed, choices.num_tokens - lag)
-        verdict = verify(proposal, Undrawn(seen), lagging)
-        tokens = [proposal.tree.tokens[node] for node in verdict.path]
+    def rule(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+        seed, num_tokens = choices.seed, choices.num_tokens
+        lag = uncounted.pop((seed, num_tokens), 0)
+        lagging = VerifyChoices(seed, num_tokens - lag)  # without the draws made ahead
+        verdict = verify(proposal, lambda node: replace(laws(node), drawn=None), lagging)
         if verdict.next_token is not None:
-            after = (*text, *tokens, verdict.next_token)
+            after = seed, num_tokens + len(verdict.path) + 1
             uncounted[after] = lag + (verdict.kind == "correction")
         return verdict
 

@@ -69,9 +69,9 @@ class Told(DrawnChoices):
         return self.tokens[index]
 
 
-def rows(*probs: Sequence[float]) -> dict[int, Law]:
+def rows(*probs: Sequence[float]) -> NodeLaws:
     """Target laws after the root and after each node."""
-    return {i - 1: law_with(row) for i, row in enumerate(probs)}
+    return {i - 1: law_with(row) for i, row in enumerate(probs)}.__getitem__
 
 
 def law_with(probs: Sequence[float]) -> Law:
@@ -240,7 +240,7 @@ def test_a_draft_that_is_the_target_is_never_rejected(rule: Rule) -> None:
         for parent in range(-1, 2):
             builder.draw(parent, laws[parent].probs_V)
         choices = Scripted([True] * 3, [0])
-        assert rule(builder.build(), laws, choices).num_accepted == 3
+        assert rule(builder.build(), laws.__getitem__, choices).num_accepted == 3
         assert choices.probabilities == pytest.approx([1.0] * len(choices.probabilities))
 
 
@@ -249,12 +249,11 @@ def test_only_what_is_visited_is_computed() -> None:
 
     visited: list[int] = []
 
-    class Counted:
-        def __getitem__(self, node: int) -> Law:
-            visited.append(node)
-            return law_with(FLAT)
+    def counted(node: int) -> Law:
+        visited.append(node)
+        return law_with(FLAT)
 
     proposal = Proposal.chosen(TokenTree((1, 2, 0, 2), (ROOT, ROOT, 0, 1)))
     choices: VerifyChoices = Scripted(tokens=[2, 0])
-    verify(proposal, Counted(), choices)
+    verify(proposal, counted, choices)
     assert visited == [ROOT, 1]

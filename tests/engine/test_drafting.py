@@ -123,7 +123,7 @@ def test_each_row_is_drafted_for_by_its_own() -> None:
     setup.wants.next = {0: Allowance("copy", 2), 2: Allowance("copy", 1)}
     turns = setup.step()
     assert [turn.proposal.tree.tokens for turn in turns] == [(2, 2), (1, 1), (2,)]
-    assert [(turn.drafter, turn.nodes.asked) for turn in turns] == [
+    assert [(turn.drafter, turn.budget) for turn in turns] == [
         ("copy", 2),
         ("head", 2),
         ("copy", 1),
@@ -145,7 +145,7 @@ def test_one_that_cannot_join_late_does_not() -> None:
     setup.begin(None, None, None)
     setup.wants.next = {i: Allowance("head", 3) for i in range(3)}
     turns = setup.step()
-    assert [(turn.drafter, turn.nodes.asked, len(turn.proposal.tree)) for turn in turns] == [
+    assert [(turn.drafter, turn.budget, len(turn.proposal.tree)) for turn in turns] == [
         (None, 0, 0)
     ] * 3, "it was not asked, and nobody may think that it drafted nothing"
     assert not setup.head.begun
@@ -183,7 +183,7 @@ def test_one_that_is_late_now_and_then_stays() -> None:
     setup.begin("head", None, None)
     turns = [setup.step()[0] for _ in range(40)]
     assert {turn.drafter for turn in turns} == {"head"}
-    assert sum(turn.nodes.asked > 0 for turn in turns) == 5, "it counts as asked where it drafted"
+    assert sum(turn.budget > 0 for turn in turns) == 5, "it counts as asked where it drafted"
 
 
 def test_drafters_see_no_seed() -> None:
@@ -215,7 +215,7 @@ def test_what_there_is_no_room_for_is_not_asked() -> None:
     ]
     setup.begin("copy", "copy", "copy")
     setup.wants.next = {i: Allowance("copy", 50) for i in range(3)}
-    assert [turn.nodes.asked for turn in setup.step()] == [2, 1, 1]
+    assert [turn.budget for turn in setup.step()] == [2, 1, 1]
 
 
 # ---- rules --------------------------------------------------------------------------------------

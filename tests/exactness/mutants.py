@@ -120,7 +120,7 @@ class Recursive:
         tree, node, path = proposal.tree, ROOT, list[int]()
         while node in tree.children:
             assert isinstance(proposal, DrawnProposal)
-            target_V = laws[node].probs_V
+            target_V = laws(node).probs_V
             for child in tree.children[node]:
                 token, draft_V = tree.tokens[child], proposal.draft_probs_NV[child]
                 if choices.accept(min(1.0, float(target_V[token] / draft_V[token])), child):
@@ -131,7 +131,7 @@ class Recursive:
                 target_V = target_V / target_V.sum()
             else:
                 return Verdict(tuple(path), choices.draw_residual(target_V), "correction")
-        return Verdict(tuple(path), choices.draw_residual(laws[node].probs_V), "bonus")
+        return Verdict(tuple(path), choices.draw_residual(laws(node).probs_V), "bonus")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Block:
         weight, accepted, residual_V = 1.0, 0, self._residual(1.0, 0, proposal, laws)
         for i, token in enumerate(tokens):
             assert draft is not None
-            weight *= float(laws[i - 1].probs_V[token] / draft[i][token])
+            weight *= float(laws(i - 1).probs_V[token] / draft[i][token])
             weight = min(1.0, weight) if self.capped else weight
             left_V = self._residual(min(1.0, weight), i + 1, proposal, laws)
             left, due = float(left_V.sum()), 1.0 - min(1.0, weight)
@@ -165,7 +165,7 @@ class Block:
         return Verdict(tuple(range(accepted)), choices.draw_residual(residual_V), kind)
 
     def _residual(self, weight: float, length: int, proposal: Proposal, laws: NodeLaws) -> Tensor:
-        target_V = laws[length - 1].probs_V
+        target_V = laws(length - 1).probs_V
         if length == len(proposal.tree):
             return target_V
         assert isinstance(proposal, DrawnProposal)

@@ -17,14 +17,14 @@ def verify_token_rule(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyCh
 
     Verify a drawn chain, left to right."""
     for node, token in enumerate(proposal.tree.tokens):
-        target_V = normalised(laws[node - 1].probs_V)
+        target_V = normalised(laws(node - 1).probs_V)
         draft_V = normalised(proposal.draft_probs_NV[node])
         if not choices.accept(min(1.0, float(target_V[token] / draft_V[token])), node):
             residual_V = residual_or(target_V, positive_part(target_V, draft_V))
             return Verdict(tuple(range(node)), choices.draw_residual(residual_V), "correction")
     last = len(proposal.tree) - 1
     return Verdict(
-        tuple(range(len(proposal.tree))), choices.draw_residual(laws[last].probs_V), "bonus"
+        tuple(range(len(proposal.tree))), choices.draw_residual(laws(last).probs_V), "bonus"
     )
 
 
@@ -38,7 +38,7 @@ def verify_recursive(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyCho
     node = ROOT
     path: list[int] = []
     while node in tree.children:
-        target_V = normalised(laws[node].probs_V)
+        target_V = normalised(laws(node).probs_V)
         draft_V = normalised(draft_probs_NV[tree.children[node][0]])
         for child in tree.children[node]:
             token = tree.tokens[child]
@@ -54,4 +54,4 @@ def verify_recursive(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyCho
                 draft_V = normalised(draft_V)
         else:
             return Verdict(tuple(path), choices.draw_residual(target_V), "correction")
-    return Verdict(tuple(path), choices.draw_residual(laws[node].probs_V), "bonus")
+    return Verdict(tuple(path), choices.draw_residual(laws(node).probs_V), "bonus")

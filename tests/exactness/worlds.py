@@ -123,7 +123,7 @@ class TreeProbs:
     context: Tokens
     tree: TokenTree
 
-    def __getitem__(self, node: int) -> TokenLaw:
+    def __call__(self, node: int) -> TokenLaw:
         path = () if node == ROOT else self.tree.paths[node]
         return self.after((*self.context, *(self.tree.tokens[i] for i in path)))
 

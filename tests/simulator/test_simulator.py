@@ -89,7 +89,7 @@ def test_it_notices_drafts_that_are_counted_and_were_not_asked_for(
     def counting(self: Drafting, batch: Sequence[Turn]) -> None:
         propose(self, batch)
         for turn in batch:
-            turn.nodes = turn.nodes._replace(asked=turn.nodes.allowed)
+            turn.budget = turn.allowance.budget
 
     monkeypatch.setattr(Drafting, "propose", counting)
     assert notices()
