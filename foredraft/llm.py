@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from os import PathLike
 from typing import Any, cast, overload
 
@@ -17,7 +17,7 @@ from foredraft.control.experience import Experience
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
-from foredraft.core.rules.book import RuleBook
+from foredraft.core.rules.book import NewRules, new_rules
 from foredraft.core.verify import recorded, verify
 from foredraft.drafters import drafter_spec
 from foredraft.drafters.base import Drafter
@@ -108,7 +108,7 @@ class LLM:
                 prefix_caching=options.prefix_caching,
                 eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
                 new_decoder=tokenizer.new_decoder if tokenizer else None,
-                rule_book=_rule_book(target, tokenizer, self.grammars),
+                new_rules=_rules_for(target, tokenizer, self.grammars),
                 cost=cost,
                 trace=trace,
             ),
@@ -409,18 +409,15 @@ class LLM:
         return self.tokenizer
 
 
-def _rule_book(target: Target, tokenizer: Tokenizer | None, grammars: Grammars | None) -> RuleBook:
+def _rules_for(target: Target, tokenizer: Tokenizer | None, grammars: Grammars | None) -> NewRules:
     """The rules that requests to this model may ask for."""
-    book = RuleBook(target.vocab_size)
-    if (encoder := target.capabilities.encoder) is not None:
-        book = replace(book, model_bans=encoder.bans)
+    encoder = target.capabilities.encoder
+    bans = encoder.bans if encoder is not None else None
+    of_model = partial(new_rules, vocab_size=target.vocab_size, model_bans=bans)
     if tokenizer is None or grammars is None:
-        return book
-    return replace(
-        book,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-        new_matcher=grammars.new_matcher,
-    )
+        return of_model
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return partial(of_model, encode=encode, new_matcher=grammars.new_matcher)
 
 
 @cache

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
 
@@ -40,7 +41,7 @@ class RecallDrafter(BaseDrafter):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [Proposal.chosen(TokenTree.chain(self._recall(row))) for row in rows]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for step in observations:
             self._learn(step.request_id, step.committed)
 

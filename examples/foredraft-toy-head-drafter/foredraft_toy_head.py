@@ -22,8 +22,9 @@ from torch import Tensor
 from foredraft.cache.base import KVShape
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NOT_READY, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Target, offered
 
@@ -71,16 +72,16 @@ class ToyHeadDrafter(BaseDrafter):
         # The entries of an earlier turn are in the slot already.
         self._requests[row.request_id] = _Request(row.slot, row.num_cached)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             request = self._requests[seen.request_id]
-            following = seen.tokens[seen.start + 1 : seen.end + 1]
+            following = seen.tokens[seen.context + 1 : seen.end + 1]
             if not following:  # the step ended the request before it committed anything
                 continue
             hidden_TE = seen.hidden(self.taps[0])[: len(following)]
             x_TE = self._inputs(following, hidden_TE)
-            self._write(request.slot, seen.start, x_TE)
-            request.length, request.newest_E = seen.start + len(following), x_TE[-1]
+            self._write(request.slot, seen.context, x_TE)
+            request.length, request.newest_E = seen.context + len(following), x_TE[-1]
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [self._draft(row) for row in rows]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.verify import Verdict
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
+_NOTHING = torch.empty(0, 0)
 
 
 @dataclass
@@ -71,9 +76,13 @@ class SpeculationStats:
             self.plain_reason = reason
 
 
-class RowStep(NamedTuple):
-    """One row's part of a step. It is plain data: a trace that collects records keeps no request,
-    and no tensor unless evidence was asked for (`foredraft.core.verify.recorded`).
+@dataclass(frozen=True)
+class RowStep:
+    """One row's part of a step, or of a chunk of its prompt.
+
+    Drafters get it with the tensors and the text of the step. Controllers and traces get plain
+    data: a trace that collects records keeps no request, and no tensor unless evidence was asked
+    for (`foredraft.core.verify.recorded`).
 
     Attributes:
         context: tokens in the cache before the step.
@@ -82,11 +91,16 @@ class RowStep(NamedTuple):
         budget: nodes that this drafter was asked for; 0 if it was not asked or not ready.
         proposal: the draft, from the drafter or from the row's rules (see `Proposal.plain`).
         verdict: result of verification; None after a chunk of a prompt.
-        committed: the tokens that were committed, in order.
+        committed: the tokens that were committed, in order; none after a chunk.
         num_accepted: how many of them were drafted.
         finish_reason: why the request has finished; None while it runs.
         num_forced: leading nodes of the proposal that the row's rules force.
         plain_reason: why nothing was drafted, if so; "" if the row was not to draft.
+        path: nodes of the proposal that were committed, and stay in the cache.
+        tokens: all committed tokens, prompt included.
+        logits_NV: the target's logits at the root (row 0) and at each node; no rows after a chunk.
+        taps: hidden states of the layers the drafter asked for, [T, E] over the tokens read and
+            the nodes; empty where the step did not fetch them. See `hidden`.
     """
 
     request_id: int
@@ -96,16 +110,38 @@ class RowStep(NamedTuple):
     budget: int = 0
     proposal: Proposal = NO_PROPOSAL
     verdict: Verdict | None = None
-    committed: tuple[int, ...] = ()
+    committed: Sequence[int] = ()
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
     num_forced: int = 0
     plain_reason: str = ""
+    path: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    logits_NV: Tensor = field(default=_NOTHING, repr=False, compare=False)
+    taps: Mapping[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the forward read for this row, drafted ones included."""
         return self.num_read + len(self.proposal.tree)
+
+    @property
+    def end(self) -> int:
+        """The position after the last token that the target's cache now holds."""
+        return self.context + self.num_read + len(self.path)
+
+    def hidden(self, layer: int) -> Tensor:
+        """Outputs [end - context, E] of a tapped layer for the tokens that stay: read, accepted."""
+        return self.taps[layer][self._kept]
+
+    @cached_property
+    def _kept(self) -> slice | Tensor:
+        """Rows of the tokens that stay: `hidden` is asked for several layers of one step."""
+        nodes = [self.num_read + node for node in self.path]
+        end = self.num_read + len(nodes)
+        if nodes == [*range(self.num_read, end)]:
+            return slice(0, end)
+        return torch.tensor([*range(self.num_read), *nodes])
 
 
 @dataclass(frozen=True)

@@ -195,8 +195,8 @@ def draw_token(probs_V: Tensor, uniform: float) -> int:
 
 
 NodeLaws: TypeAlias = Callable[[int], Law]
-"""The target's law after a node, ``laws(ROOT)`` after the last pending token. It may raise: a node with
-NaN logits has no law. So only nodes that verification reaches are looked up."""
+"""The target's law after a node, ``laws(ROOT)`` after the last pending token. It may raise: a node
+with NaN logits has no law. So only nodes that verification reaches are looked up."""
 
 
 def largest(values_V: Array, count: int) -> list[int]:

@@ -335,7 +335,8 @@ class Evidence(VerifyChoices):
         self.decisions: list[Decision] = []
         self.residual_V: Tensor | None = None
 
-    def __getitem__(self, node: int) -> Law:
+    def law(self, node: int) -> Law:
+        """The target's law after a node."""
         if node not in self._known:
             self._known[node] = self._laws(node)
         return self._known[node]

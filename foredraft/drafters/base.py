@@ -7,12 +7,10 @@ helpers of its own is a folder whose ``__init__`` names it. See docs/extend/add-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from foredraft.cache.base import CacheLayers
@@ -26,6 +24,7 @@ from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.errors import NoTokenError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Draft, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.rules import Rules, SamplingRules
 from foredraft.core.traits import DrafterTraits
 from foredraft.models.base import Source
@@ -146,54 +145,8 @@ def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftCh
     return SharedChoices(seed, num_tokens, params.temperature)
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Outcome of one row's step, or of a chunk of its prompt.
-
-    The target's cache now holds the tokens from ``start`` to ``end``, after those before them.
-
-    Attributes:
-        request_id: which request.
-        committed: the tokens the step committed; none after a chunk.
-        num_accepted: how many of them were drafted.
-        proposal: the verified draft.
-        path: nodes of the proposal that were committed.
-        logits_NV: the target's logits at the root (row 0) and at each node; no rows after a chunk.
-        taps: hidden states of the layers the drafter asked for, [T, E] over the tokens read and
-            the nodes; empty where the step did not fetch them. See `hidden`.
-        start: the position of the first token read.
-        num_read: how many pending tokens the step read.
-        tokens: all committed tokens, prompt included. Do not change them.
-    """
-
-    request_id: int
-    committed: Sequence[int]
-    num_accepted: int
-    proposal: Proposal
-    path: Sequence[int]
-    logits_NV: Tensor
-    taps: Mapping[int, Tensor] = field(default_factory=dict)
-    start: int = 0
-    num_read: int = 1
-    tokens: Sequence[int] = ()
-
-    @property
-    def end(self) -> int:
-        """The position after the last token that the target's cache now holds."""
-        return self.start + self.num_read + len(self.path)
-
-    def hidden(self, layer: int) -> Tensor:
-        """Outputs [end - start, E] of a tapped layer for the tokens that stay: read, accepted."""
-        return self.taps[layer][self._kept]
-
-    @cached_property
-    def _kept(self) -> slice | Tensor:
-        """Rows of the tokens that stay: `hidden` is asked for several layers of one step."""
-        nodes = [self.num_read + node for node in self.path]
-        end = self.num_read + len(nodes)
-        if nodes == [*range(self.num_read, end)]:
-            return slice(0, end)
-        return torch.tensor([*range(self.num_read), *nodes])
+Observation = RowStep
+"""Its name until this version: drafters of other packages import it from here."""
 
 
 class Drafter(Protocol):
@@ -214,7 +167,7 @@ class Drafter(Protocol):
             with steps that may draft, so that plain steps pay nothing.
         layers: the cache layers in which it keeps something for each token of the text (see
             `Cache.add_layers`); usually none. With any, taps come with every step, chunks of
-            prompts included, and `observe` writes the entries from ``start`` to ``end``, or keeps
+            prompts included, and `observe` writes the entries from ``context`` to ``end``, or keeps
             the inputs to write them until they are needed, or until `end`. A text whose entries
             have a gap cannot be followed further (but see `DrafterTraits.skips_gaps`).
         traits: further properties for the engine and controllers; usually the defaults.
@@ -241,7 +194,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         """A step has been committed, or chunks of prompts have been read."""
         ...
 
@@ -288,7 +241,7 @@ class BaseDrafter:
     def begin(self, row: DraftRow) -> None:
         pass
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         pass
 
     def end(self, request_id: int) -> None:

@@ -203,7 +203,7 @@ class Drafting:
                 watched.setdefault(_loaded(turn.request), []).append(index)
         for loaded, indices in watched.items():
             with self._timed(loaded, "learn_ms"):
-                failed = loaded.observe([batch[i].observation(scores, i) for i in indices])
+                failed = loaded.observe([batch[i].seen(scores, i) for i in indices])
                 for index in indices if failed else ():
                     if batch[index].request_id in failed:
                         self._lose(batch[index].request)

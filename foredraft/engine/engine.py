@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import (
@@ -22,7 +23,7 @@ from foredraft.core.errors import (
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.rng import SEED_BITS
-from foredraft.core.rules.book import RuleBook
+from foredraft.core.rules.book import NewRules, new_rules
 from foredraft.engine.drafting import Drafting, told
 from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.proof import LiveProof
@@ -61,7 +62,7 @@ class EngineOptions:
             beginning, while there is room.
         eos_token_ids: ids that end every request unless it ignores them.
         new_decoder: makes the decoder of a reply; None when there is no tokenizer.
-        rule_book: makes the sampling rules of requests; None: all but those that need a tokenizer.
+        new_rules: makes the sampling rules of requests; None: all but those that need a tokenizer.
         cost: the model of step times on this machine, updated by each step. None: not tracked.
         trace: called with the record of each step.
         clock: seconds, for the times of steps.
@@ -73,7 +74,7 @@ class EngineOptions:
     prefix_caching: bool = True
     eos_token_ids: Sequence[int] = ()
     new_decoder: NewDecoder | None = None
-    rule_book: RuleBook | None = None
+    new_rules: NewRules | None = None
     cost: CostModel | None = None
     trace: Trace | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -113,7 +114,7 @@ class Engine:
         # set after the cache refused memory: admit no request until a running one ends
         self._is_full = False
         self._eos_token_ids = frozenset(options.eos_token_ids)
-        self._rule_book = options.rule_book or RuleBook(target.vocab_size)
+        self._new_rules = options.new_rules or partial(new_rules, vocab_size=target.vocab_size)
         self._ids = itertools.count()
         self.lock = FairLock()
         self.proof: LiveProof | None = None
@@ -406,7 +407,7 @@ class Engine:
             params,
             params.seed,
             policy,
-            self._rule_book.rules(params, len(prompt), stop_ids),
+            self._new_rules(params, len(prompt), stop_ids),
             TextAssembler(decode, tuple(params.stop), params.min_tokens, params.include_stop),
             stop_ids,
             options,
@@ -516,7 +517,12 @@ class Engine:
         self._num_reported = stats.preemptions
         if num_waiting or num_preempted:
             record = replace(record, num_waiting=num_waiting, num_preempted=num_preempted)
-        stats.add_step(batch)
+        stats.steps += 1
+        for turn in batch:
+            stats.prompt_tokens += turn.num_prefill
+            stats.committed += len(turn.committed)
+            stats.drafted += len(turn.proposal.tree)
+            stats.accepted += turn.num_accepted
         if self._options.cost is not None and record.is_decoding:
             self._options.cost.observe(record.sizes, record.times.score_ms)
         self._drafting.report(batch, record)
@@ -549,7 +555,8 @@ class Engine:
         if request.options.session is not None:
             request.options.session.is_busy = False
         if not self._is_proof(request):
-            self._stats.add_finished(request.finish_reason)
+            finished, reason = self._stats.finished, request.finish_reason
+            finished[reason] = finished.get(reason, 0) + 1
 
     def _is_proof(self, request: Request) -> bool:
         return self.proof is not None and self.proof.owns(request)

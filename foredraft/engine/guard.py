@@ -14,13 +14,13 @@ from torch import Tensor
 from foredraft.cache.base import NO_MEMORY
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import DrawnProposal, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.traits import OWN
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import (
     ContinuingDrafter,
     Drafter,
     DraftRow,
-    Observation,
     ReadingDrafter,
 )
 from foredraft.models.base import Target, check_taps
@@ -138,7 +138,7 @@ class LoadedDrafter:
         proposal = found.get(row.request_id)
         return proposal if proposal is not None and self._is_sound(proposal, row) else None
 
-    def observe(self, observations: Sequence[Observation]) -> list[int]:
+    def observe(self, observations: Sequence[RowStep]) -> list[int]:
         """Pass on observations; returns the requests that it failed in (now detached)."""
         groups = [[seen] for seen in observations] if self._observes_alone else [observations]
         failed: list[int] = []

@@ -14,7 +14,6 @@ from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import FinishReason, SpeculationStats
 from foredraft.core.rules import Rules, SamplingRules
-from foredraft.core.text_view import TextView
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.policy import Policy
 from foredraft.engine.prompt_logprobs import PromptLogprobs
@@ -267,6 +266,7 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     prompt_logprobs: PromptLogprobs | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _committed: tuple[int, ...] = ()
     _sent: tuple[int, int, int] = (0, 0, 0)  # ids, accepted, drafted in its events so far
 
     def __post_init__(self) -> None:
@@ -279,6 +279,13 @@ class Request:
             self.prompt_logprobs = self.leader.prompt_logprobs
         elif self.params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(self.params.prompt_logprobs, self.num_prompt)
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """All tokens so far, as they are now: copied once after each step at most."""
+        if len(self._committed) != len(self.tokens):
+            self._committed = tuple(self.tokens)
+        return self._committed
 
     @property
     def generated(self) -> list[int]:
@@ -375,7 +382,7 @@ class Request:
         """
         return DraftRow.of(
             self.request_id,
-            TextView(self.tokens),
+            self.committed,
             self.draft_params,
             budget,
             self.seed,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foredraft.core.record import FinishReason
-from foredraft.engine.turn import Turn
 
 
 @dataclass
@@ -43,16 +41,3 @@ class EngineStats:
     cache_free_tokens: int = 0
     prefix_tokens: int = 0
     prefix_cached_tokens: int = 0
-
-    def add_step(self, batch: Sequence[Turn]) -> None:
-        """Count a step by the turns of its rows."""
-        self.steps += 1
-        for turn in batch:
-            self.prompt_tokens += turn.num_prefill
-            self.committed += len(turn.committed)
-            self.drafted += len(turn.proposal.tree)
-            self.accepted += turn.num_accepted
-
-    def add_finished(self, reason: FinishReason) -> None:
-        """Count a request that is over."""
-        self.finished[reason] = self.finished.get(reason, 0) + 1

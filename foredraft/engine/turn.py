@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from foredraft.control.base import NOTHING_ALLOWED
 from foredraft.core.choices import VerifyChoices
@@ -14,10 +15,9 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import FinishReason, RowStep
 from foredraft.core.rules import Rules
 from foredraft.core.sampling import Law
-from foredraft.core.text_view import TextView
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
-from foredraft.drafters.base import DraftRow, Observation
+from foredraft.drafters.base import DraftRow
 from foredraft.engine.request import Request
 from foredraft.models.base import ScoreRow, Scores
 
@@ -68,20 +68,31 @@ class Turn:
             self.draw_key = DrawKey(request.seed, len(request.tokens), scale)
 
     def record(self) -> RowStep:
-        """The row's part of the step's record."""
+        """The row's part of the step's record: plain data."""
+        return self._row(self.proposal.plain())
+
+    def seen(self, scores: Scores, index: int) -> RowStep:
+        """The row's part of the step for its drafter, from row number ``index`` of the forward."""
+        row = scores[index]
+        logits_NV = row.logits_NV[:0] if self.wants_prompt_logprobs else row.logits_NV
+        return self._row(self.proposal, self.request.committed, logits_NV, row.taps)
+
+    def _row(self, proposal: Proposal, *of_the_step: Any) -> RowStep:
         return RowStep(
             self.request_id,
             self.context,
             self.num_read,
             self.drafter,
             self.budget,
-            self.proposal.plain(),
+            proposal,
             self.verdict,
             self.committed,
             self.num_accepted,
             self.finish_reason,
             self.num_forced,
             self.plain_reason,
+            self.path,
+            *of_the_step,
         )
 
     @property
@@ -174,28 +185,12 @@ class Turn:
             return 1, range(self.num_read - 1)
         return self.num_read, self.path
 
-    def observation(self, scores: Scores, index: int) -> Observation:
-        """The observation for its drafter, from row number ``index`` of the forward."""
-        row = scores[index]
-        return Observation(
-            request_id=self.request_id,
-            committed=self.committed,
-            num_accepted=self.num_accepted,
-            proposal=self.proposal,
-            path=self.path,
-            logits_NV=row.logits_NV[:0] if self.wants_prompt_logprobs else row.logits_NV,
-            taps=row.taps,
-            start=self.context,
-            num_read=self.num_read,
-            tokens=TextView(self.request.tokens),
-        )
-
     def _verdict(self, scores: Scores) -> Verdict:
         request, proposal, rule = self.request, self.proposal, self.request.policy.rule
         drawn = scores.draws[0] if scores.draws else None
         if drawn is not None and not proposal.tree.tokens and rule is verify:
             return Verdict((), drawn.token, "bonus")  # as `verify` would say, sooner
-        laws = partial(_law, proposal.tree, scores, request.rules, TextView(request.tokens))
+        laws = partial(_law, proposal.tree, scores, request.rules, request.committed)
         return rule(proposal, laws, VerifyChoices(request.seed, len(request.tokens)))
 
     def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:
@@ -241,9 +236,7 @@ class Turn:
             stats.note_plain(self.plain_reason or "no memory for drafts")
 
 
-def _law(
-    tree: TokenTree, scores: Scores, rules: Rules, text: Sequence[int], node: int
-) -> Law:
+def _law(tree: TokenTree, scores: Scores, rules: Rules, text: Sequence[int], node: int) -> Law:
     """The target's law after a node of a row's draft, looked up as verification gets there.
 
     Args:

@@ -23,10 +23,11 @@ from foredraft.cache.base import Cache
 from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
+from foredraft.core.proposal import DrawnProposal, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DraftRow, Observation, ReadingDrafter
+from foredraft.drafters.base import Drafter, DraftRow, ReadingDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.drafters.trained import shipped_head
 from foredraft.engine.request import GenerationResult
@@ -337,7 +338,7 @@ class Wrapped:
     def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[int]:
         return cast(ReadingDrafter, self.inner).read(rows, most_tokens)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         self.inner.observe(observations)
 
     def end(self, request_id: int) -> None:
@@ -374,7 +375,7 @@ class Renumbered(Wrapped):
     def _renumbered(self, rows: Sequence[DraftRow]) -> list[DraftRow]:
         return [replace(row, request_id=row.request_id + self.OFFSET) for row in rows]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         self.inner.observe(
             [replace(seen, request_id=seen.request_id + self.OFFSET) for seen in observations]
         )
@@ -519,7 +520,7 @@ def _slot_that_holds(target: Target, tokens: Sequence[int]) -> int:
 
 def _plain_history(
     target: Target, text: Sequence[int], num_prompt: int, taps: Sequence[int]
-) -> list[Observation]:
+) -> list[RowStep]:
     """Observations of a drafter when this text is decoded plainly."""
     observations, slot = [], target.cache.allocate()
     for end in range(num_prompt, len(text)):
@@ -527,11 +528,13 @@ def _plain_history(
         pending = text[start:end]
         (scores,) = target.score([ScoreRow(slot, pending)], taps)
         target.cache.keep(slot, len(pending), ())
-        logits_NV, tapped, so_far = scores.logits_NV, scores.taps, text[: end + 1]
         observations.append(
-            Observation(
-                *(0, (text[end],), 0, NO_PROPOSAL, (), logits_NV, tapped),
-                *(start, len(pending), so_far),
+            RowStep(
+                *(0, start, len(pending)),
+                committed=(text[end],),
+                tokens=text[: end + 1],
+                logits_NV=scores.logits_NV,
+                taps=scores.taps,
             )
         )
     target.cache.free(slot)

@@ -8,8 +8,9 @@ import pytest
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.models.base import ScoreRow, Target
@@ -49,7 +50,7 @@ class RemembersRejected(NgramDrafter):
                 proposals[i] = Proposal.chosen(TokenTree.chain(self._rejected[row.request_id][:1]))
         return proposals
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             tokens = seen.proposal.tree.tokens
             self._rejected[seen.request_id] = list(tokens[seen.num_accepted :])

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRow
 
 
 class Followed:
@@ -46,7 +47,7 @@ class Followed:
         for token in tokens:
             logits = torch.zeros(1, 1) if logits_V is None else logits_V[None]
             self.tokens.append(token)
-            seen = Observation(self.request_id, (token,), 0, NO_PROPOSAL, (), logits)
+            seen = RowStep(self.request_id, 0, 1, committed=(token,), logits_NV=logits)
             self.drafter.observe([seen])
 
     def end(self) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.choices import Choice
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.sampling import Law, law_of
-from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.config import RotaryEmbedding
@@ -165,9 +166,12 @@ def drafted_logits(
     target.cache.keep(slot, len(tokens) - 1, ())
     drafter.observe(
         [
-            Observation(
-                *(1, tokens[-1:], 0, NO_PROPOSAL, (), scores.logits_NV, scores.taps),
-                *(0, len(tokens) - 1, tokens),
+            RowStep(
+                *(1, 0, len(tokens) - 1),
+                committed=tokens[-1:],
+                tokens=tokens,
+                logits_NV=scores.logits_NV,
+                taps=scores.taps,
             )
         ]
     )

@@ -12,14 +12,13 @@ from torch import Tensor
 from foredraft import SamplingParams
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.proposal import Proposal
-from foredraft.core.record import StepRecord
+from foredraft.core.record import RowStep, StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import (
     BaseDrafter,
     Drafter,
     DraftRow,
-    Observation,
 )
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, EngineOptions
@@ -110,7 +109,7 @@ class Helped(BaseDrafter):
         guesses = self.head.propose(rows)  # these may leave entries behind the text
         return [self._mixed(row, guess) for row, guess in zip(rows, guesses, strict=True)]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         self.head.observe(observations)
 
     def end(self, request_id: int) -> None:

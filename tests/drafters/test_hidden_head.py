@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from foredraft.core.record import RowStep
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Observation
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.kernels.build import KernelUnavailable, load_library
@@ -43,7 +43,6 @@ def target(request: pytest.FixtureRequest) -> NativeTarget:
 
 def observed(target: NativeTarget, drafter: StepDrafter, text: list[int]) -> None:
     """Read a text but for its last token, as the engine would."""
-    from foredraft.core.proposal import NO_PROPOSAL
     from foredraft.drafters.base import DraftRow
     from foredraft.models.base import ScoreRow
 
@@ -53,17 +52,12 @@ def observed(target: NativeTarget, drafter: StepDrafter, text: list[int]) -> Non
     target.cache.keep(slot, len(text) - 1, ())
     drafter.observe(
         [
-            Observation(
-                0,
-                text[-1:],
-                0,
-                NO_PROPOSAL,
-                (),
-                scores.logits_NV,
-                scores.taps,
-                0,
-                len(text) - 1,
-                text,
+            RowStep(
+                *(0, 0, len(text) - 1),
+                committed=text[-1:],
+                tokens=text,
+                logits_NV=scores.logits_NV,
+                taps=scores.taps,
             )
         ]
     )

@@ -10,9 +10,10 @@ import pytest
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import DraftRow, Observation
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.text.lookahead import (
     JacobiWindow,
@@ -42,7 +43,12 @@ class Steps:
         slot = self.target.cache.allocate()
         (scores,) = self.target.score([ScoreRow(slot, self.tokens, proposal.tree)])
         self.target.cache.free(slot)
-        seen = Observation(0, tuple(committed), 0, proposal, (), scores.logits_NV)
+        seen = RowStep(
+            *(0, 0, 1),
+            proposal=proposal,
+            committed=tuple(committed),
+            logits_NV=scores.logits_NV,
+        )
         self.drafter.observe([seen])
         self.tokens += committed
         return proposal

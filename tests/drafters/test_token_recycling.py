@@ -10,9 +10,10 @@ import torch
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.text.token_recycling import Successors, likeliest
 from foredraft.models.table import TableModel
@@ -89,7 +90,17 @@ def test_every_committed_position_of_a_step_teaches_and_no_rejected_one() -> Non
     # 3 was accepted, 4 (its sibling) and 5 (below 4) were rejected; the target added 6.
     tree = TokenTree((4, 3, 5), (-1, -1, 0))
     logits_NV = torch.stack([logits(3), logits(19), logits(6, 7), logits(18)])
-    drafter.observe([Observation(0, (3, 6), 1, Proposal.chosen(tree), (1,), logits_NV)])
+    drafter.observe(
+        [
+            RowStep(
+                *(0, 2, 1),
+                proposal=Proposal.chosen(tree),
+                committed=(3, 6),
+                path=(1,),
+                logits_NV=logits_NV,
+            )
+        ]
+    )
     known = drafter._requests[0].successors  # type: ignore[attr-defined]
     assert known.get(2).candidates[0] == 3
     assert known.get(3).candidates[:2] == (6, 7)

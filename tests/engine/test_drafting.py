@@ -14,12 +14,12 @@ from foredraft import speculation
 from foredraft.control.base import Allowance, Row
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
-from foredraft.core.record import StepRecord
+from foredraft.core.record import RowStep, StepRecord
 from foredraft.core.rules.base import Rules, TextlessRules
 from foredraft.core.sampling import Law, law_of
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine, EngineOptions
@@ -76,7 +76,7 @@ class Noted(BaseDrafter):
         self.params += [row.params for row in rows]
         return [Proposal.chosen(TokenTree.chain([self.token] * row.budget)) for row in rows]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         self.seen += [seen.request_id for seen in observations]
 
     def end(self, request_id: int) -> None:
@@ -368,11 +368,11 @@ class Slotted(BaseDrafter):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [NO_PROPOSAL for _ in rows]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
-            entries = torch.zeros(1, seen.end - seen.start, 1)
+            entries = torch.zeros(1, seen.end - seen.context, 1)
             slot = self.slots[seen.request_id]
-            self.layers[0].write(0, slot, seen.start, entries, entries)
+            self.layers[0].write(0, slot, seen.context, entries, entries)
 
     def end(self, request_id: int) -> None:
         del self.slots[request_id]

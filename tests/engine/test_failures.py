@@ -16,8 +16,8 @@ from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.record import StepRecord
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.core.record import RowStep, StepRecord
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.engine.request import Event, RequestOptions, Session
 from foredraft.engine.turn import Turn
 from foredraft.models.base import ScoreRow, Scores
@@ -392,7 +392,7 @@ class Following(BaseDrafter):
             assert self.num_seen[row.request_id] == len(row.tokens), "it has missed a step"
         return [NO_PROPOSAL for _ in rows]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             self.num_seen[seen.request_id] += len(seen.committed)
 

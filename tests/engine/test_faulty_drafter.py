@@ -13,8 +13,9 @@ import torch
 from foredraft.core.errors import CacheFullError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Draft, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import DraftRow, Observation
+from foredraft.drafters.base import DraftRow
 from foredraft.engine.request import GenerationResult
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
@@ -49,7 +50,7 @@ class Faulty(ScriptedDrafter):
         self._count("propose")
         return super().propose(rows)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         assert all(seen.request_id in self.live for seen in observations)
         self._count("observe")
 

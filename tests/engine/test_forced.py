@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
-from foredraft.core.rules.book import RuleBook
+from foredraft.core.rules.book import NewRules, new_rules
 from foredraft.core.traits import DrafterTraits
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import BaseDrafter, DraftRow
@@ -91,6 +92,10 @@ class Nothing(AdaptiveBudget):
         return [replace(allowance, budget=0) for allowance in allowances]
 
 
+def rules_with(form: Form) -> NewRules:
+    return partial(new_rules, vocab_size=len(LETTERS), new_matcher=lambda _: form)
+
+
 def run(
     adaptive: bool,
     params: SamplingParams = PARAMS,
@@ -105,7 +110,7 @@ def run(
         Policy(controller, [LoadedDrafter(drafter, target, "x", 4, joins_late=True)]),
         EngineOptions(
             new_decoder=letters,
-            rule_book=RuleBook(len(LETTERS), new_matcher=lambda _: Form(is_lame)),
+            new_rules=rules_with(Form(is_lame)),
             trace=steps.append,
             new_seed=lambda: 7,
         ),
@@ -137,11 +142,10 @@ def test_they_are_committed_several_a_step_though_nothing_may_be_drafted(
 def test_they_are_credited_to_the_rules_though_a_drafter_goes_on_behind_them() -> None:
     target, steps = TableModel.random(len(LETTERS), seed=3), list[StepRecord]()
     suffix = LoadedDrafter(build_drafter("suffix", DrafterContext(target)), target, "suffix")
-    book = RuleBook(len(LETTERS), new_matcher=lambda _: Form())
     engine = Engine(
         target,
         Policy(FixedBudget(8, drafter="suffix"), [suffix]),
-        EngineOptions(new_decoder=letters, rule_book=book, trace=steps.append),
+        EngineOptions(new_decoder=letters, new_rules=rules_with(Form()), trace=steps.append),
     )
     engine.submit([0, 1, 2, 0, 1, 2, 0], PARAMS)
     (result,) = finish(engine).values()

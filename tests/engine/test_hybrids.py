@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRow, Observation
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.request import Event, RequestOptions
@@ -72,7 +73,7 @@ class RandomTrees:
     def end(self, request_id: int) -> None:
         pass
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         self.num_accepted += sum(each.num_accepted for each in observations)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:

@@ -14,7 +14,8 @@ from foredraft.cache.base import KVShape
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
+from foredraft.core.record import RowStep
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
@@ -183,11 +184,11 @@ class Keeper(BaseDrafter):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [NO_PROPOSAL] * len(rows)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
-            entries_HTD = torch.zeros(1, seen.end - seen.start, 1)
+            entries_HTD = torch.zeros(1, seen.end - seen.context, 1)
             slot = self._slots[seen.request_id]
-            self.layers[0].write(0, slot, seen.start, entries_HTD, entries_HTD)
+            self.layers[0].write(0, slot, seen.context, entries_HTD, entries_HTD)
 
 
 SYSTEM = [i * 7 % 10 for i in range(60)]

@@ -17,7 +17,8 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
+from foredraft.core.record import RowStep
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
@@ -35,12 +36,12 @@ class Tapping(BaseDrafter):
 
     def __init__(self, *taps: int) -> None:
         self.taps = taps
-        self.seen: list[Observation] = []
+        self.seen: list[RowStep] = []
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [NO_PROPOSAL for _ in rows]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         self.seen += observations
 
 
@@ -55,21 +56,21 @@ class Keeping(Tapping):
     def begin(self, request: object) -> None:
         self.slots[request.request_id] = request.slot  # type: ignore[attr-defined]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         super().observe(observations)
         for seen in observations:
-            entries = torch.tensor(seen.tokens[seen.start : seen.end]).float()[None, :, None]
-            self.layers[0].write(0, self.slots[seen.request_id], seen.start, entries, entries)
+            entries = torch.tensor(seen.tokens[seen.context : seen.end]).float()[None, :, None]
+            self.layers[0].write(0, self.slots[seen.request_id], seen.context, entries, entries)
 
 
 class Joining(Keeping):
     """An entry joins a token with the one that follows it."""
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
-            joined = joined_pairs(seen.tokens)[seen.start : seen.end]
+            joined = joined_pairs(seen.tokens)[seen.context : seen.end]
             entries = torch.tensor(joined).float()[None, :, None]
-            self.layers[0].write(0, self.slots[seen.request_id], seen.start, entries, entries)
+            self.layers[0].write(0, self.slots[seen.request_id], seen.context, entries, entries)
 
 
 def joined_pairs(tokens: Sequence[int]) -> list[int]:
@@ -114,7 +115,7 @@ def test_who_keeps_a_state_gets_them_with_every_step() -> None:
     drafter = Keeping(target, 1)
     run(target, drafter, 4, chunk=3)
     assert target.asked == [(1,)] * 6
-    spans = [(seen.start, seen.end, len(seen.hidden(1))) for seen in drafter.seen]
+    spans = [(seen.context, seen.end, len(seen.hidden(1))) for seen in drafter.seen]
     assert spans == [(0, 3, 3), (3, 6, 3), (6, 7, 1), (7, 8, 1), (8, 9, 1), (9, 10, 1)]
     assert drafter.seen[-1].tokens == (*PROMPT, 6, 7, 8, 9)
 

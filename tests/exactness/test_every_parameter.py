@@ -25,7 +25,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams, ThinkingLimit
-from foredraft.core.rules.book import RuleBook
+from foredraft.core.rules.book import NewRules, new_rules
 from foredraft.drafters import drafter_names
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.none import NoDrafter
@@ -132,13 +132,14 @@ def kind_of(name: str) -> Kind:
 
 
 @functools.cache
-def rule_book(kind: str) -> RuleBook:
+def rules_for(kind: str) -> NewRules:
     codec, vocab_size = kind_of(kind).new_codec(), kind_of(kind).new_target().vocab_size
     assert isinstance(codec, Tokenizer)
-    return RuleBook(
-        vocab_size,
-        lambda text: codec.encode(text, add_special_tokens=False),
-        Grammars(codec, vocab_size).new_matcher,
+    return functools.partial(
+        new_rules,
+        vocab_size=vocab_size,
+        encode=functools.partial(codec.encode, add_special_tokens=False),
+        new_matcher=Grammars(codec, vocab_size).new_matcher,
     )
 
 
@@ -169,7 +170,7 @@ def generate(
         budget(num_draft_tokens),
         eos_token_ids=codec.eos_token_ids,
         new_decoder=codec.new_decoder,
-        rule_book=rule_book(kind),
+        new_rules=rules_for(kind),
     )
     for prompt in PROMPTS:
         engine.submit(prompt, params)
@@ -328,7 +329,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_honoured_is_refused_by_name(case: str) -> None:
     options, message = REFUSED[case]
     target = kind_of("table").new_target()
-    engine = engine_of(target, NoDrafter(), FixedBudget(0), rule_book=rule_book("table"))
+    engine = engine_of(target, NoDrafter(), FixedBudget(0), new_rules=rules_for("table"))
     with pytest.raises(ConfigError, match=message):
         engine.submit(PROMPTS[0], SamplingParams.of(**options))
     assert not engine.has_work
@@ -342,7 +343,7 @@ def test_rules_that_leave_nothing_end_their_own_request_only() -> None:
         NoDrafter(),
         FixedBudget(0),
         eos_token_ids=(END,),
-        rule_book=rule_book("table"),
+        new_rules=rules_for("table"),
     )
     stuck = SamplingParams(allowed_token_ids=[0], bad_words=["a"], max_tokens=5)
     engine.submit(PROMPTS[0], stuck)

@@ -16,7 +16,7 @@ from foredraft.core.errors import ConfigError, GrammarError, NoTokenError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
-from foredraft.core.rules.book import RuleBook
+from foredraft.core.rules.book import new_rules
 from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.models.checkpoints import save_tokenizer
@@ -45,9 +45,15 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 
 def rules_of(grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar) -> Rules:
-    book = RuleBook(tokenizer.vocab_size, tokenizer.encode, grammars.new_matcher)
     params = SamplingParams(temperature=1.0, grammar=grammar)
-    return book.rules(params, len(PROMPT), tokenizer.eos_token_ids)
+    return new_rules(
+        params,
+        len(PROMPT),
+        tokenizer.eos_token_ids,
+        vocab_size=tokenizer.vocab_size,
+        encode=tokenizer.encode,
+        new_matcher=grammars.new_matcher,
+    )
 
 
 def write(rules: Rules, vocab_size: int, seed: int, limit: int = 200) -> list[int]:

@@ -16,10 +16,10 @@ from foredraft.cache.layers import MOST_REPEATED
 from foredraft.control.base import Allowance, Controller, Row
 from foredraft.core.errors import CacheFullError
 from foredraft.core.proposal import NOT_READY, Proposal
-from foredraft.core.record import StepRecord
+from foredraft.core.record import RowStep, StepRecord
 from foredraft.core.traits import OWN, DrafterTraits
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRow, Observation
+from foredraft.drafters.base import DraftRow
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
 
@@ -271,7 +271,7 @@ class SimDrafter:
         """Whether it can draft for a row; else it counts as not asked. For some it never can."""
         return row.request_id % 11 != 10 and not self._dice.happens(0.05)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             assert seen.request_id in self.followed
             assert tuple(seen.tokens[len(seen.tokens) - len(seen.committed) :]) == seen.committed
@@ -344,13 +344,13 @@ class SimHead(SimDrafter):
                 self.complaint = "entries of another text"
         return super().propose(rows)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         super().observe(observations)
         for seen in observations:
-            start, tokens = self._waiting.setdefault(seen.request_id, (seen.start, []))
-            if start + len(tokens) != seen.start:
+            start, tokens = self._waiting.setdefault(seen.request_id, (seen.context, []))
+            if start + len(tokens) != seen.context:
                 self.complaint = "it has missed a part of the text"
-            tokens += seen.tokens[seen.start : seen.end]
+            tokens += seen.tokens[seen.context : seen.end]
             if self._dice.happens(0.5):
                 self._catch_up(seen.request_id)
 
@@ -402,7 +402,7 @@ class SimSelfDraft(SimDrafter):
         self._first_lengths[row.request_id] = len(row.tokens)
         super().begin(row)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         self.complaint = "it learns nothing, and is told of steps"
 
     def _is_ready(self, row: DraftRow) -> bool:

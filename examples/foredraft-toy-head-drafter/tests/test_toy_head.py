@@ -15,9 +15,10 @@ from foredraft import SamplingParams
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_names
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy
@@ -121,7 +122,7 @@ class Helped(BaseDrafter):
         guesses = self.head.propose(rows)  # these leave entries behind the text
         return [self._mixed(row, guess) for row, guess in zip(rows, guesses, strict=True)]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         self.head.observe(observations)
 
     def end(self, request_id: int) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
-from foredraft.drafters.base import DraftRow, Observation
+from foredraft.core.record import RowStep
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.guide import Guide, best_first
 from foredraft.drafters.heads.growth import SURE, GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
@@ -68,7 +69,7 @@ class BlendDrafter(StepDrafter):
         text = self._texts[row.request_id]
         return Proposal.chosen(best_first(text.place, text.successors, row, self._may_branch))
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             for token in seen.committed:
                 self._texts[seen.request_id].commit(token)

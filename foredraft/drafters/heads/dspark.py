@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from foredraft.core.choices import DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
     TAPS,
@@ -194,13 +195,13 @@ class DsparkDrafter(BaseDrafter):
         self._ends.pop(request_id, None)
 
     @torch.no_grad()
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             slot, layers = self._slots[seen.request_id], self._runner.layers
-            start = layers.next_start(slot, seen.start, seen.end - seen.start)
+            start = layers.next_start(slot, seen.context, seen.end - seen.context)
             if start >= seen.end:  # what is cached of the text has no entries here
                 continue
-            taps = [seen.hidden(tap)[start - seen.start :] for tap in self.taps]
+            taps = [seen.hidden(tap)[start - seen.context :] for tap in self.taps]
             keys, values = self._inject(self._context(taps), start)
             for layer in range(self._module.num_layers):
                 layers.write(layer, slot, start, keys[layer], values[layer])

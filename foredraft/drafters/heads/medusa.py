@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.guide import best_first
 from foredraft.drafters.heads.base import HeadModule, HeadOption
 from foredraft.drafters.heads.layers import RMSNorm, head_weights
@@ -104,7 +105,7 @@ class MedusaDrafter(BaseDrafter):
         self.taps, self.traits = module.taps, DrafterTraits(promise=module.promise)
         self._last: dict[int, tuple[int, Tensor]] = {}  # where a request stands, and its state [E]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         (layer,) = self.taps
         for seen in observations:
             if layer in seen.taps:

@@ -21,9 +21,10 @@ from torch import Tensor
 from foredraft.cache.base import CacheLayers
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.guide import Guide
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.growth import Growth, GrowthLimits
@@ -174,7 +175,7 @@ class StepDrafter(BaseDrafter):
         if self.layers:  # what they hold of a text serves others that begin alike
             self._catch_up([request])
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             request = self._requests[seen.request_id]
             if request.promised and seen.committed:
@@ -215,18 +216,18 @@ class StepDrafter(BaseDrafter):
             request.state_E, request.logits_R = states_TE[last], logits_NR[i]
             request.waiting.clear()
 
-    def _read(self, seen: Observation) -> _Read:
+    def _read(self, seen: RowStep) -> _Read:
         """Tokens of a step that the head has to run: the last alone if it keeps no entries."""
         if any(tap not in seen.taps for tap in self.taps):  # a step that was not to draft
-            return _Read(seen.start, (), ())
-        following = seen.tokens[seen.start + 1 : seen.end + 1]
+            return _Read(seen.context, (), ())
+        following = seen.tokens[seen.context + 1 : seen.end + 1]
         skipped = max(0, len(following) - 1)
         if self.layers:  # where a cached beginning has no entries, those of the text begin later
             request = self._requests[seen.request_id]
-            first = request.next_start(seen.start, len(following), self.layers)
-            skipped = min(first - seen.start, len(following))
+            first = request.next_start(seen.context, len(following), self.layers)
+            skipped = min(first - seen.context, len(following))
         taps = [seen.hidden(tap)[skipped : len(following)] for tap in self.taps]
-        return _Read(seen.start + skipped, following[skipped:], taps)
+        return _Read(seen.context + skipped, following[skipped:], taps)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         self._catch_up(self._requests[row.request_id] for row in rows if row.budget)

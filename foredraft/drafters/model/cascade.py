@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters import build_drafter, drafter_key, drafter_spec
@@ -23,7 +24,6 @@ from foredraft.drafters.base import (
     ContinuingDrafter,
     Drafter,
     DraftRow,
-    Observation,
 )
 from foredraft.drafters.model.chain import ChainDraft, DraftCache
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
@@ -53,7 +53,7 @@ class VerticalCascade:
             guesser.begin(row)
         self._cache.begin(row)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for guesser in self._guessers:
             guesser.observe(observations)
 

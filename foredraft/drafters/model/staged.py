@@ -36,9 +36,10 @@ from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.proposal import NOT_READY, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.model.chain import ChainDraft
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import NgramTable, new_text
@@ -152,7 +153,7 @@ class StagedDrafter(BaseDrafter, ABC):
             for row in rows
         ]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         if self._guesser:
             self._guesser.observe(observations)
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 
 _STRIDE = 7919
@@ -142,7 +143,7 @@ class _Request:
         self._num_tokens, self._outputs = len(row.tokens), []
         return Proposal.chosen(self._tree(row.tokens[-1], row.budget))
 
-    def observe(self, seen: Observation) -> None:
+    def observe(self, seen: RowStep) -> None:
         if self._asked and len(seen.proposal.tree) == self._num_proposed:
             logits_CV = seen.logits_NV[[node + 1 for node in self._asked]]
             # For a few rows numpy is an order of magnitude quicker than torch's threads.
@@ -195,7 +196,7 @@ class LookaheadDrafter(BaseDrafter):
             for row in rows
         ]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             self._requests[seen.request_id].observe(seen)
 

@@ -14,9 +14,10 @@ from typing import Generic, Self, TypeVar
 
 from foredraft.core.cost import Prices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.guide import Guide, best_first
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.worth import asked_prices
@@ -46,7 +47,7 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
             draft: a guess that may be rejected: nothing of it may be left in ``request``.
         """
 
-    def observe_request(self, request: Request, seen: Observation) -> None:
+    def observe_request(self, request: Request, seen: RowStep) -> None:
         """Observe a committed step of the request; does nothing by default."""
 
     def end_request(self, request: Request) -> None:
@@ -63,7 +64,7 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
             return NO_PROPOSAL
         return Proposal.chosen(self.draft_tree(self._requests[row.request_id], row, draft))
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             self.observe_request(self._requests[seen.request_id], seen)
 
@@ -101,7 +102,7 @@ class GuidedDrafter(PerRequestDrafter[Guide]):
         place = reduce(request.advance, draft, request.place)
         return best_first(place, request.successors, row, self._tree, self._prices, len(draft))
 
-    def observe_request(self, request: Guide, seen: Observation) -> None:
+    def observe_request(self, request: Guide, seen: RowStep) -> None:
         for token in seen.committed:
             request.commit(token)
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from foredraft.core.cost import Prices
 from foredraft.core.errors import ConfigError
+from foredraft.core.record import RowStep
 from foredraft.core.sampling import largest
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRow, Observation
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.guide import best_first
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
 from foredraft.drafters.text.confidence import priors
@@ -175,7 +176,7 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
         last = draft[-1] if draft else request.last
         return best_first(last, request.following, row, self._tree, self._prices, len(draft))
 
-    def observe_request(self, request: _Request, seen: Observation) -> None:
+    def observe_request(self, request: _Request, seen: RowStep) -> None:
         nodes = [0, *(node + 1 for node in seen.path)]
         for token, node in zip(seen.committed, nodes, strict=False):
             request.commit(token, likeliest(seen.logits_NV[node], self._num_candidates))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from foredraft.core.errors import ConfigError, NonFiniteScoresError, NoTokenErro
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import SamplingRules
-from foredraft.core.rules.book import RuleBook
+from foredraft.core.rules.book import new_rules
 from tests.core.reference import reference_probs, ruled_logits
 
 VOCAB = 6
@@ -27,7 +28,7 @@ def encode(text: str) -> list[int]:
     return [(ord(letter) - ord("a") + text.startswith(" ")) % VOCAB for letter in text.strip()]
 
 
-BOOK = RuleBook(VOCAB, encode)
+rules_of = partial(new_rules, vocab_size=VOCAB, encode=encode)
 OPTIONS = st.fixed_dictionaries(
     {},
     optional={
@@ -59,7 +60,7 @@ def test_the_law_is_what_the_documentation_says(
     params = SamplingParams(**options)
     bad = [encode(text) for word in params.bad_words for text in (word, f" {word}")]
     changed = ruled_logits(logits, params, prompt, [*reply, *drafted], bad, STOPS)
-    rules = BOOK.rules(params, len(prompt), STOPS)
+    rules = rules_of(params, len(prompt), STOPS)
     logits_V = torch.tensor(logits, dtype=torch.float64)
     if max(changed) == -math.inf:
         with pytest.raises(NoTokenError, match="leave no token after"):
@@ -85,27 +86,27 @@ def test_a_guess_counts_like_a_token(prompt: list[int], reply: list[int], more: 
         bad_words=["ab"],
     )
     logits_V = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
-    drafted = BOOK.rules(params, len(prompt)).law(logits_V, [*prompt, *reply], more)
-    committed = BOOK.rules(params, len(prompt)).law(logits_V, [*prompt, *reply, *more])
+    drafted = rules_of(params, len(prompt)).law(logits_V, [*prompt, *reply], more)
+    committed = rules_of(params, len(prompt)).law(logits_V, [*prompt, *reply, *more])
     assert torch.equal(drafted.logits_V, committed.logits_V)
 
 
 def test_counts_follow_a_text_that_grows() -> None:
     params = SamplingParams(temperature=1.0, repetition_penalty=1.5, frequency_penalty=0.5)
-    rules, text = BOOK.rules(params, 2), [0, 1]
+    rules, text = rules_of(params, 2), [0, 1]
     logits_V = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
     for token in (1, 3, 3, 5, 0, 1):
         text.append(token)
-        fresh = BOOK.rules(params, 2).law(logits_V, text, (2, 2))
+        fresh = rules_of(params, 2).law(logits_V, text, (2, 2))
         assert torch.equal(rules.law(logits_V, text, (2, 2)).logits_V, fresh.logits_V)
-    shorter = BOOK.rules(params, 2).law(logits_V, text[:3])
+    shorter = rules_of(params, 2).law(logits_V, text[:3])
     assert torch.equal(rules.law(logits_V, text[:3]).logits_V, shorter.logits_V)
 
 
 def test_many_tokens_are_counted() -> None:
-    book, text = RuleBook(1000), [*range(500), *range(100, 300)]
+    text = [*range(500), *range(100, 300)]
     params = SamplingParams(temperature=1.0, frequency_penalty=1.0, repetition_penalty=2.0)
-    law = book.rules(params, 0).law(torch.ones(1000), text)
+    law = new_rules(params, vocab_size=1000).law(torch.ones(1000), text)
     expected = [0.5 - 1.0 - (100 <= token < 300) if token < 500 else 1.0 for token in range(1000)]
     assert law.logits_V.tolist() == expected
 
@@ -147,9 +148,9 @@ class Anything:
 
 
 def test_a_position_costs_no_copy_of_the_reply() -> None:
-    book = RuleBook(VOCAB, encode, lambda grammar: Anything())
     params = SamplingParams(bad_words=["ab", "cde"], min_tokens=3, grammar=Grammar("regex", ".*"))
-    rules, text = book.rules(params, 2, STOPS), Watched([0, 1] + [2, 3] * 1000)
+    rules = rules_of(params, 2, STOPS, new_matcher=lambda grammar: Anything())
+    text = Watched([0, 1] + [2, 3] * 1000)
     logits_V = torch.zeros(VOCAB)
     rules.law(logits_V, text)
     text.num_copied = 0
@@ -164,11 +165,11 @@ def test_a_position_costs_no_copy_of_the_reply() -> None:
 
 def test_a_request_without_rules_is_spared_them() -> None:
     for params in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5, min_tokens=3)):
-        assert isinstance(BOOK.rules(params), SamplingRules)
+        assert isinstance(rules_of(params), SamplingRules)
 
 
 def test_scores_that_are_not_finite_are_the_models_fault() -> None:
-    rules = BOOK.rules(SamplingParams(allowed_token_ids=[1]))
+    rules = rules_of(SamplingParams(allowed_token_ids=[1]))
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(NonFiniteScoresError):
             rules.law(torch.full((VOCAB,), bad), [0])
@@ -184,9 +185,9 @@ def test_scores_that_are_not_finite_are_the_models_fault() -> None:
 )
 def test_what_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        BOOK.rules(SamplingParams(**options))
+        rules_of(SamplingParams(**options))
 
 
 def test_words_need_a_tokenizer() -> None:
     with pytest.raises(ConfigError, match="bad_words need a tokenizer"):
-        RuleBook(VOCAB).rules(SamplingParams(bad_words="a"))
+        new_rules(SamplingParams(bad_words="a"), vocab_size=VOCAB)
