@@ -22,6 +22,7 @@ from benchmarks.prompts import prompts
 from benchmarks.quality import quality
 from benchmarks.results import report
 from benchmarks.revisions import revisions
+from benchmarks.same_text import same_text
 from benchmarks.serve_load import serve_load
 from benchmarks.serve_sim import serve_sim
 from benchmarks.serve_stream import serve_stream
@@ -34,7 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load", "prefix-hits", "affinity")
+_TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load", "prefix-hits", "affinity",
+                  "same-text")  # fmt: skip
 
 
 @app.callback()
@@ -55,7 +57,7 @@ def _alone(command: Callable[..., None]) -> Callable[..., None]:
 
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster, affinity),
-    *(prefix, prefix_hits, contexts, grammar, quality, gguf, memory, priors, revisions),
+    *(prefix, prefix_hits, contexts, grammar, quality, gguf, same_text, memory, priors, revisions),
     report,
 )
 for command in COMMANDS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import numpy as np
 from benchmarks.llama_cpp import open_llama
 from foredraft.bench.load import Finished, Load, Served, ServedStep
 
-_BATCH = 512
+BATCH = 512
+"""Most tokens of a decode."""
 
 
 @dataclass
@@ -33,6 +34,68 @@ class _Sequence:
     found: list[int]
     started_s: float
     first_s: float = 0.0
+
+
+class LlamaContext:
+    """A context of llama.cpp that holds several sequences, and a batch to fill.
+
+    Args:
+        owner: a ``Llama``, whose model it shares.
+        rows: most sequences.
+        tokens: of a sequence, at most.
+        threads: of both kinds of its work.
+
+    Attributes:
+        api: llama.cpp's functions.
+    """
+
+    def __init__(self, owner: Any, rows: int, tokens: int, threads: int) -> None:
+        from llama_cpp import llama_cpp as api
+
+        self.api = api
+        params = owner.context_params
+        params.n_ctx = rows * tokens
+        params.n_batch = params.n_ubatch = BATCH
+        params.n_seq_max = rows
+        params.n_threads = params.n_threads_batch = threads
+        params.kv_unified = True
+        self._vocab = owner.n_vocab()
+        self.handle = api.llama_init_from_model(owner.model, params)
+        if not self.handle:
+            raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} tokens")
+        self._batch = api.llama_batch_init(BATCH, 0, 1)
+
+    def run(self, tokens: Iterable[tuple[int, int, int, bool]]) -> None:
+        """Decode (token, position, sequence, whether its logits are wanted)."""
+        batch, count = self._batch, 0
+        for i, (token, position, place, wanted) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+            batch.seq_id[i][0], batch.logits[i] = place, wanted
+            count = i + 1
+        batch.n_tokens = count
+        if outcome := self.api.llama_decode(self.handle, batch):
+            raise RuntimeError(f"llama.cpp refuses a batch of {count} tokens ({outcome})")
+
+    def read(self, prompt: Sequence[int], place: int) -> int:
+        """Decode a prompt; the index of its last token's logits."""
+        last = len(prompt) - 1
+        for first in range(0, len(prompt), BATCH):
+            chunk = range(first, min(first + BATCH, len(prompt)))
+            self.run((prompt[at], at, place, at == last) for at in chunk)
+        return last % BATCH
+
+    def likeliest(self, index: int) -> int:
+        """The token of the greatest logit."""
+        logits = self.api.llama_get_logits_ith(self.handle, index)
+        return int(np.ctypeslib.as_array(logits, shape=(self._vocab,)).argmax())
+
+    def clear(self, place: int | None = None) -> None:
+        """Forget a sequence, or all."""
+        memory = self.api.llama_get_memory(self.handle)
+        if place is None:
+            self.api.llama_memory_clear(memory, True)
+        else:
+            self.api.llama_memory_seq_rm(memory, place, -1, -1)
 
 
 class LlamaBatchServer:
@@ -51,20 +114,7 @@ class LlamaBatchServer:
     ) -> None:
         self.name = f"llama.cpp {quantisation}"
         self._owner = open_llama(str(directory), quantisation, 64, threads)
-        from llama_cpp import llama_cpp as api
-
-        self._api, self._most_rows = api, max_rows
-        params = self._owner.context_params
-        params.n_ctx = max_rows * max_tokens
-        params.n_batch = params.n_ubatch = _BATCH
-        params.n_seq_max = max_rows
-        params.n_threads = params.n_threads_batch = threads
-        params.kv_unified = True
-        self._vocab = self._owner.n_vocab()
-        self._context = api.llama_init_from_model(self._owner.model, params)
-        if not self._context:
-            raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} tokens")
-        self._batch = api.llama_batch_init(_BATCH, 0, 1)
+        self._context = LlamaContext(self._owner, max_rows, max_tokens, threads)
         self.served = Served()
 
     def begin(self, load: Load) -> None:
@@ -72,7 +122,7 @@ class LlamaBatchServer:
         self._waiting = deque(enumerate(load.prompts))
         self._running: list[_Sequence] = []
         self._free = [*range(load.concurrency)]
-        self._api.llama_memory_clear(self._memory, True)
+        self._context.clear()
 
     def turn(self, seconds: float) -> bool:
         until = self.served.seconds + seconds
@@ -91,46 +141,23 @@ class LlamaBatchServer:
             self._finish()
         return bool(self._running or self._waiting)
 
-    @property
-    def _memory(self) -> Any:
-        return self._api.llama_get_memory(self._context)
-
     def _admit(self) -> bool:
         """Read the prompt of one more request; whether there was one and room for it."""
         if not self._waiting or len(self._running) >= self._load.concurrency:
             return False
         number, prompt = self._waiting.popleft()
         new = _Sequence(number, self._free.pop(), [*prompt], [], self.served.seconds)
-        last = len(prompt) - 1
-        for first in range(0, len(prompt), _BATCH):
-            chunk = range(first, min(first + _BATCH, len(prompt)))
-            self._run((prompt[at], at, new.place, at == last) for at in chunk)
-        new.found.append(self._likeliest(last % _BATCH))
+        new.found.append(self._context.likeliest(self._context.read(prompt, new.place)))
         self._running.append(new)
         return True
 
     def _decode_all(self) -> None:
-        self._run(
+        self._context.run(
             (seq.found[-1], len(seq.prompt) + len(seq.found) - 1, seq.place, True)
             for seq in self._running
         )
         for i, seq in enumerate(self._running):
-            seq.found.append(self._likeliest(i))
-
-    def _run(self, tokens: Iterable[tuple[int, int, int, bool]]) -> None:
-        """Decode (token, position, sequence, whether its logits are wanted)."""
-        batch, count = self._batch, 0
-        for i, (token, position, place, wanted) in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
-            batch.seq_id[i][0], batch.logits[i] = place, wanted
-            count = i + 1
-        batch.n_tokens = count
-        if outcome := self._api.llama_decode(self._context, batch):
-            raise RuntimeError(f"llama.cpp refuses a batch of {count} tokens ({outcome})")
-
-    def _likeliest(self, index: int) -> int:
-        logits = self._api.llama_get_logits_ith(self._context, index)
-        return int(np.ctypeslib.as_array(logits, shape=(self._vocab,)).argmax())
+            seq.found.append(self._context.likeliest(i))
 
     def _finish(self) -> None:
         for seq in [*self._running]:
@@ -142,4 +169,4 @@ class LlamaBatchServer:
             self.served.finished.append(done)
             self._running.remove(seq)
             self._free.append(seq.place)
-            self._api.llama_memory_seq_rm(self._memory, seq.place, -1, -1)
+            self._context.clear(seq.place)
