@@ -282,9 +282,10 @@ def same_text(
     kept = TextLog(log, {"load": vars(load) | {"drafter_options": {}}, "course": vars(course)})
     context = longest + course.max_tokens + 16
     assert ours.loaded.tokenizer is not None
+    # One thread: those of llama.cpp wait for each other in a loop, and bits do not depend on them.
     theirs = Theirs(
-        load.model, load.draft_model, context, ours.loaded.options.threads or 2,
-        [*ours.loaded.tokenizer.eos_token_ids], load.max_batch_size,
+        load.model, load.draft_model, context, 1, [*ours.loaded.tokenizer.eos_token_ids],
+        load.max_batch_size,
     )  # fmt: skip
     found: list[Parted] = []
     for temperature in course.temperatures:

@@ -26,7 +26,7 @@ from foredraft.llm import LLM
 from foredraft.server.answers import stream_of
 from foredraft.server.context import ServerContext
 from foredraft.server.errors import ApiError, too_many
-from foredraft.server.page_runs import MAX_DRAFT_TOKENS, Lanes, RunBody, run_lanes
+from foredraft.server.page_runs import Lanes, RunBody, run_lanes
 from foredraft.server.wire import JsonResponse, data_event
 from foredraft.system.machine import cpu_name
 from foredraft.trace.files import Trace, parse_trace
@@ -36,6 +36,8 @@ from foredraft.version import __version__
 PAGE = Path(__file__).parent / "page"
 MAX_RUNS = 4
 """Runs of the page at once."""
+MAX_FORWARD_TOKENS = 80
+"""Of a forward that the page times: sixteen requests with four guesses each."""
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -59,7 +61,7 @@ class ForwardBody(BaseModel):
     """The number of tokens of the forward to time."""
 
     model_config = ConfigDict(extra="forbid")
-    num_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS + 1)]
+    num_tokens: Annotated[int, Field(ge=1, le=MAX_FORWARD_TOKENS)]
 
 
 class ReplayBody(BaseModel):

@@ -133,6 +133,7 @@ class Lanes:
             "decoder": plan.decoder if plan else "",
             "device": plan.device if plan else "cpu",
             "drafter": name,
+            "active": tuple(llm.policy.drafters) or (name,),
             "drafters": self.drafters,
             "num_draft_tokens": drafter_spec(name).num_draft_tokens,
             "curve": [(n, round(ms, 3)) for n, ms in cost.times(_CURVE, 128)],

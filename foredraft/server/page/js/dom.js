@@ -34,8 +34,8 @@ export function slider(label, { min, max, step = 1, value, show = String, moved 
 }
 
 // A number within a sentence: dragged sideways, or moved with the arrow keys. Until it has been moved a `blank` one
-// is a question mark. Returns the element, its value, and set(value), which calls nobody.
-export function scrub(label, { min, max, step = 1, value, show = String, blank = false, moved = () => {}, changed = () => {} }) {
+// is a question mark; `values` are all that there are, where not every step is. Returns the element, its value, and set(value), which calls nobody.
+export function scrub(label, { min, max, step = 1, value, values = null, show = String, blank = false, moved = () => {}, changed = () => {} }) {
   const element = h("span", { class: "scrub", role: "slider", tabindex: 0, "aria-label": label, "aria-valuemin": min, "aria-valuemax": max });
   const digits = (String(step).split(".")[1] ?? "").length, wide = Math.max(4, Math.min(18, 180 / ((max - min) / step)));
   let from = null, isBlank = blank;
@@ -45,7 +45,8 @@ export function scrub(label, { min, max, step = 1, value, show = String, blank =
     element.setAttribute("aria-valuenow", value);
     element.setAttribute("aria-valuetext", isBlank ? "not guessed yet" : show(value));
   };
-  const move = (to) => { const before = value; isBlank = false; set(to); if (value !== before || blank) moved(value); };
+  const snap = (to) => (!values ? to : to > value ? values.find((each) => each >= to) ?? values.at(-1) : values.findLast((each) => each <= to) ?? values[0]);
+  const move = (to) => { const before = value; to = snap(to); isBlank = false; set(to); if (value !== before || blank) moved(value); };
   element.addEventListener("pointerdown", (event) => { from = { x: event.clientX, value }; element.setPointerCapture(event.pointerId); });
   element.addEventListener("pointermove", (event) => { if (from) move(from.value + Math.round((event.clientX - from.x) / wide) * step); });
   element.addEventListener("pointerup", () => { if (from) { move(value); changed(value); } from = null; });

@@ -15,15 +15,15 @@ const main = document.getElementById("view");
 
 function go() {
   if (!getInfo()) return;
-  const name = VIEWS[location.hash.slice(1)] ? location.hash.slice(1) : "chat";
+  const asked = location.hash.slice(1).split("/")[0], name = VIEWS[asked] ? asked : "chat";
   if (!made.has(name)) made.set(name, new VIEWS[name]());
   const view = made.get(name);
   closeWhy();
   clear(main).append(view.element);
-  view.update?.();
   document.querySelectorAll("nav a[data-view]").forEach((a) => (a.dataset.view === name ? a.setAttribute("aria-current", "page") : a.removeAttribute("aria-current")));
   document.title = `foredraft: ${name}`;
   scrollTo(0, 0);
+  view.update?.();
 }
 
 // A view that is left may take what had the focus along.
@@ -58,7 +58,7 @@ async function meet(model) {
     try {
       const server = await info();
       setInfo(server);
-      model.textContent = [server.model, server.number_format, server.drafter].filter(Boolean).join(" · ");
+      model.textContent = [server.model, server.number_format, (server.active ?? [server.drafter]).join(" + ")].filter(Boolean).join(" · ");
       model.title = `foredraft ${server.version} on ${server.cpu}`;
       return;
     } catch (error) {

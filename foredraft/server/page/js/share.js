@@ -4,10 +4,20 @@ import { getInfo } from "./store.js";
 
 const WIDTH = 1200, HEIGHT = 630, LEFT = 80;
 
-// The picture with its buttons. `race`: both ends, the speed-up, the prompt and the temperature.
-export function sharing(race) {
-  const canvas = h("canvas", { width: WIDTH, height: HEIGHT, class: "card", role: "img", "aria-label": words(race) });
-  paint(canvas.getContext("2d"), race);
+// The picture of a race with its buttons. `race`: both ends, the speed-up, the prompt and the temperature.
+export const sharing = (race) => card(words(race), (ctx) => paint(ctx, race));
+
+// The picture of a tour: the score, and each guess beside what it was.
+export const scoreCard = (guesses, score) => card(`${score}. ${where()}.`, (ctx) => {
+  const { say } = ground(ctx);
+  say(score, LEFT, 190, "#0b7a6f", 62, 700);
+  guesses.slice(0, 11).forEach(({ part, said, found, isNear }, i) => say(`${isNear ? "✓" : "·"}  ${part}: said ${said}, is ${found}`, LEFT, 246 + i * 29, isNear ? "#1d1c1a" : "#6a655d", 22));
+  say(where(), LEFT, 596, "#1d1c1a", 22);
+});
+
+function card(label, painted) {
+  const canvas = h("canvas", { width: WIDTH, height: HEIGHT, class: "card", role: "img", "aria-label": label });
+  painted(canvas.getContext("2d"));
   const blob = () => new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
   const said = h("span", { class: "note", role: "status" });
   const buttons = [h("button", { class: "button", type: "button", onclick: async () => save(await blob()) }, "Save the picture")];
@@ -32,14 +42,19 @@ function words(race) {
   return `${headline(race)}: ${number(race.fast.tokens_per_s, 1)} against ${number(race.plain.tokens_per_s, 1)} tokens a second. ${isSame(race) ? "The same text, byte for byte" : "The texts differ"}. ${where()}.`;
 }
 
-// Light, whatever the page is: pictures are looked at elsewhere.
-function paint(ctx, race) {
+// Light, whatever the page is: pictures are looked at elsewhere. Returns what writes on it.
+function ground(ctx) {
   const font = (size, weight = 500) => { ctx.font = `${weight} ${size}px Inter, ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif`; };
   const say = (text, x, y, colour, size, weight, most = WIDTH - 2 * LEFT) => { font(size, weight); ctx.fillStyle = colour; ctx.fillText(cut(ctx, text, most), x, y); };
   ctx.fillStyle = "#fcfbf8";
   ctx.fillRect(0, 0, WIDTH, HEIGHT);
   mark(ctx, LEFT, 72);
   say("foredraft", LEFT + 62, 84, "#1d1c1a", 30, 660);
+  return { say };
+}
+
+function paint(ctx, race) {
+  const { say } = ground(ctx);
   say(headline(race), LEFT, 196, "#0b7a6f", 84, 700);
   say(isSame(race) ? "and the same text, byte for byte" : "and the texts differ", LEFT, 246, isSame(race) ? "#1d1c1a" : "#b3261e", 34, 540);
   const pair = [["plain", race.plain, "#8c867b"], ["with drafts", race.fast, "#0b7a6f"]];

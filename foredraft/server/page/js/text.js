@@ -1,6 +1,7 @@
 // A text that shows how it was made: guesses ahead of the cursor that turn solid or are struck out.
 import { announce, h, shown, sleep } from "./dom.js";
 import { total } from "./store.js";
+import { MEANING, origin } from "./tokens.js";
 import { focusWhy, openWhy } from "./why.js";
 
 export const PACES = [["real", "1×"], ["slow", "slow"], ["step", "step"]];
@@ -8,16 +9,6 @@ const SLOW = 15;
 // What stands for a shorter time would only flicker.
 const SEEN_MS = 24, SEEN_CALMLY_MS = 200;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-
-// Whether a node was copied from earlier text: by its author where a draft has several, else by its drafter.
-export const isCopy = (row, node) => (row.draft.authors ? row.draft.authors[node] === "copy" : Boolean(row.copies));
-
-// Who a committed token is from, as class and word: "plain" where nothing had been drafted.
-export function origin(row, index) {
-  const { by } = row.committed[index];
-  if (by === "draft") return { by, author: isCopy(row, row.path[index]) ? "copy" : "head" };
-  return { by: row.draft.tokens.length ? by : "plain", author: null };
-}
 
 // The nodes to show ahead of the cursor: what was accepted, then the likeliest of what hangs below it.
 export function spine(row) {
@@ -29,8 +20,6 @@ export function spine(row) {
     at = next;
   }
 }
-
-export const MEANING = { draft: "drafted and accepted", copy: "copied from earlier text, and accepted", correction: "a correction", bonus: "a bonus token", plain: "the target's own" };
 
 export class MadeText {
   constructor({ label, why = true } = {}) {

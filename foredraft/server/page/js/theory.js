@@ -28,9 +28,10 @@ export function draw(p, u = Math.random()) {
   return i;
 }
 
-// One token by the token rule; with `forgetful`, a refused draft is replaced by a draw from p (a common bug).
-export function speculate(p, q, forgetful = false) {
+// One token: a draft from q, kept with probability accept(p, q) of its word. A refused one is replaced by a draw from the
+// residual; `isForgetful`: from p (a common bug).
+export function speculate(p, q, { accept = (pOf, qOf) => pOf / qOf, isForgetful = false } = {}) {
   const x = draw(q);
-  if (Math.random() < p[x] / q[x]) return { token: x, accepted: true };
-  return { token: draw(forgetful ? p : residual(p, q)), accepted: false };
+  if (Math.random() < accept(p[x], q[x])) return { token: x, accepted: true };
+  return { token: draw(isForgetful ? p : residual(p, q)), accepted: false };
 }

@@ -1,7 +1,7 @@
 // A drafted tree, left to right: what was accepted is drawn strong, the likeliest line on top. With `pick`, what became
 // of it is not told yet, and a node can be chosen: pick(node) hears which; `picked` is drawn as chosen.
 import { fill, percent, s, shown } from "./dom.js";
-import { isCopy } from "./text.js";
+import { isCopy } from "./tokens.js";
 
 const ROW = 46, GAP = 26, HEIGHT = 32;
 

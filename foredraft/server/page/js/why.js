@@ -1,7 +1,7 @@
 // Why this token? The draft, what the target thought, the test with its numbers, the residual.
 import { clear, fill, h, number, percent, shown } from "./dom.js";
 import { treePicture } from "./tree.js";
-import { isCopy, MEANING, origin } from "./text.js";
+import { isCopy, MEANING, origin } from "./tokens.js";
 
 const panel = document.getElementById("why");
 let before = null, moveBy = null;

@@ -1,7 +1,7 @@
 // Steps of one request on a line of time.
 import { h, number, s, shown } from "../dom.js";
 import { total } from "../store.js";
-import { origin } from "../text.js";
+import { origin } from "../tokens.js";
 
 const BOX = 9, GAP = 2, THICK = 22, UNDER = 32, LEAST = 12;
 

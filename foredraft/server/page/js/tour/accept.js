@@ -30,6 +30,7 @@ export function accept() {
   }
 
   const it = part({
+    key: "accept",
     title: "You are the drafter. How often will the model agree?",
     ask: [h("p", {}, `The model writes a story, as it was asked: “${STORY}” It begins: `, h("b", {}, `“${BEGIN} …”`), " Any word may follow, each with its own probability."),
       h("p", {}, "Draft the next one: drag the bars to where you think they are. Then I draw a word from your bars, ten thousand times, and the model tests each. It has to do it so that, in the end, every word comes out as often as without you.")],
@@ -46,7 +47,7 @@ export function accept() {
       const draw = (isForgetful) => {
         const counts = p.map(() => 0);
         let accepted = 0;
-        for (let i = 0; i < DRAWS; i++) { const drawn = speculate(p, q, isForgetful); counts[drawn.token]++; accepted += drawn.accepted; }
+        for (let i = 0; i < DRAWS; i++) { const drawn = speculate(p, q, { isForgetful }); counts[drawn.token]++; accepted += drawn.accepted; }
         counts.forEach((count, i) => bars.set(i, "out", count / DRAWS));
         const off = counts.map((count, i) => Math.abs(count / DRAWS - p[i])), worst = off.indexOf(Math.max(...off));
         result.replaceChildren(h("b", {}, `${percent(accepted / DRAWS)} of your words were accepted`), `; where your bars and the model's overlap is ${percent(share)}. `,
@@ -56,6 +57,7 @@ export function accept() {
       draw(false);
       show(result,
         h("p", {}, "Call your bar q and the model's p. Where you drew a word too often (q above p), it is accepted with probability p/q: just often enough. A refused word is replaced by one drawn from ", rest.element, "; the right way, that is the part of p above q, the ", h("em", {}, "residual"), ". Accepted and replaced ones then add up to p, whatever you drafted. (Try the other way: some well-known programs shipped that mistake.)"));
+      return ["with these bars", `${percent(share)} accepted`, share > 0.6];
     },
     name: "Let the model test it",
   });

@@ -1,7 +1,7 @@
 // Part 4: p, q and the noise of one token, as they are, at every temperature.
 import { h, number, percent, scrub, shown } from "../dom.js";
 import { keys } from "../bars.js";
-import { answers, collect, oneOf, part, spoken } from "./part.js";
+import { answers, asked, part, spoken, values } from "./part.js";
 import { BEGIN, draftAt, lawAt, likeliest } from "./token.js";
 
 const LOUD = 6, ROWS = 6;
@@ -10,7 +10,7 @@ const signed = (x) => `${x < 0 ? "−" : ""}${number(Math.abs(x), 1)}`;
 
 export function noise() {
   const figure = h("div", { class: "rows noises" }), names = h("div", {}), choiceAt = h("div", {}, h("p", { class: "note" }, "…"));
-  const drafter = oneOf("blend", "hidden_head", "suffix");
+  const drafter = asked("draft").lanes[0].drafter;
   let words = null, said = null, at = 0.8, seed = 8;
   const laws = new Map(), drafts = new Map();
 
@@ -43,7 +43,7 @@ export function noise() {
   const written = h("b", {}), favourite = h("span", {});
   async function again(signal) {
     const found = await law(signal);
-    if (!drafts.has(at)) drafts.set(at, await draftAt(drafter, at, signal).catch(() => null));
+    if (!drafts.has(at)) drafts.set(at, await draftAt(at, signal).catch(() => null));
     draw(found, true);
     written.textContent = `“${word(found.taken.text)}”`;
     const best = drafts.get(at)?.best;
@@ -52,6 +52,7 @@ export function noise() {
   }
 
   const it = part({
+    key: "noise",
     title: "The model rolls dice. Which word will it write?",
     ask: [h("p", {}, "How bold a text is, is set by its ", h("em", {}, "temperature"), ": at 0 the model always writes the likeliest token; above, chance has a say. Here are the real probabilities p, at temperature 0.8, of what may follow ", h("b", {}, `“${BEGIN} …”`)),
       h("p", {}, "Its dice are set by a number, the ", h("em", {}, "seed"), ". With seed 8 the next word is:"), choiceAt],
@@ -59,11 +60,12 @@ export function noise() {
     ready,
     answer: async (show, signal, isGuessed) => {
       const found = await again(signal), is = word(found.taken.text);
-      const heat = scrub("Temperature", { min: 0.1, max: 1.2, step: 0.1, value: at, show: (x) => number(x, 1), moved: (x) => { at = x; again(signal).catch(() => {}); } });
-      const dice = scrub("Seed", { min: 0, max: 99, value: seed, moved: (x) => { seed = x; again(signal).catch(() => {}); } });
+      const heat = scrub("Temperature", { min: 0.1, max: 1.2, step: 0.1, value: at, values: values("law", "temperature"), show: (x) => number(x, 1), moved: (x) => { at = x; again(signal).catch(() => {}); } });
+      const dice = scrub("Seed", { min: 0, max: 99, value: seed, values: values("law", "seed"), moved: (x) => { seed = x; again(signal).catch(() => {}); } });
       show(h("p", {}, isGuessed ? ["You said ", h("b", { class: "said" }, said === "another" ? "another" : `“${said}”`), "; it is ", h("b", {}, `“${is}”`), said === is || (said === "another" && !words.includes(is)) ? ". Well guessed." : "."] : ["It is ", h("b", {}, `“${is}”`), "."]),
         h("p", {}, "These dice were thrown beforehand. Each token at each place has a ", h("em", {}, "noise"), " of its own, made of the seed, the place and the token, and of nothing else. It is added to the logarithm of p, and the largest sum is written. (That is a fair draw: the noise has just the right distribution, Gumbel's.)"),
         h("p", {}, "At temperature ", heat.element, " and with seed ", dice.element, " the model writes ", written, ". The bars are p, and q, what the drafter thought; q has no part in the sum.", favourite));
+      return [`“${said}”`, `“${is}”`, said === is || (said === "another" && !words.includes(is))];
     },
   });
   return it;

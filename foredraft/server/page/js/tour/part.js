@@ -2,17 +2,20 @@
 import { h } from "../dom.js";
 import { run } from "../api.js";
 import { getInfo } from "../store.js";
+import { ASKED } from "./asked.js";
+import { address, note, theirs } from "./progress.js";
 
 // A part: `ask` is what is said before, with what the guess is made with; `figure` stands beside it. Once guessed()
 // was called, or the reader would rather not, `answer(show, signal)` asks the model and shows what is to be said after.
-// start() asks again; `ready()` is called when the part first comes into view.
-export function part({ title, ask, figure, answer, ready = () => {}, name = "Ask the model" }) {
+// It returns what was said, what it is, and whether that is near. start() asks again; `ready()` is called when the part
+// first comes into view.
+export function part({ key, title, ask, figure, answer, ready = () => {}, name = "Ask the model" }) {
   const out = h("div", { class: "answer" });
   const go = h("button", { class: "button main", type: "button", disabled: true, onclick: () => start() }, name);
   const skip = h("button", { class: "chip", type: "button", onclick: () => start() }, "I have no idea");
   const hint = h("span", { class: "note" }, "Guess first.");
   const heading = h("h2", {}, title), count = h("p", { class: "count" });
-  const element = h("section", { class: "part", "data-state": "asked", "aria-label": title },
+  const element = h("section", { class: "part", "data-state": "asked", id: `tour-${key}`, "aria-label": title },
     h("div", { class: "asking" }, count, heading, ask, h("div", { class: "line go" }, go, skip, hint)),
     h("div", { class: "figure" }, figure), out);
   let current = null, isGuessed = false;
@@ -28,9 +31,12 @@ export function part({ title, ask, figure, answer, ready = () => {}, name = "Ask
     go.textContent = "The model answers …";
     const show = (...children) => { if (current === mine) out.replaceChildren(...children.flat().filter(Boolean)); };
     try {
-      await answer(show, mine.signal, isGuessed);
+      const outcome = await answer(show, mine.signal, isGuessed);
       if (current !== mine) return;
       state("answered");
+      if (isGuessed && outcome) note(key, ...outcome);
+      if (theirs.has(key)) out.append(h("p", { class: "note" }, `Whoever sent you the link said ${theirs.get(key).said}.`));
+      if (getInfo()?.recorded || location.hash.startsWith("#tour")) history.replaceState(null, "", address(key));
       if (!wasAnswered) out.setAttribute("role", "status");
     } catch (error) {
       if (current !== mine || error.name === "AbortError") return;
@@ -78,9 +84,18 @@ export async function collect(request, signal, onStep = () => {}) {
   return lanes;
 }
 
-export const user = (content) => [{ role: "user", content }];
-// The served drafter, and which of some others can be had.
+// A request of `ASKED` with some values changed; `num_draft_tokens` is that of the lane that names one.
+export function asked(name, { num_draft_tokens: most, prompt, ...changes } = {}) {
+  const { recorded, shows_why, lanes, ...request } = ASKED[name];
+  const made = lanes.map((lane) => ({ ...lane, ...(lane.drafter ? { drafter: oneOf(...lane.drafter) } : {}), ...(most != null && lane.num_draft_tokens ? { num_draft_tokens: most } : {}) }));
+  return { ...request, lanes: made, ...(prompt ? { messages: [{ role: "user", content: prompt }] } : {}), ...changes };
+}
+
+// The values that a recording has of a field of a request; null where the model is there and has them all.
+export const values = (name, field) => (getInfo()?.recorded ? ASKED[name].recorded[field] : null);
+
+// The best drafter that is served, and which of some others can be had. The table alone drafts little where a copy can.
 const known = (name) => getInfo()?.drafters.includes(name);
-export const served = () => (getInfo()?.drafter === "none" ? oneOf("suffix", "ngram") : getInfo()?.drafter);
-export const oneOf = (...names) => names.find(known) ?? getInfo()?.drafters.find((name) => name !== "none");
+export const served = () => ["draft_model", "self_draft", getInfo()?.drafter, "suffix", "ngram"].find((name) => name !== "none" && known(name));
+export const oneOf = (...names) => names.map((name) => (name === "served" ? served() : name)).find(known) ?? served();
 export const spoken = (name) => name.replaceAll("_", " ");

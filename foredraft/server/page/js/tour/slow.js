@@ -40,6 +40,7 @@ export function slow() {
   }
 
   const it = part({
+    key: "slow",
     title: "How long does it take to read eight tokens at once?",
     ask: [h("p", {}, "A language model writes in small pieces, words or parts of words. They are called ", h("em", {}, "tokens"), ". For each one it goes through all of its numbers, its weights, from first to last: that is a ", h("em", {}, "forward"), `. Here, on this machine, a forward that reads one token takes ${number(one, 1)} ms.`),
       h("p", {}, "And one that reads eight tokens at once? I say ", said.element, " as long.")],
@@ -55,9 +56,11 @@ export function slow() {
       const tell = (n) => { cost.textContent = `${number(measured.get(n), 1)} ms`; each.textContent = `${number(measured.get(n) / n, 1)} ms`; };
       const size = scrub("Tokens in one forward", { min: 1, max: 32, value: 8, changed: async (n) => { if (!measured.has(n)) await measure(n); tell(n); } });
       tell(8);
-      show(compare(isGuessed, times(said.value), times(found), Math.abs(found - said.value) < 0.5),
+      const outcome = [times(said.value), times(found), Math.abs(found - said.value) < 0.5];
+      show(compare(isGuessed, ...outcome),
         h("p", {}, found < 7 ? "Eight times the tokens take less than eight times the time: the weights are fetched from memory once for all eight, and fetching takes longer than the arithmetic. " : "Nearly eight times as long: here the arithmetic takes the time, and guessing ahead will gain little. On other machines the weights' way from memory takes it, once for all eight. ", "A forward of ", size.element, " tokens takes ", cost, " here, ", each, " for each of them."),
         h("p", {}, "So the model could write several tokens in little more than the time of one, if only it knew them beforehand. But the second is not known before the first is chosen."));
+      return outcome;
     },
     name: "Measure it",
   });

@@ -1,19 +1,16 @@
 // Part 6: guesses may branch. The reader says which branch the model takes.
-import { h, number, scrub, shown } from "../dom.js";
-import { getInfo } from "../store.js";
+import { h, scrub, shown } from "../dom.js";
 import { treePicture } from "../tree.js";
-import { PROMPTS } from "../race.js";
-import { collect, oneOf, part, spoken, user } from "./part.js";
-
+import { asked, collect, part, spoken } from "./part.js";
 
 export function trees() {
   const at = h("div", { class: "tree-scroll", tabindex: 0, role: "region", "aria-label": "A drafted tree" }, h("p", { class: "note" }, "A draft is being made …"));
   const before = h("p", { class: "before" }), facts = h("p", { class: "note" });
-  const drafter = oneOf("blend", getInfo()?.drafter);
+  const drafter = asked("trees").lanes[0].drafter;
   let steps = [], index = 0, picked = null, found = null;
 
   async function load(signal) {
-    const [lane] = await (found ??= collect({ messages: user(PROMPTS[1][1]), lanes: [{ drafter }], max_tokens: 64 }, signal));
+    const [lane] = await (found ??= collect(asked("trees"), signal));
     let text = "";
     for (const { row } of lane.steps) {
       if (row.draft.tokens.length > 1) steps.push({ row, text });
@@ -42,8 +39,9 @@ export function trees() {
   const focusNode = (node) => at.querySelector(`[data-node="${node}"]`)?.focus();
 
   const it = part({
+    key: "trees",
     title: "Where it is unsure, a drafter may guess twice. Which branch will stand?",
-    ask: [h("p", {}, "This is a real draft of “", spoken(drafter), "”: a small layer trained on what the model was thinking, together with copies from the text. Where it is unsure it branches: the draft is a ", h("em", {}, "tree"), ". One forward looks at all of it, and each token sees only those to its left on its own branch."),
+    ask: [h("p", {}, "This is a real draft of “", spoken(drafter), drafter === "blend" ? "”: a small layer trained on what the model was thinking, together with copies from the text." : "”.", " Where it is unsure it branches: the draft is a ", h("em", {}, "tree"), ". One forward looks at all of it, and each token sees only those to its left on its own branch."),
       h("p", {}, "Pick the last token that you think the model will agree with.")],
     figure: [before, at, facts],
     ready,
@@ -59,6 +57,7 @@ export function trees() {
       show(h("p", {}, isGuessed ? ["You picked ", h("b", { class: "said" }, name(picked)), "; the model went as far as "] : "The model went as far as ", h("b", {}, name(last)), picked === last && isGuessed ? ". Well guessed." : "."),
         h("p", {}, "At most one branch can stand, so of twelve guesses in a tree four tokens deep, four can be right at best. The others are insurance, and each costs a little time; a branch grows only where it is likely enough to pay."),
         h("p", {}, "In draft ", step.element, ` of ${steps.length} `, result));
+      return [name(picked), name(last), picked === last];
     },
     name: "See what stood",
   });

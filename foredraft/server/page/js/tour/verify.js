@@ -1,8 +1,8 @@
 // Part 2: draft and verify.
 import { h, number, scrub } from "../dom.js";
-import { MadeText, origin } from "../text.js";
-import { PROMPTS } from "../race.js";
-import { collect, compare, part, served, spoken, user } from "./part.js";
+import { MadeText } from "../text.js";
+import { origin } from "../tokens.js";
+import { asked, collect, compare, part, served, spoken, values } from "./part.js";
 
 const PLAYED_MS = 110;
 
@@ -20,6 +20,7 @@ export function verify() {
   }
 
   const it = part({
+    key: "verify",
     title: "How many tokens can one forward write?",
     ask: [h("p", {}, "So somebody has to guess: a ", h("em", {}, "drafter"), ", small and quick, that proposes the next few tokens, a ", h("em", {}, "draft"), ". One forward of the model then looks at all of them. Guesses that are what the model writes itself stand; at the first that is not, the model writes its own token, and the rest of the draft is thrown away."),
       h("p", {}, "The model is asked to rename a variable in a piece of code. Its drafter may guess four tokens ahead. On average a forward will write ", said.element, " tokens; without a drafter it is 1.")],
@@ -28,7 +29,7 @@ export function verify() {
       const made = new MadeText({ label: "The model's text; arrow keys choose a token, Enter asks why" });
       textAt.replaceChildren(made.element);
       strip.replaceChildren();
-      const [lane] = await collect({ messages: user(PROMPTS[0][1]), lanes: [{ drafter: served(), num_draft_tokens: most }], max_tokens: 64 }, signal, async (event) => {
+      const [lane] = await collect(asked("verify", { num_draft_tokens: most }), signal, async (event) => {
         await made.play(event, PLAYED_MS);
         add(event);
         made.element.scrollTop = made.element.scrollHeight;
@@ -36,11 +37,13 @@ export function verify() {
       made.end();
       const { stats } = lane.end, found = stats.committed / stats.steps;
       strip.setAttribute("aria-label", `${stats.steps} forwards wrote ${stats.committed} tokens`);
-      const size = scrub("Draft tokens", { min: 0, max: 16, value: most, changed: (n) => { most = n; it.start(); } });
-      show(compare(isGuessed, number(said.value, 1), `${number(found)} tokens a forward`, Math.abs(found - said.value) < 0.3),
+      const size = scrub("Draft tokens", { min: 0, max: 16, value: most, values: values("verify", "num_draft_tokens"), changed: (n) => { most = n; it.start(); } });
+      const outcome = [number(said.value, 1), `${number(found)} tokens a forward`, Math.abs(found - said.value) < 0.3];
+      show(compare(isGuessed, ...outcome),
         h("p", {}, `${stats.committed} tokens in `, h("b", {}, `${stats.steps} forwards`), `; of ${stats.drafted} guesses of the drafter “${spoken(served())}”, ${stats.accepted} stood. Each column beside is a forward: green are guesses that stood, and the rest are the model's own. Click a word of the text to see its test.`),
         h("p", {}, "Of five guesses with a wrong third one, two stand, and the model's own token takes the third place: three tokens. A drafter that is always wrong still leaves one a forward. It costs time, and never stops the text."),
         h("p", {}, "Let it guess ", size.element, " tokens ahead."));
+      return outcome;
     },
   });
   return it;
