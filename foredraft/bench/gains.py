@@ -1,31 +1,19 @@
-"""Gains of drafters as tables and sentences: the setting to run, and up to which load."""
+"""Gains of drafters as tables and sentences: the setting to run under each load."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from foredraft.bench.outlook import (
-    Costs,
-    Outlook,
-    best_outlook,
-    measured_outlook,
-    most_load,
-    outlook,
-)
-from foredraft.bench.record import AUTO, PLAIN, Recorded
-from foredraft.bench.report import Report, Table
-from foredraft.core.cost import Attention, CostModel
-from foredraft.core.errors import ConfigError
+import numpy as np
 
-HERE = "here"
+from foredraft.bench.record import AUTO, PLAIN, Recorded, Recording, Setting
+from foredraft.bench.report import Report, Table
+
 _BETTER = 1.02
 """Least gain over "auto", or over no drafts at all, for a setting to be recommended."""
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512)
-"""Tokens of a forward whose time the file keeps for other machines."""
 _COLUMNS = {
     "at once": "{load:d}",
     "drafter": "{drafter}",
@@ -38,72 +26,188 @@ _COLUMNS = {
     "accepted": "{holds:.0%}",
     "differ": "{num_different:d}",
 }
+_DRAWS, _BAND = 400, (5.0, 95.0)
+"""Bootstrap samples over prompts, and the percentiles of the 90 % interval."""
 
 
 @dataclass(frozen=True)
-class MachineGains:
-    """The gain of each drafter on one machine.
+class Gain:
+    """Measured performance of a setting under a load. Times are in milliseconds.
 
     Attributes:
-        machine: its name.
-        outlooks: by load; plain decoding comes first.
-        most_loads: by drafter, the most requests at once at which it is predicted to pay; 0: never.
+        setting: drafter and nodes; with "none" nothing is drafted.
+        load: requests at once.
+        nodes: drafted by a row in a step, on average.
+        committed: tokens a step of a row.
+        rates: the share of steps in which the draft held to depth 1, 2, …
+        gain: throughput relative to plain decoding.
+        low, high: between which 90 % of bootstraps over prompts have it.
+        step_ms: of a full batch.
+        tokens_per_s: of all requests together, in full steps that read no prompt.
+        first_ms: until the first token of a request that joins the others.
+        requests_per_s: that ended.
+        holds: share of drafted tokens that are accepted.
+        break_even: the acceptance rate at which drafting neither gains nor loses; None: nothing is
+            drafted.
+        totals: by prompt: milliseconds of plain decoding for the tokens written, and those taken.
+    """
+
+    setting: Setting
+    load: int
+    nodes: float
+    committed: float
+    rates: tuple[float, ...]
+    gain: float
+    low: float
+    high: float
+    step_ms: float
+    tokens_per_s: float
+    first_ms: float
+    requests_per_s: float
+    holds: float
+    break_even: float | None
+    totals: Mapping[int, tuple[float, float]]
+
+    @classmethod
+    def of(cls, recording: Recording, plain: Recording) -> Gain:
+        """Tokens by time over those of plain decoding."""
+        rows = [row for step in recording.steps for row in step.rows]
+        drafted = sum(len(row.proposal.tree) for row in rows)
+        accepted = [row.num_accepted for row in rows]
+        step_ms, per_s = _pace(recording)
+        plain_ms, plain_per_s = _pace(plain)
+        gain = per_s / plain_per_s
+        totals = _totals(recording, plain)
+        low, high = _band(gain, totals)
+        nodes = drafted / len(rows)
+        return cls(
+            recording.setting,
+            recording.load,
+            nodes,
+            sum(len(row.committed) for row in rows) / len(rows),
+            tuple(
+                sum(held >= depth for held in accepted) / len(rows)
+                for depth in range(1, max(accepted) + 1)
+            ),
+            gain,
+            low,
+            high,
+            step_ms,
+            per_s,
+            recording.first_ms,
+            recording.requests_per_s,
+            sum(accepted) / drafted if drafted else 0.0,
+            (step_ms / plain_ms - 1.0) / nodes if nodes else None,
+            totals,
+        )
+
+    def gain_on(self, prompts: Collection[int]) -> float:
+        """The gain on some of the prompts, by their numbers."""
+        found = [part for number, part in self.totals.items() if number in prompts]
+        return sum(plain for plain, _ in found) / max(sum(ms for _, ms in found), 1e-9)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        setting = {"drafter": self.setting.name, "flags": self.setting.flags,
+                   "num_draft_tokens": self.setting.num_draft_tokens}  # fmt: skip
+        left_out = ("setting", "totals")
+        return setting | {name: value for name, value in vars(self).items() if name not in left_out}
+
+
+def _pace(recording: Recording) -> tuple[float, float]:
+    """Milliseconds of a step, and tokens a second."""
+    timed = [*recording.timed()]
+    ms = sum(ms for _, ms in timed)
+    return ms / len(timed), 1e3 * sum(step.committed for step, _ in timed) / ms
+
+
+def _by_prompt(recording: Recording) -> dict[int, tuple[int, float]]:
+    """Tokens and milliseconds of each prompt: the rows of a step share its time alike."""
+    found = defaultdict[int, list[tuple[int, float]]](list)
+    for step, ms in recording.timed():
+        for row in step.rows:
+            prompt = recording.prompts[row.request_id]
+            found[prompt].append((len(row.committed), ms / step.num_rows))
+    return {
+        prompt: (sum(count for count, _ in parts), sum(ms for _, ms in parts))
+        for prompt, parts in found.items()
+    }
+
+
+def _totals(recording: Recording, plain: Recording) -> dict[int, tuple[float, float]]:
+    """See `Gain.totals`, of prompts that both have answered."""
+    mine, theirs = _by_prompt(recording), _by_prompt(plain)
+    return {
+        prompt: (count * theirs[prompt][1] / theirs[prompt][0], ms)
+        for prompt, (count, ms) in mine.items()
+        if prompt in theirs
+    }
+
+
+def _band(gain: float, totals: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
+    """The interval of the gain, by a bootstrap over prompts."""
+    totals_P2 = np.array([*totals.values()]).reshape(-1, 2)
+    if not len(totals_P2):
+        return gain, gain
+    drawn = np.random.default_rng(0).integers(len(totals_P2), size=(_DRAWS, len(totals_P2)))
+    sums, whole = totals_P2[drawn].sum(1), totals_P2.sum(0)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], _BAND) * (gain * whole[1] / whole[0])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The gain of each drafter.
+
+    Attributes:
+        by_load: plain decoding comes first.
         num_different: by load and drafter, the texts that are not those of plain decoding.
         reasons: by load, why the controller drafted nothing at the end, if it did not.
     """
 
-    machine: str
-    outlooks: Mapping[int, Sequence[Outlook]]
-    most_loads: Mapping[str, int]
+    by_load: Mapping[int, Sequence[Gain]]
     num_different: Mapping[tuple[int, str], int]
     reasons: Mapping[int, str]
 
     @classmethod
-    def of(cls, machine: str, recorded: Mapping[int, Recorded]) -> MachineGains:
-        """The gains that were measured here, or that are predicted for another machine.
+    def of(cls, recorded: Mapping[int, Recorded]) -> Gains:
+        """Of each drafter with the number of nodes that gained the most.
 
         Args:
             recorded: by load, ascending.
         """
-        best = measured_outlook if machine == HERE else best_outlook
-        found: dict[int, Sequence[Outlook]] = {}
+        found: dict[int, Sequence[Gain]] = {}
         different, reasons = dict[tuple[int, str], int](), dict[int, str]()
-        costs = [Costs(each.cost, each.plain) for each in recorded.values()]
-        for (load, each), cost in zip(recorded.items(), costs, strict=True):
-            bare = outlook(each.plain, load, cost, 0)
-            found[load] = [bare, *(best(one, load, cost) for one in each.drafters)]
+        for load, each in recorded.items():
+            tried = [[Gain.of(run, each.plain) for run in same] for same in each.drafters]
+            best = (max(same, key=lambda one: one.gain) for same in tried)
+            found[load] = [Gain.of(each.plain, each.plain), *best]
             for run in (run for same in each.drafters for run in same):
                 place = load, run.setting.name
                 different[place] = max(run.num_different(each.plain), different.get(place, 0))
                 if run.setting.drafter == AUTO and run.reason:
                     reasons[load] = run.reason
-        by_drafter = zip(*(each.drafters for each in recorded.values()), strict=True)
-        most = {
-            same[0][0].setting.name: most_load(same, costs)
-            for same in by_drafter
-            if same[0][0].setting.drafter != AUTO
-        }
-        return cls(machine, found, most, different, reasons)
+        return cls(found, different, reasons)
 
-    def choice(self, load: int) -> Outlook:
+    def choice(self, load: int) -> Gain:
         """The recommended setting under a load.
 
         It is "auto" unless another setting is clearly better, and no drafts unless drafting is
         clearly better.
         """
-        outlooks = self.outlooks[load]
-        best = max(outlooks, key=lambda each: each.gain)
+        gains = self.by_load[load]
+        best = max(gains, key=lambda each: each.gain)
         for usual in (PLAIN, AUTO):
-            for each in outlooks:
+            for each in gains:
                 if each.setting.drafter == usual and best.gain < _BETTER * each.gain:
                     return each
         return best
 
     @property
     def lines(self) -> list[str]:
-        """Sentences: the setting to run, and the load up to which it pays."""
+        """Sentences: the setting to run."""
         said = []
-        for load in self.outlooks:
+        for load in self.by_load:
             choice = self.choice(load)
             if choice.setting.drafter == PLAIN:
                 said.append(f"{load} at once: nothing pays; --drafter none")
@@ -111,49 +215,38 @@ class MachineGains:
                 said.append(f"{load} at once: {choice.setting.flags}  ({choice.gain:.2f}x)")
             if load in self.reasons:
                 said[-1] += f"; auto drafts nothing at the end: {self.reasons[load]}"
-        for name, most in self.most_loads.items():
-            pays = f"up to {most} at once" if most else "under no load"
-            said.append(f"{name} is predicted to pay {pays}")
         return said
 
     def table(self) -> Table:
         """One row for each drafter and load."""
-        rows = [self._shown(each) for found in self.outlooks.values() for each in found]
-        title = "measured here" if self.machine == HERE else f"predicted for {self.machine}"
-        return Table("", rows, _COLUMNS, title)
+        rows = [self._shown(each) for found in self.by_load.values() for each in found]
+        return Table("", rows, _COLUMNS, "measured here")
 
-    def _shown(self, each: Outlook) -> dict[str, Any]:
+    def _shown(self, each: Gain) -> dict[str, Any]:
         row = each.as_dict()
         if each.setting.drafter == PLAIN:
             return row | {"band": None, "holds": None}
-        different = None
-        if self.machine == HERE:
-            different = self.num_different[each.load, each.setting.name]
+        different = self.num_different[each.load, each.setting.name]
         return row | {"band": f"{each.low:.2f}-{each.high:.2f}x", "num_different": different}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "machine": self.machine,
-            "outlooks": [each.as_dict() for found in self.outlooks.values() for each in found],
-            "choices": {str(load): self.choice(load).setting.flags for load in self.outlooks},
-            "most_loads": dict(self.most_loads),
+            "machine": "here",
+            "outlooks": [each.as_dict() for found in self.by_load.values() for each in found],
+            "choices": {str(load): self.choice(load).setting.flags for load in self.by_load},
             "reasons": {str(load): reason for load, reason in self.reasons.items()},
         }
 
 
-def gains_report(
-    gains: Sequence[MachineGains], cost: CostModel, about: str, categories: Sequence[str]
-) -> Report:
-    """Tables and lines of all machines, and the gain by category of the prompts here.
+def gains_report(gains: Gains, about: str, categories: Sequence[str]) -> Report:
+    """The table and its lines, and the gain by category of the prompts under the smallest load.
 
     Args:
-        cost: of this machine's forwards, for use elsewhere.
         categories: of each prompt.
     """
-    here = gains[0]
-    load = min(here.outlooks)
-    choice, plain = here.choice(load), here.outlooks[load][0]
+    load = min(gains.by_load)
+    choice, plain = gains.choice(load), gains.by_load[load][0]
     rows = [
         {"category": name, "gain": choice.gain_on(numbers), "prompts": len(numbers)}
         for name in dict.fromkeys(categories)
@@ -161,36 +254,9 @@ def gains_report(
     ]
     columns = {"category": "{category} ({prompts})", "gain": "{gain:.2f}x"}
     title = f"{choice.setting.name}, {load} at once"
-    tables = [each.table() for each in gains]
+    tables = [gains.table()]
     if len(rows) > 1 and choice is not plain:
         tables.append(Table("categories", rows, columns, title))
-    lines = [
-        line if each.machine == HERE else f"{each.machine}: {line}"
-        for each in gains
-        for line in each.lines
-    ]
-    times = {str(size): ms for size, ms in cost.times(_SIZES)}
-    facts = {
-        "about": about,
-        "plans": [each.as_dict() for each in gains],
-        "forward": {"ms": times, **vars(cost.attention)},
-        "num_different": sum(here.num_different.values()),
-    }
-    return Report(tables, facts, lines)
-
-
-def machine_cost(path: Path) -> CostModel:
-    """The times of forwards in a file of ``foredraft measure --output``.
-
-    Raises:
-        ConfigError: it is no such file.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["forward"]
-        times = tuple((int(size), float(ms)) for size, ms in found["ms"].items())
-        attention = Attention(float(found["entry_ms"]), float(found["pair_ms"]))
-        return CostModel(times, attention)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--machine {path} is no file of `foredraft measure --output`: {error!r}"
-        ) from error
+    different = sum(gains.num_different.values())
+    facts = {"about": about, "plans": [gains.as_dict()], "num_different": different}
+    return Report(tables, facts, gains.lines)

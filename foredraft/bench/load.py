@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from foredraft.core.params import SamplingParams
-from foredraft.core.record import StepRecord
+from foredraft.core.record import RowStep, StepRecord
 from foredraft.llm import LLM
 
 TURN_S = 0.12
@@ -63,6 +63,7 @@ class ServedStep:
         kernel_ms: of the target's forward in compiled code, where the decoder says so.
         num_rows: requests that took part.
         is_decoding: no prompt was read.
+        rows: of these requests, where they are known.
     """
 
     wall_ms: float
@@ -73,6 +74,7 @@ class ServedStep:
     drafted: int
     committed: int
     is_decoding: bool
+    rows: Sequence[RowStep] = ()
 
     @property
     def python_ms(self) -> float:
@@ -133,6 +135,7 @@ class OurServer:
         self._next = 0  # number of the request that is handed in next
         self._ended = 0  # of those that all contenders have to answer
         self._started: dict[int, tuple[int, float]] = {}
+        self.numbers: dict[int, int] = {}  # of requests, by their ids
         self._first: dict[int, float] = {}
 
     def turn(self, seconds: float) -> bool:
@@ -156,6 +159,7 @@ class OurServer:
             prompt = prompts[self._next % len(prompts)]
             request_id = self.llm.engine.submit(prompt, params, options)
             self._started[request_id] = (self._next, self.served.seconds)
+            self.numbers[request_id] = self._next
             self._next += 1
 
     def _step(self) -> None:
@@ -196,6 +200,7 @@ def _as_step(records: Sequence[tuple[StepRecord, float]], wall_ms: float) -> Ser
         drafted=sum(len(row.proposal.tree) for row in rows),
         committed=sum(len(row.committed) for row in rows),
         is_decoding=all(record.is_decoding for record, _ in records),
+        rows=rows,
     )
 
 

@@ -79,7 +79,7 @@ COMMANDS = {
         "drafters:app", "List the drafters, show the options of one, or index text for one."
     ),
     "train": Command("train:app", "Train a drafter for a model of your own."),
-    "trace": Command("trace:trace", "Show what a run did, step by step, and replay it."),
+    "trace": Command("trace:trace", "Show what a run did, step by step."),
 }
 RENAMED = {
     "bench": "foredraft measure (the repository has more: python -m benchmarks)",
@@ -93,7 +93,7 @@ RENAMED = {
     "export": "foredraft train export",
     "index": "foredraft drafters index",
     "trace show": "foredraft trace FILE",
-    "trace replay": "foredraft trace FILE --replay",
+    "trace replay": "foredraft measure",
 }
 """Commands that are gone, and what does their work."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,8 +31,6 @@ class Contest:
             repeated.
         prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
         limit: at most this many prompts in all.
-        machines: another machine, as a file that `foredraft measure --output FILE` wrote there;
-            may be repeated.
     """
 
     loads: str = "1,4,16"
@@ -41,7 +38,6 @@ class Contest:
     variants: Sequence[str] = ()
     prompts: str | None = None
     limit: int | None = None
-    machines: Sequence[str] = ()
 
 
 _LOADED = o.model(
@@ -58,7 +54,7 @@ def measure(
     params: Annotated[SamplingParams, o.sampling(shown=("temperature",), max_tokens=48, seed=0)],
     contest: Annotated[
         Contest,
-        o.Derived("Measured", shown=("loads", "drafters", "prompts", "limit", "machines")),
+        o.Derived("Measured", shown=("loads", "drafters", "prompts", "limit")),
     ],
     as_json: o.Json = False,
     output: o.Output = None,
@@ -66,8 +62,8 @@ def measure(
     """Measure whether speculation is faster here: with which drafter, under which load.
 
     Drafters and plain decoding answer the same prompts in turns, on one loaded model, and each text
-    is compared with the plain one. The table ends with the options to use. For another machine the
-    same steps are priced by its times. See docs/operate/measure.md.
+    is compared with the plain one. The table ends with the options to use. See
+    docs/operate/measure.md.
 
     The exit status is 1 if a text differs where the model's texts are exact.
 
@@ -77,29 +73,24 @@ def measure(
 
         foredraft measure --prompts mine.jsonl --loads 1,8 --temperature 0.7
 
-        foredraft measure --drafters auto,suffix --machine server.json
+        foredraft measure --drafters auto,suffix --output here.json
     """
-    from foredraft.bench.gains import HERE, MachineGains, gains_report, machine_cost
+    from foredraft.bench.gains import Gains, gains_report
     from foredraft.bench.record import Work, num_requests, record, recorded_settings
     from foredraft.bench.report import check_outputs
     from foredraft.cli.display import progress_bar
 
     check_outputs(output)
     loads = sorted({*o.numbers("--loads", contest.loads, int, low=1)})
-    machines = {Path(name).stem: machine_cost(Path(name)) for name in contest.machines}
     named = _named(contest)  # reports errors before the model is loaded
     llm = o.load_llm(replace(load, max_batch_size=max(loads)))
     work = Work.of(llm, contest.prompts, contest.limit, params)
     settings = recorded_settings(llm, named or _usable(llm, contest.drafters))
     total = num_requests(work, loads, 1 + len(settings))
     with measuring(lambda text: typer.echo(text, err=True)), progress_bar(total) as advance:
-        recorded, own_cost = record(llm, settings, work, loads, advance)
-    gains = [MachineGains.of(HERE, recorded)]
-    for name, cost in machines.items():
-        there = {count: each.elsewhere(cost) for count, each in recorded.items()}
-        gains.append(MachineGains.of(name, there))
+        recorded = record(llm, settings, work, loads, advance)
     about = f"{load.model} at temperature {params.temperature:g}"
-    report = gains_report(gains, own_cost, about, work.categories)
+    report = gains_report(Gains.of(recorded), about, work.categories)
     report.give(output, as_json=as_json)
     if report.facts["num_different"] and (llm.plan is None or llm.plan.is_exact):
         raise typer.Exit(1)

@@ -1,9 +1,8 @@
-"""`foredraft trace`: show a recorded run, and replay it with other settings."""
+"""`foredraft trace`: show a recorded run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,17 +27,12 @@ def trace(
     file: Annotated[Path, typer.Argument(help="Written with --trace.")],
     request: Annotated[int | None, typer.Option(help="Only this request of the trace.")] = None,
     step: Annotated[int | None, typer.Option(help="Show this step in full.")] = None,
-    replay: Annotated[
-        bool, typer.Option("--replay", help="Other numbers of draft tokens on the same text.")
-    ] = False,
     as_json: o.Json = False,
 ) -> None:
-    """Show what a run did, step by step, and replay it.
+    """Show what a run did, step by step.
 
-    With --step one step in full: the tree, the target's probabilities, the test, the residual. With
-    --replay the same text in the steps that other numbers of draft tokens would have taken: no
-    model runs; drafts and acceptance are the recorded ones, times a model of costs through the
-    recorded steps. The page of `foredraft serve` shows both, and where the time went.
+    With --step one step in full: the tree, the target's probabilities, the test, the residual. The
+    page of `foredraft serve` shows both, and where the time went.
 
     Examples:
 
@@ -48,12 +42,10 @@ def trace(
 
         foredraft trace run.jsonl --step 5
 
-        foredraft trace run.jsonl --replay --json
+        foredraft trace run.jsonl --json
     """
     found, console = _read(file, request), Console(highlight=False)
-    if replay:
-        _replay(console, found, as_json)
-    elif as_json:
+    if as_json:
         for each in (found.run, *found.steps):
             typer.echo(each.model_dump_json())
     elif step is None:
@@ -68,27 +60,6 @@ def _step(trace: Trace, number: int) -> TracedStep:
             return step
     last = trace.steps[-1].step if trace.steps else None
     raise ConfigError(f"the trace has no step {number}; the last one is {last}")
-
-
-def _replay(console: Console, trace: Trace, as_json: bool) -> None:
-    from foredraft.bench.report import Report, Table
-    from foredraft.trace.replay import Replay
-
-    found = Replay.of(trace)
-    rows = [
-        asdict(each)
-        | {"committed_per_step": each.committed_per_step, "tokens_per_s": each.tokens_per_s}
-        | {"note": "as recorded" if each.num_draft_tokens == found.recorded else ""}
-        for each in found.settings
-    ]
-    columns = {"draft tokens": "{num_draft_tokens:d}", "steps": "{steps:d}",
-               "drafted": "{drafted:d}", "accepted": "{accepted:d}",
-               "committed a step": "{committed_per_step:.2f}", "tokens/s": "{tokens_per_s:.1f}",
-               "": "{note}"}  # fmt: skip
-    lines = [each.sentence for number in found.stretches for each in found.slowest(number)]
-    if found.is_flat:
-        lines.append("all recorded drafts were of one size: what a node costs is not known")
-    Report([Table("settings", rows, columns)], lines=lines).give(as_json=as_json)
 
 
 def _read(file: Path, request: int | None) -> Trace:

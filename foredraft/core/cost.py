@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
 
 from foredraft.core.errors import ConfigError
 
@@ -143,8 +142,6 @@ class Attention:
         return sum(context * (self.entry_ms + n * self.pair_ms) for n, context in rows)
 
 
-_SIZES_PER_OCTAVE, _LEAST_STEPS = 4, 3
-"""Groups of forward sizes per doubling, and the least number of forwards in a group."""
 _FIRST = 4
 """Steps of a size that may correct it."""
 _KNOWN = 8
@@ -241,29 +238,6 @@ class CostModel:
         self._shares = _Shares(tuple((n, ms / self._roofline.ms(n)) for n, ms in times))
         self._corrections = _Corrections()
         self._num_alone = 0
-
-    @classmethod
-    def through(
-        cls, forwards: Iterable[tuple[int, float]], attention: Attention | None = None
-    ) -> CostModel:
-        """The model through forwards that were run: the median of each size counts.
-
-        Args:
-            forwards: tokens of each and its milliseconds, without those of contexts.
-        """
-        by_size: dict[int, list[tuple[int, float]]] = {}
-        for size, ms in forwards:
-            by_size.setdefault(round(_SIZES_PER_OCTAVE * math.log2(size)), []).append((size, ms))
-        enough = {p: seen for p, seen in by_size.items() if len(seen) >= _LEAST_STEPS} or by_size
-        blocks = list[tuple[float, int, list[int]]]()  # milliseconds, how many forwards, sizes
-        for _, seen in sorted(enough.items()):
-            block = median(ms for _, ms in seen), len(seen), [round(median(n for n, _ in seen))]
-            while blocks and blocks[-1][0] >= block[0]:  # times never fall with size
-                ms, count, sizes = blocks.pop()
-                total = count + block[1]
-                block = (ms * count + block[0] * block[1]) / total, total, [*sizes, *block[2]]
-            blocks.append(block)
-        return cls(tuple((size, ms) for ms, _, sizes in blocks for size in sizes), attention)
 
     def ms(self, rows: Sequence[tuple[int, int]]) -> float:
         """A forward of these rows, each (tokens, context)."""

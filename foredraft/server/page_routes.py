@@ -30,7 +30,7 @@ from foredraft.server.page_runs import Lanes, RunBody, run_lanes
 from foredraft.server.wire import JsonResponse, data_event
 from foredraft.system.machine import cpu_name
 from foredraft.trace.files import Trace, parse_trace
-from foredraft.trace.replay import Replay
+from foredraft.trace.stretches import stretches_of
 from foredraft.version import __version__
 
 PAGE = Path(__file__).parent / "page"
@@ -72,18 +72,18 @@ class ReplayBody(BaseModel):
 
 
 def replay_report(trace: Trace) -> dict[str, Any]:
-    """The report of `foredraft trace --replay` and more on a trace, by request."""
-    found = Replay.of(trace)
+    """Where the time of a trace went, by request."""
     requests = [
         {
             "request_id": number,
-            "stretches": [asdict(each) | {"ms_per_token": each.ms_per_token} for each in stretches],
-            "slow": [each.sentence for each in found.slowest(number)],
+            "stretches": [
+                asdict(each) | {"ms_per_token": each.ms_per_token}
+                for each in stretches_of(trace, number)
+            ],
         }
-        for number, stretches in found.stretches.items()
+        for number in trace.request_ids
     ]
-    settings = [asdict(each) | {"tokens_per_s": each.tokens_per_s} for each in found.settings]
-    return {"recorded": found.recorded, "settings": settings, "requests": requests}
+    return {"requests": requests}
 
 
 class _Page:

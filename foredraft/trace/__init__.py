@@ -1,1 +1,1 @@
-"""Traces: the steps of a run as lines of JSON, written, read, shown and replayed."""
+"""Traces: the steps of a run as lines of JSON, written, read and shown."""

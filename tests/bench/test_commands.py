@@ -32,10 +32,6 @@ def test_drafters_are_measured_under_each_load(checkpoint: Path, tmp_path: Path)
     assert report["num_different"] == 0
     assert report["command"]
     assert "1 at once: " in result.stdout
-    again = measure(checkpoint, "--drafters", "ngram", "--machine", str(path), "--json")
-    assert again.exit_code == 0, again.exception
-    machines = [each["machine"] for each in json.loads(again.stdout)["plans"]]
-    assert machines == ["here", "here"], "the other one is called as its file"
 
 
 def test_a_text_that_differs_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +45,6 @@ def test_a_text_that_differs_fails(checkpoint: Path, monkeypatch: pytest.MonkeyP
         (("--loads", "0"), "counts start at 1"),
         (("--drafters", "ngrm"), "did you mean 'ngram'"),
         (("--variant", "suffix shared"), "NAME=VALUE"),
-        (("--machine", "/no/such/file.json"), "--machine"),
         (("--output", "/no/such/folder/x.json"), "there is no folder"),
         (("--limit", "0"), "limit is 0"),
         (("--max-tokens", "0"), "max_tokens is 0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Draft, Proposal
-from foredraft.core.record import StepTimes
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import recorded, verify
 from foredraft.drafters.base import BaseDrafter, DraftRow
@@ -28,13 +25,11 @@ from foredraft.options import LoadOptions
 from foredraft.trace.files import Trace, TraceFile, read_trace
 from foredraft.trace.format import TracedDraft, TracedRun, TracedStep
 from foredraft.trace.record import Tracer
-from foredraft.trace.replay import replay, step_cost, stretches
+from foredraft.trace.stretches import stretches_of
 from foredraft.trace.texts import TokenTexts
 from tests.engine.helpers import engine_of, limited
 
 LETTERS = "abcdefghij"
-LINE = CostModel(((1, 10.0), (2, 11.0), (17, 26.0)))
-"""Milliseconds of a step by its tokens."""
 PROMPT = [0, 1, 2]
 
 
@@ -185,23 +180,6 @@ def test_without_a_trace_no_evidence_is_kept() -> None:
     assert all(row.verdict.evidence is None for step in seen for row in step.rows if row.verdict)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 4])
-def test_replay_says_what_fewer_draft_tokens_do(tmp_path: Path, size: int) -> None:
-    recorded, trace = traced(tmp_path / "t.jsonl", temperature=0.0)
-    outcome = replay(trace.steps, size, LINE)
-    with_the_prompt = len(trace.steps[0].rows[0].committed)
-    assert outcome.committed == len(recorded.token_ids) - with_the_prompt
-    if size < 4:
-        assert not outcome.is_bound
-    if size == 4:
-        assert outcome.steps == recorded.stats.steps - 1
-    if size == 0:
-        assert outcome.steps == outcome.committed
-        assert outcome.ms == 10.0 * outcome.steps
-    assert outcome.drafted >= outcome.accepted
-    assert replay(trace.steps, 9, LINE).is_bound
-
-
 def test_traces_of_those_who_share_an_engine_never_mix() -> None:
     llm = LLM(model(), None, LoadOptions(drafter="ngram", max_batch_size=8))
     traces: dict[str, list[TracedStep]] = {"ngram": [], "suffix": [], "none": []}
@@ -225,32 +203,15 @@ def test_traces_of_those_who_share_an_engine_never_mix() -> None:
             assert tokens == [*results[request_id].token_ids]
 
 
-def test_an_interrupted_step_says_nothing_of_what_a_node_costs(tmp_path: Path) -> None:
-    """It may be the only one of its size."""
-    _, trace = traced(tmp_path / "t.jsonl", temperature=0.0)
-    step = next(each for each in trace.steps if each.rows[0].num_read == 1)
-    bare = step.rows[0].model_copy(update={"draft": TracedDraft()})
-    usual = step.model_copy(update={"times": StepTimes(1, 9, 0, 0), "rows": (bare,)})
-    long = step.model_copy(update={"times": StepTimes(1, 900, 0, 0)})
-    cost, is_flat = step_cost([usual, usual, usual, long])
-    assert is_flat
-    assert cost.ms([(1, 0)]) == 10.0
-
-
-def test_stretches_hold_all_tokens_and_name_what_is_faster(tmp_path: Path) -> None:
+def test_stretches_hold_all_tokens(tmp_path: Path) -> None:
     recorded, trace = traced(tmp_path / "t.jsonl", temperature=0.0)
     written = len(recorded.token_ids) - len(trace.steps[0].rows[0].committed)
-    for node_ms, is_cheap in ((0.1, True), (50.0, False)):
-        cost = CostModel(((1, 10.0), (2, 10.0 + node_ms), (17, 10.0 + 16 * node_ms)))
-        found = stretches(trace.steps, cost, (0, 1, 2), num_tokens=6)
-        assert len(found) > 1
-        assert [each.first for each in found[1:]] == [each.last + 1 for each in found[:-1]]
-        assert found[-1].last == sum(each.recorded.committed for each in found) == written
-        assert recorded.text.endswith("".join(each.text for each in found))
-        for each in found:
-            assert each.best.tokens_per_s >= each.recorded.tokens_per_s
-            assert each.best.committed == each.recorded.committed
-        assert (found[0].best.num_draft_tokens == 0) != is_cheap
+    found = stretches_of(trace, trace.request_ids[0], num_tokens=6)
+    assert len(found) > 1
+    assert [each.first for each in found[1:]] == [each.last + 1 for each in found[:-1]]
+    assert found[-1].last == sum(each.steps + each.accepted for each in found) == written
+    assert recorded.text.endswith("".join(each.text for each in found))
+    assert all(each.drafted >= each.accepted and each.ms_per_token > 0.0 for each in found)
 
 
 def test_bad_files_are_told_by_line(tmp_path: Path) -> None:
@@ -268,7 +229,7 @@ def test_bad_files_are_told_by_line(tmp_path: Path) -> None:
             read_trace(path)
 
 
-def test_the_commands_show_and_replay(tmp_path: Path) -> None:
+def test_the_command_shows(tmp_path: Path) -> None:
     from foredraft.cli.main import app
 
     path = tmp_path / "t.jsonl"
@@ -278,11 +239,6 @@ def test_the_commands_show_and_replay(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert result.text in shown.output.replace("\n", "")
     assert "target-only" in ask(app, ["trace", str(path), "--step", "2"]).output
-    replayed = ask(app, ["trace", str(path), "--replay"])
-    assert replayed.exit_code == 0, replayed.output
-    assert "committed a step" in replayed.output
-    told = json.loads(ask(app, ["trace", str(path), "--replay", "--json"]).output)
-    assert {setting["num_draft_tokens"] for setting in told["settings"]} >= {0, 1, 2}
     lines = ask(app, ["trace", str(path), "--json"]).output.splitlines()
     assert len(lines) == 1 + len(read_trace(path).steps)
     assert isinstance(ask(app, ["trace", str(path), "--step", "999"]).exception, ConfigError)

@@ -69,11 +69,12 @@ export class Replay {
       const pick = (id) => {
         const found = report.requests.find((each) => each.request_id === Number(id));
         const timeline = new Timeline(light.filter((line) => line.rows?.length === 1 && line.rows[0].request_id === found.request_id), found.stretches);
-        at.replaceChildren(timeline.element, sentences(found), more(timeline) ?? "", stretchTable(found.stretches));
+        at.replaceChildren(timeline.element, more(timeline) ?? "", stretchTable(found.stretches));
       };
       const ids = report.requests.filter((each) => each.stretches.length).map((each) => each.request_id);
+      if (!ids.length) throw new Error("The trace has no step that decoded one request alone.");
       const select = h("select", { "aria-label": "Request", onchange: () => pick(select.value) }, ids.map((id) => h("option", { value: id }, `request ${id}`)));
-      this.out.replaceChildren(ids.length > 1 ? h("label", { class: "field" }, "Of this trace", select) : "", at, settingsTable(report));
+      this.out.replaceChildren(ids.length > 1 ? h("label", { class: "field" }, "Of this trace", select) : "", at);
       pick(ids[0]);
       announce(`${report.requests.length} requests`);
     } catch (error) {
@@ -101,26 +102,13 @@ export class Replay {
 
 const parsed = (text) => { try { return JSON.parse(text); } catch { return null; } };
 
-function sentences({ slow, stretches }) {
-  if (!stretches.length) return h("p", { class: "note" }, "This request had no step for itself.");
-  if (!slow.length) return h("p", { class: "note" }, "No other number of draft tokens would have been faster anywhere.");
-  return h("ul", { class: "slow" }, slow.map((text) => h("li", {}, `${text[0].toUpperCase()}${text.slice(1)}.`)));
-}
-
 function stretchTable(stretches) {
   const full = Math.max(...stretches.map((each) => each.ms_per_token));
   const row = (each) => {
     const scale = each.ms_per_token / full;
     return h("tr", {}, h("th", { scope: "row" }, `${each.first}–${each.last}`),
       h("td", { class: "wide" }, h("div", { class: "stack", vars: { width: `${100 * scale}%` } }, [["draft", each.draft_ms], ["score", each.score_ms], ["other", each.rest_ms]].map(([kind, ms]) => h("i", { class: kind, vars: { "--of": ms } })))),
-      h("td", {}, number(each.ms_per_token, 1)), h("td", {}, number(each.recorded.drafted / Math.max(1, each.recorded.steps), 1)), h("td", {}, number(each.recorded.committed / Math.max(1, each.recorded.steps))));
+      h("td", {}, number(each.ms_per_token, 1)), h("td", {}, number(each.drafted / each.steps, 1)), h("td", {}, number(1 + each.accepted / each.steps)));
   };
   return h("section", { class: "tile" }, h("h2", {}, "By stretches of the reply"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "By stretches of the reply" }, h("table", {}, h("thead", {}, h("tr", {}, ["tokens", "", "ms a token", "drafted a step", "committed a step"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, stretches.map(row)))));
-}
-
-function settingsTable({ settings, recorded }) {
-  const row = (each) => h("tr", { class: each.num_draft_tokens === recorded ? "taken" : "" }, h("th", { scope: "row" }, `${each.num_draft_tokens}${each.num_draft_tokens === recorded ? " (as recorded)" : ""}`),
-    [each.steps, each.drafted, each.accepted, `${each.is_bound ? "≥ " : ""}${number(each.steps ? each.committed / each.steps : 0)}`, `${each.is_bound ? "≥ " : ""}${number(each.tokens_per_s, 1)}`].map((text) => h("td", {}, text)));
-  return h("section", { class: "tile" }, h("h2", {}, "With another number of draft tokens"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "With another number of draft tokens" }, h("table", {}, h("thead", {}, h("tr", {}, ["draft tokens", "steps", "drafted", "accepted", "committed a step", "tokens/s"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, settings.map(row)))),
-    h("p", { class: "note" }, "Nothing is run for this: steps are put together from what was drafted, and times from a straight line through those recorded."));
 }
