@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -39,8 +40,9 @@ class DraftRow:
         tokens: all committed tokens, prompt included. Do not change it.
         params: the distribution the user asked for, and the rest of the request but for its seed.
         budget: the most nodes to draft; 0 asks for an empty proposal.
-        choices: random source of the row's tokens, chosen or drawn. `draft` tells which it is.
         rules: rules of the request, applied to logits before a token is chosen or drawn.
+        seed: of the request.
+        num_committed: of the request's own tokens: with the seed it fixes the row's noise.
         prices: prices of nodes in this step, for drafters that weigh them; see `Prices`.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
         tenant: owner of the request: no text of one tenant may draft for another.
@@ -50,14 +52,16 @@ class DraftRow:
         stop_ids: tokens that end the request: chosen tokens after one are useless.
         spare: nodes beyond the budget that a drafter may add: see `DrafterTraits.spare`.
         shares: whether the drafter's state of this text may serve the tenant's other requests.
+        source_of_noise: in place of the `choices` that seed and coupling give.
     """
 
     request_id: int
     tokens: Sequence[int]
     params: SamplingParams
     budget: int
-    choices: DraftChoices
     rules: Rules
+    seed: int = 0
+    num_committed: int = 0
     prices: Prices = USUAL_PRICES
     slot: int = -1
     tenant: str | None = None
@@ -66,6 +70,7 @@ class DraftRow:
     stop_ids: frozenset[int] = frozenset()
     spare: int = 0
     shares: bool = True
+    source_of_noise: DraftChoices | None = None
 
     @classmethod
     def of(
@@ -79,15 +84,26 @@ class DraftRow:
         rules: Rules | None = None,
         **more: Any,
     ) -> DraftRow:
-        """A row with the choices that its coupling allows, keyed by its seed and length.
+        """A row of a request with these tokens.
 
         Args:
             more: further attributes.
         """
         params = params or SamplingParams()
-        choices = draft_choices(params, seed, len(tokens))
         rules = rules or SamplingRules(params)
-        return cls(request_id, tokens, params, budget, choices, rules, **more)
+        return cls(request_id, tokens, params, budget, rules, seed, len(tokens), **more)
+
+    @cached_property
+    def choices(self) -> DraftChoices:
+        """Random source of the row's tokens, chosen or drawn by the request's coupling.
+
+        `draft` tells which it is.
+        """
+        if self.source_of_noise is not None:
+            return self.source_of_noise
+        if self.params.coupling == "drawn":
+            return DrawnChoices(self.seed, self.num_committed)
+        return SharedChoices(self.seed, self.num_committed, self.params.temperature)
 
     @property
     def context(self) -> Sequence[int]:
@@ -116,7 +132,8 @@ class DraftRow:
     def without_noise(self, budget: int) -> DraftRow:
         """The same row for a drafter whose tokens go on to another drafter, not to the target."""
         params = replace(self.params, coupling="seeded")
-        return replace(self, params=params, choices=SharedChoices(None, 0, 0.0), budget=budget)
+        silent = SharedChoices(None, 0, 0.0)
+        return replace(self, params=params, source_of_noise=silent, budget=budget)
 
     def chosen(self, budget: int) -> DraftRow:
         """The same row for a stage of a drafter, whose tokens are guesses and must be chosen."""
@@ -136,13 +153,6 @@ class DraftRow:
         if isinstance(self.choices, DrawnChoices):
             return list(candidates)
         return self.choices.weigh(candidates, depth)
-
-
-def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftChoices:
-    """The random source of a drafter, by the request's coupling."""
-    if params.coupling == "drawn":
-        return DrawnChoices(seed, num_tokens)
-    return SharedChoices(seed, num_tokens, params.temperature)
 
 
 Observation = RowStep
@@ -184,7 +194,6 @@ class Drafter(Protocol):
 
     def begin(self, row: DraftRow) -> None:
         """A request starts; nothing is to be drafted yet."""
-        ...
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         """One proposal a row, each of at most ``row.budget`` nodes.
@@ -192,15 +201,12 @@ class Drafter(Protocol):
         `NOT_READY` for a row that it cannot draft for yet: it does not count as a draft. After
         eight such answers in a row, the drafter is detached from that request.
         """
-        ...
 
     def observe(self, observations: Sequence[RowStep]) -> None:
         """A step has been committed, or chunks of prompts have been read."""
-        ...
 
     def end(self, request_id: int) -> None:
         """A request is over; forget it."""
-        ...
 
 
 class ContinuingDrafter(Drafter, Protocol):
@@ -212,7 +218,6 @@ class ContinuingDrafter(Drafter, Protocol):
 
         ``draft`` is a guess that may be rejected: nothing of it may be left in the drafter's state.
         """
-        ...
 
 
 class ReadingDrafter(Drafter, Protocol):
@@ -228,7 +233,6 @@ class ReadingDrafter(Drafter, Protocol):
         Returns:
             Number of tokens of each row that it has to read before it can draft; 0: it can.
         """
-        ...
 
 
 class BaseDrafter:

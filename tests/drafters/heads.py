@@ -177,7 +177,10 @@ def drafted_logits(
     )
     choices = Forced(text, len(tokens))
     row = DraftRow(
-        *(1, tokens, SamplingParams(), depth, choices, AnyRules(), FREE_NODES, slot),
+        *(1, tokens, SamplingParams(), depth, AnyRules()),
+        prices=FREE_NODES,
+        slot=slot,
+        source_of_noise=choices,
     )
     (proposal,) = drafter.propose([row])
     assert proposal == Proposal.chosen(proposal.tree)
