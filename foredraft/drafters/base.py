@@ -7,9 +7,9 @@ helpers of its own is a folder whose ``__init__`` names it. See docs/extend/add-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -41,8 +41,7 @@ class DraftRow:
         params: the distribution the user asked for, and the rest of the request but for its seed.
         budget: the most nodes to draft; 0 asks for an empty proposal.
         rules: rules of the request, applied to logits before a token is chosen or drawn.
-        seed: of the request.
-        num_committed: of the request's own tokens: with the seed it fixes the row's noise.
+        new_choices: makes `choices`.
         prices: prices of nodes in this step, for drafters that weigh them; see `Prices`.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
         tenant: owner of the request: no text of one tenant may draft for another.
@@ -52,7 +51,6 @@ class DraftRow:
         stop_ids: tokens that end the request: chosen tokens after one are useless.
         spare: nodes beyond the budget that a drafter may add: see `DrafterTraits.spare`.
         shares: whether the drafter's state of this text may serve the tenant's other requests.
-        source_of_noise: in place of the `choices` that seed and coupling give.
     """
 
     request_id: int
@@ -60,8 +58,7 @@ class DraftRow:
     params: SamplingParams
     budget: int
     rules: Rules
-    seed: int = 0
-    num_committed: int = 0
+    new_choices: Callable[[], DraftChoices]
     prices: Prices = USUAL_PRICES
     slot: int = -1
     tenant: str | None = None
@@ -70,7 +67,6 @@ class DraftRow:
     stop_ids: frozenset[int] = frozenset()
     spare: int = 0
     shares: bool = True
-    source_of_noise: DraftChoices | None = None
 
     @classmethod
     def of(
@@ -91,7 +87,8 @@ class DraftRow:
         """
         params = params or SamplingParams()
         rules = rules or SamplingRules(params)
-        return cls(request_id, tokens, params, budget, rules, seed, len(tokens), **more)
+        choices = partial(draft_choices, params, seed, len(tokens))
+        return cls(request_id, tokens, params, budget, rules, choices, **more)
 
     @cached_property
     def choices(self) -> DraftChoices:
@@ -99,11 +96,7 @@ class DraftRow:
 
         `draft` tells which it is.
         """
-        if self.source_of_noise is not None:
-            return self.source_of_noise
-        if self.params.coupling == "drawn":
-            return DrawnChoices(self.seed, self.num_committed)
-        return SharedChoices(self.seed, self.num_committed, self.params.temperature)
+        return self.new_choices()
 
     @property
     def context(self) -> Sequence[int]:
@@ -132,8 +125,8 @@ class DraftRow:
     def without_noise(self, budget: int) -> DraftRow:
         """The same row for a drafter whose tokens go on to another drafter, not to the target."""
         params = replace(self.params, coupling="seeded")
-        silent = SharedChoices(None, 0, 0.0)
-        return replace(self, params=params, source_of_noise=silent, budget=budget)
+        silent = partial(SharedChoices, None, 0, 0.0)
+        return replace(self, params=params, new_choices=silent, budget=budget)
 
     def chosen(self, budget: int) -> DraftRow:
         """The same row for a stage of a drafter, whose tokens are guesses and must be chosen."""
@@ -153,6 +146,13 @@ class DraftRow:
         if isinstance(self.choices, DrawnChoices):
             return list(candidates)
         return self.choices.weigh(candidates, depth)
+
+
+def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftChoices:
+    """The random source of a drafter, by the request's coupling."""
+    if params.coupling == "drawn":
+        return DrawnChoices(seed, num_tokens)
+    return SharedChoices(seed, num_tokens, params.temperature)
 
 
 Observation = RowStep

@@ -307,7 +307,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts of the engine's work so far and of its live requests. Never waits for a step."""
-        usage, prefixes = self._target.cache.usage, self._slots.stats
+        usage = self._target.cache.usage
         return replace(
             self._stats,
             running=sum(not self._is_proof(request) for request in self._scheduler.running),
@@ -315,8 +315,8 @@ class Engine:
             finished=dict(self._stats.finished),
             cache_tokens=usage.used,
             cache_free_tokens=usage.available,
-            prefix_tokens=prefixes.tokens,
-            prefix_cached_tokens=prefixes.cached_tokens,
+            prefix_tokens=self._slots.num_tokens,
+            prefix_cached_tokens=self._slots.num_cached_tokens,
         )
 
     def check_prompt(self, prompt: Sequence[int]) -> None:

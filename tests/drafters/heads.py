@@ -177,10 +177,9 @@ def drafted_logits(
     )
     choices = Forced(text, len(tokens))
     row = DraftRow(
-        *(1, tokens, SamplingParams(), depth, AnyRules()),
+        *(1, tokens, SamplingParams(), depth, AnyRules(), lambda: choices),
         prices=FREE_NODES,
         slot=slot,
-        source_of_noise=choices,
     )
     (proposal,) = drafter.propose([row])
     assert proposal == Proposal.chosen(proposal.tree)

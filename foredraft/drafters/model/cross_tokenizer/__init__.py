@@ -91,7 +91,7 @@ class SharedTokens:
         rules = SamplingRules(row.params)
         tokens = tuple(transcript.draft_tokens)
         return replace(
-            row, tokens=tokens, source_of_noise=choices, rules=rules, slot=-1, source=None
+            row, tokens=tokens, new_choices=lambda: choices, rules=rules, slot=-1, source=None
         )
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
