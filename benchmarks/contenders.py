@@ -51,7 +51,6 @@ class Contender(Protocol):
 
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
         """Raises `PeerFailed` if it is a peer's, which crashed."""
-        ...
 
 
 AUTO = "auto"

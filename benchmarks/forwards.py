@@ -37,7 +37,6 @@ class TimedStepper(Protocol):
 
     def fits(self, size: Size) -> bool:
         """Whether it can run this size at all."""
-        ...
 
     def step(self, size: Size) -> dict[str, float]:
         """One forward; seconds by part, with the whole under "total".
@@ -45,7 +44,6 @@ class TimedStepper(Protocol):
         Raises:
             PeerFailed: it is a peer's, which crashed.
         """
-        ...
 
 
 class TargetStepper:

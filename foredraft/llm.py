@@ -24,7 +24,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy, Trace
-from foredraft.engine.request import Event, GenerationResult, ReplySoFar, RequestOptions, Session
+from foredraft.engine.request import Event, GenerationResult, ReplySoFar, RequestOptions
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
 from foredraft.models.base import Target
@@ -242,7 +242,6 @@ class LLM:
         self,
         tenant: str | None = None,
         priority: int = 0,
-        session: Session | None = None,
         params: SamplingParams | None = None,
     ) -> RequestOptions:
         """Options of a request to this LLM's engine; see `RequestOptions`.
@@ -251,7 +250,7 @@ class LLM:
             params: of the request; None: it brings no prediction.
         """
         policy = self.policy_for(params) if params else self.policy
-        return RequestOptions(tenant, priority, session, policy, self.options.prefix_caching)
+        return RequestOptions(tenant, priority, policy, self.options.prefix_caching)
 
     def policy_for(self, params: SamplingParams) -> Policy:
         """The policy of a request. With a prediction, its drafter reads the prediction."""
@@ -329,7 +328,6 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        session: Session | None = None,
         tenant: str | None = None,
         so_far: ReplySoFar | None = None,
     ) -> Iterator[Event]:
@@ -348,30 +346,17 @@ class LLM:
             ConfigError: the reply cannot go on (with the first event).
         """
         params = self._params(params)
-        options = self.request_options(tenant, session=session, params=params)
+        options = self.request_options(tenant, params=params)
         return self._stream(self._encode(prompt), params, replace(options, so_far=so_far))
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        session: Session | None = None,
     ) -> Iterator[Event]:
-        """Like `chat`, streamed. A session takes one reply at a time."""
+        """Like `chat`, streamed."""
         tokens, params = self._tokenizer().encode_chat(messages), self._params(params)
-        return self._stream(tokens, params, self.request_options(session=session, params=params))
-
-    def open_session(self) -> Session:
-        """A conversation. Its earlier turns are not read again, as long as the cache has room."""
-        return Session()
-
-    def close_session(self, session: Session) -> None:
-        """A conversation is over; what the cache holds of it makes way for others in time.
-
-        Raises:
-            ConfigError: a reply is under way.
-        """
-        self.engine.close_session(session)
+        return self._stream(tokens, params, self.request_options(params=params))
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """The token ids of a text, of ids, or of the messages of a conversation.

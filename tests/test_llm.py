@@ -149,18 +149,16 @@ def test_a_conversation_reads_only_what_is_new(llm: LLM, monkeypatch: pytest.Mon
         return score(rows, taps)
 
     monkeypatch.setattr(llm.target, "score", watched)
-    session = llm.open_session()
     messages = list(MESSAGES)
     for _ in range(2):
         read.clear()
-        result = list(llm.stream_chat(messages, PARAMS, session))[-1].result
+        result = list(llm.stream_chat(messages, PARAMS))[-1].result
         assert result is not None
         first_read = read[0]
         assert result.text == llm.chat(messages, PARAMS).text
         messages += [{"role": "assistant", "content": result.text}, MESSAGES[0]]
     assert result is not None
     assert first_read < result.num_prompt_tokens
-    llm.close_session(session)
     assert is_empty(llm.target.cache)
 
 

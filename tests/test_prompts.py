@@ -130,12 +130,11 @@ def test_a_conversation_within_itself_is_refused() -> None:
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, [PARAMS], "greedy", 0.7, SamplingParams])
 def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
-    session = llm.open_session()
     for call in (
         lambda: llm.generate("The ferry", params),
         lambda: llm.chat([MESSAGE], params),
         lambda: llm.stream("The ferry", params),
-        lambda: llm.stream_chat([MESSAGE], params, session),
+        lambda: llm.stream_chat([MESSAGE], params),
     ):
         with pytest.raises(ConfigError, match=r"params must be SamplingParams\(…\)"):
             call()

@@ -359,10 +359,7 @@ class OwnAudit:
         below = share_below(margins.tokens, options.power)
         figures = {
             **figures,
-            "tokens": margins.tokens,
-            "near_ties": margins.near_ties,
-            "structural": margins.structural,
-            "tolerance_nats": margins.tolerance,
+            **margins.figures,
         }
         evidence = [asdict(each) for each in margins.examples]
         if margins.structural:
@@ -382,7 +379,7 @@ class OwnAudit:
         )
         if margins.near_ties:
             said = f"{margins.near_ties} of {margins.tokens} tokens differ, all at near-ties"
-        verdict = Finding.NEAR_TIES if margins.near_ties else Finding.SAME_BITS
+        verdict = margins.finding
         if below > options.detect:
             verdict = Finding.INCONCLUSIVE
             said += f"; {options.detect:.1e} was asked for"
@@ -431,8 +428,7 @@ class OwnAudit:
             for reply in self._replies(view, first, texts, tokens, params, prompts):
                 own = replace(params, seed=reply.result.seed)
                 self.look_at(reply, own, margins, law, seen)
-            counts = {key: getattr(margins, key) for key in ("tokens", "near_ties", "structural")}
-            rows.append({"parameter": name, **counts})
+            rows.append({"parameter": name, **margins.figures})
             evidence += [{"parameter": name, **asdict(each)} for each in margins.examples]
             self._progress.advance((number + 1) / len(settings))
         wrong = [str(row["parameter"]) for row in rows if row["structural"]]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from foredraft.audit.levels import Finding
 from foredraft.core.noise import gumbel_argmax, gumbel_noise
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
@@ -159,11 +160,31 @@ class Margins:
         self.tokens += 1
         if difference is None:
             return
-        is_tie = difference.margin <= self.tolerance
-        self.near_ties += is_tie
-        self.structural += not is_tie
+        is_tie = self.count(difference.margin)
         if len(self.examples) < 10 or (not is_tie and self.structural <= 3):
             self.examples.append(difference)
+
+    def count(self, margin: float) -> bool:
+        """Count a token that differs; returns whether it is a near-tie."""
+        is_tie = margin <= self.tolerance
+        self.near_ties += is_tie
+        self.structural += not is_tie
+        return is_tie
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For reports."""
+        return {
+            "tokens": self.tokens,
+            "near_ties": self.near_ties,
+            "structural": self.structural,
+            "tolerance_nats": self.tolerance,
+        }
+
+    @property
+    def finding(self) -> Finding:
+        """Where nothing is structural."""
+        return Finding.NEAR_TIES if self.near_ties else Finding.SAME_BITS
 
 
 def due_token(law: Law, seed: int, position: int) -> int:

@@ -26,8 +26,9 @@ import numpy as np
 
 from foredraft.audit.levels import Finding, Level
 from foredraft.audit.options import AuditOptions, ServerOptions
+from foredraft.audit.plain import Margins
 from foredraft.audit.report import AuditReport
-from foredraft.audit.statistics import Drafted, LawTests, share_below, two_sample_p
+from foredraft.audit.statistics import Drafted, LawTests, share_below
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.core.params import SamplingParams
@@ -54,8 +55,6 @@ _OTHER_SEED = 1 << 32
 """Between the seeds of a reply and its probes: what a probe names must not depend on the reply."""
 _BLIND_REPLIES = 5
 """Replies without token texts after which no more are requested."""
-_TEXTS_A_SIDE, _TOKENS_A_TEXT = 40, 12
-"""To each prompt, where whole texts are all there is."""
 _END = ""
 """The end of a reply, as a token. Servers say it or not, and name it as they like."""
 _UNSEEN = re.compile(r"<[^<>]*>|\[[A-Z]+\]|.*\ufffd.*|", re.DOTALL)
@@ -127,7 +126,6 @@ class Plain(Protocol):
 
     def probe(self, place: Place, **options: Any) -> Probe | None:
         """The plain law at a place; None where the text is split into other tokens."""
-        ...
 
 
 @dataclass
@@ -341,14 +339,13 @@ class ServerAudit:
             else:
                 gaps.append((probe.gap(place.token), place, probe))
         tolerance = max(_LEAST_TOLERANCE, 4.0 * float(np.quantile(noise, 0.9)))
-        structural = [each for each in gaps if each[0] > tolerance]
+        margins = Margins(tolerance, compared)
+        for gap, _, _ in gaps:
+            margins.count(gap)
         figures = {
-            "tokens": compared,
-            "near_ties": len(gaps) - len(structural),
-            "structural": len(structural),
+            **margins.figures,
             "unclassified": blind,
             "not_audited": self._not_audited,
-            "tolerance_nats": tolerance,
         }
         evidence = [
             {
@@ -360,8 +357,8 @@ class ServerAudit:
             for gap, at, probe in sorted(gaps, key=lambda each: -each[0])[:10]
         ]
         below = share_below(compared, self._options.power)
-        if structural:
-            said = f"{len(structural)} of {compared} tokens differ from those that come alone"
+        if margins.structural:
+            said = f"{margins.structural} of {compared} tokens differ from those that come alone"
             return Level("greedy", Finding.DIFFERENT, said, figures, evidence)
         if blind:
             said = f"{blind} of {compared} tokens differ, and the server gives no log probabilities"
@@ -370,8 +367,7 @@ class ServerAudit:
         said = f"{compared} tokens, {differ}; {below:.1%} would be seen"
         if below > self._options.detect:
             return Level("greedy", Finding.INCONCLUSIVE, said, figures, evidence)
-        finding = Finding.NEAR_TIES if gaps else Finding.SAME_BITS
-        return Level("greedy", finding, said, figures, evidence)
+        return Level("greedy", margins.finding, said, figures, evidence)
 
     def law(self) -> Level:
         """Replies at temperature 1: each token against the law that comes with a token alone."""
@@ -398,47 +394,14 @@ class ServerAudit:
             said = f"{tests.count} tokens do not fit the plain law ({name}: p = {p:.1e})"
             return Level("law", Finding.DIFFERENT, said, figures)
         if blind or not tests.count:
-            return self._whole_texts()
+            said = "the server gives no log probabilities"
+            return Level("law", Finding.INCONCLUSIVE, said, figures)
         found = tests.detectable(options.alpha, options.power)
         said = (
             f"{tests.count} tokens fit the plain law; a shift of {found:.1%} would have been seen"
         )
         finding = Finding.SAME_LAW if found <= options.detect else Finding.INCONCLUSIVE
         return Level("law", finding, said, {**figures, "detectable_shift": found})
-
-    def _whole_texts(self) -> Level:
-        """For servers without token texts: compare whole texts with those of the plain endpoint."""
-        said = "the server gives no log probabilities"
-        if not isinstance(self._plain, Endpoint) or self._plain is self._endpoint:
-            said += "; with --plain-endpoint the texts of both can be compared"
-            return Level("law", Finding.INCONCLUSIVE, said)
-        left = self._server.max_requests - self._num_requests
-        number = min(_TEXTS_A_SIDE, left // (2 * len(self._prompts)))
-        samples = [self._two_samples(prompt, number) for prompt in self._prompts if number > 1]
-        samples = [each for each in samples if len(each[0]) > 1]
-        p = two_sample_p(samples, round(10.0 / self._options.alpha))
-        figures = {"texts": sum(len(first) for first, _ in samples), "p_values": {"texts": p}}
-        if p <= self._options.alpha:
-            said = f"{figures['texts']} texts are not drawn as the plain endpoint's (p = {p:.1e})"
-            return Level("law", Finding.DIFFERENT, said, figures)
-        said += f"; {figures['texts']} texts fit those of the plain endpoint, by a coarse test"
-        return Level("law", Finding.INCONCLUSIVE, said, figures)
-
-    def _two_samples(self, prompt: str, number: int) -> tuple[list[str], list[str]]:
-        """The given number of short texts of each endpoint; fewer if time runs out."""
-        plain = self._plain
-        assert isinstance(plain, Endpoint)
-        texts: tuple[list[str], list[str]] = [], []
-        for first in range(0, number, self._server.in_flight):
-            if time.monotonic() > self._ends_at:
-                break
-            numbers = range(first, min(number, first + self._server.in_flight))
-            asked = {"prompt": prompt, "max_tokens": _TOKENS_A_TEXT, "temperature": 1.0}
-            for side, endpoint in enumerate((self._endpoint, plain)):
-                seeds = [self._server.seed + index + side * _OTHER_SEED for index in numbers]
-                choices = endpoint.together([{**asked, "seed": seed} for seed in seeds])
-                texts[side].extend(str(choice["text"]) for choice in choices)
-        return texts
 
     @property
     def _num_requests(self) -> int:

@@ -26,7 +26,6 @@ Array: TypeAlias = npt.NDArray[Any]
 
 RARE = 1e-4
 """Tokens below this probability share one cell: they are too rare to test one by one."""
-_ROUNDS_AT_ONCE = 1024
 _LEAST_VARIANCE = 10.0
 """Least variance of a sum, in squares of its largest step: below it the normal tail does not
 apply."""
@@ -281,33 +280,6 @@ class LawTests:
 
 def _both(probability: float) -> Array:
     return np.array([probability, max(0.0, 1.0 - probability)])
-
-
-def two_sample_p(samples: Sequence[tuple[Sequence[str], Sequence[str]]], rounds: int) -> float:
-    """Whether two samples of texts to each of some prompts were drawn alike: the p-value.
-
-    The texts' mean distance in a kernel that counts equal characters at equal places, against the
-    same with the samples' labels exchanged (Gao et al., "Model equality testing", 2025). It sees
-    coarse differences alone.
-
-    Args:
-        samples: of each prompt.
-        rounds: number of exchanges; no p-value is below 1 / rounds.
-    """
-    drawn = np.random.default_rng(0)
-    seen, exchanged_R = 0.0, np.zeros(rounds)
-    for first, second in samples:
-        texts = [*first, *second]
-        longest = max(map(len, texts), default=0) or 1
-        places = np.array([[*map(ord, text.ljust(longest, "\0"))] for text in texts])
-        kernel = (places[:, None] == places[None]).mean(2)
-        signs = np.array([1.0 / len(first)] * len(first) + [-1.0 / len(second)] * len(second))
-        seen += float(signs @ kernel @ signs)
-        for start in range(0, rounds, _ROUNDS_AT_ONCE):
-            part_R = exchanged_R[start : start + _ROUNDS_AT_ONCE]
-            signs_RN = drawn.permuted(np.tile(signs, (len(part_R), 1)), axis=1)
-            part_R += ((signs_RN @ kernel) * signs_RN).sum(1)
-    return float(1 + (exchanged_R >= seen - 1e-12).sum()) / (1 + rounds)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

@@ -104,11 +104,9 @@ class Server(Protocol):
 
     def begin(self, load: Load) -> None:
         """Begin a load; the previous one has ended."""
-        ...
 
     def turn(self, seconds: float) -> bool:
         """Serve for about that many seconds; returns whether requests are left."""
-        ...
 
     @property
     def served(self) -> Served: ...

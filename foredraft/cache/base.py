@@ -86,29 +86,23 @@ class CacheLayers(Protocol):
         Args:
             num_tokens: how many entries there are to write from ``position`` on.
         """
-        ...
 
     def write(
         self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor
     ) -> None:
         """Set the entries of positions ``start`` to ``start + T``; makes room for them."""
-        ...
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
         """Copies of keys and values [H, T, D] of the run's positions before ``end``."""
-        ...
 
     def hold(self, slot: int, end: int) -> None:
         """The entries before ``end`` are there: they were written in some other way."""
-        ...
 
     def first(self, slot: int) -> int:
         """Where the run of ``slot`` begins; 0 where there is none."""
-        ...
 
     def covered(self, slot: int) -> int:
         """Where the run of ``slot`` ends: all of these layers hold its positions; 0: no run."""
-        ...
 
 
 class Cache(Protocol):
@@ -121,7 +115,6 @@ class Cache(Protocol):
     @property
     def block_size(self) -> int:
         """Entries of a block, which `name` lets others find once it is full."""
-        ...
 
     rewinds: int
     """How many committed tokens `truncate` takes back without going further: 0, or what a drafter
@@ -129,11 +122,9 @@ class Cache(Protocol):
 
     def allocate(self) -> int:
         """A new empty slot, whose text is never shared."""
-        ...
 
     def length(self, slot: int) -> int:
         """Number of valid entries of ``slot``."""
-        ...
 
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
         """Commit the pending tokens and the tree nodes of ``path`` of the last forward.
@@ -145,22 +136,18 @@ class Cache(Protocol):
             ValueError: ``num_pending`` and ``path`` do not match the written entries; nothing has
                 changed then.
         """
-        ...
 
     def truncate(self, slot: int, length: int) -> int:
         """Forget all entries from ``length`` on; returns how many are left.
 
         These may be fewer: a recurrent layer's state can only go back to where one was kept.
         """
-        ...
 
     def fork(self, slot: int) -> int:
         """A new slot with the same entries; the two are independent afterwards."""
-        ...
 
     def free(self, slot: int) -> None:
         """Give the slot back; its number may be handed out again."""
-        ...
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for ``num_tokens`` entries behind the valid ones.
@@ -171,7 +158,6 @@ class Cache(Protocol):
                 cached.
             MemoryError, RuntimeError: the system gives no more. Nothing has changed in any case.
         """
-        ...
 
     def share(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """A new slot with the longest beginning of a text that is cached, and its length.
@@ -180,11 +166,9 @@ class Cache(Protocol):
             owner: 32 bytes that name the text's owner. Text cached by other owners is not found.
                 The slot and its forks keep the owner.
         """
-        ...
 
     def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
         """Number of tokens that `share` would find now."""
-        ...
 
     def name(self, slot: int, tokens: Sequence[int]) -> None:
         """Publish the slot's full blocks for sharing, while the slot stays in use.
@@ -194,7 +178,6 @@ class Cache(Protocol):
         Args:
             tokens: the slot's text, at least that of the valid entries.
         """
-        ...
 
     def retire(self, slot: int, tokens: Sequence[int]) -> None:
         """Free the slot, but keep its first entries cached until their memory is needed.
@@ -202,7 +185,6 @@ class Cache(Protocol):
         Args:
             tokens: the text of the entries to keep, at most the valid ones.
         """
-        ...
 
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
         """The slot's entries from ``start`` on may be bad.
@@ -212,16 +194,13 @@ class Cache(Protocol):
         Args:
             tokens: the slot's text.
         """
-        ...
 
     def forget(self) -> None:
         """Evict all cached entries."""
-        ...
 
     @property
     def usage(self) -> CacheUsage:
         """Use of the cache's memory."""
-        ...
 
     def check(self) -> None:
         """Check the accounts: every block is free, cached, or used by exactly the slots that list
@@ -230,14 +209,12 @@ class Cache(Protocol):
         Raises:
             AssertionError: they are not. This is a bug of foredraft.
         """
-        ...
 
     def add_layers(self, shape: KVShape, dtype: torch.dtype) -> CacheLayers:
         """Further layers of this shape; see `Capabilities.cache_layers`.
 
         A step may be under way in another thread; two callers at once must take turns.
         """
-        ...
 
 
 def check_keep(num_pending: int, path: Sequence[int], num_written: int) -> None:

@@ -28,7 +28,6 @@ class Entries(Protocol):
 
     def table(self, slot: int) -> array[int]:
         """The slot's blocks, in the order of its entries, as C integers."""
-        ...
 
 
 class BlockStore:

@@ -56,14 +56,13 @@ def chat(
 
 
 class Conversation:
-    """Messages so far, and the session whose cache holds them."""
+    """Messages so far."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, console: Console, system: str | None = None
     ) -> None:
         self.llm, self.console = llm, console
         self._params, self._system = params, system
-        self._session = llm.open_session()
         self.messages: list[dict[str, str]] = []
         self._is_leaving = False
         self.reset()
@@ -97,7 +96,7 @@ class Conversation:
         """Stream the reply. A stopped reply stays in the conversation as far as it got."""
         self.messages.append({"role": "user", "content": message})
         try:
-            events = self.llm.stream_chat(self.messages, self._params, self._session)
+            events = self.llm.stream_chat(self.messages, self._params)
             reply = self._stream(events)
         except PromptError as error:
             self.messages.pop()

@@ -90,7 +90,6 @@ RENAMED = {
     "tune": "foredraft measure",
     "tune exit": "foredraft measure --variant 'early-exit exit-layer=4'",
     "tune self-draft": "foredraft train self-draft",
-    "export": "foredraft train export",
     "index": "foredraft drafters index",
     "trace show": "foredraft trace FILE",
     "trace replay": "foredraft measure",

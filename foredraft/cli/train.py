@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from foredraft.cli import options as o
 from foredraft.cli.display import say
 from foredraft.core.errors import ConfigError
-from foredraft.options import DEFAULT_MODEL, LoadOptions
+from foredraft.options import LoadOptions
 from foredraft.train.options import Rates, TableOptions, TrainOptions, WriteOptions
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ _DRAWN_LENGTH = 160
 """Tokens of a reply that a copy is rounded for."""
 _AGREES_ANYWAY = 0.96
 """Share of tokens from which a better rounding gains nothing."""
-_BUILT_IN_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The built-in model's name on the Hugging Face hub."""
 
 
 class _Kinds(TyperGroup):
@@ -408,42 +406,6 @@ def _drawn_texts(llm: LLM, tokens: int) -> list[list[int]]:
             texts += [[*p, *r.token_ids] for p, r in zip(prompts, results, strict=True)]
             advance("writing text")
     return texts
-
-
-@app.command()
-def export(
-    head: Annotated[Path, typer.Argument(help="The folder of a trained head.")],
-    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
-    format: Annotated[str, typer.Option("--format", help="speculators.")] = "speculators",
-    target: Annotated[
-        str, typer.Option("--target", help="Whose head it is: as --model elsewhere.")
-    ] = DEFAULT_MODEL,
-    verifier: Annotated[
-        str | None,
-        typer.Option(help="The target's name in other engines (its hub id, or --target)."),
-    ] = None,
-) -> None:
-    """Write a trained head for vLLM and SGLang.
-
-    foredraft train export heads/eagle --format speculators --out heads/eagle-speculators
-    """
-    from foredraft.drafters.trained import fingerprint_of_files, read_info
-    from foredraft.models.files.safety import Checkpoint
-    from foredraft.models.files.store import resolve_model
-    from foredraft.train.export import export_head
-
-    info = read_info(head)
-    with o.progress() as progress:
-        checkpoint = Checkpoint(resolve_model(target, progress=progress))
-    if fingerprint_of_files(checkpoint) != info.target.fingerprint:
-        raise ConfigError(
-            f"the head in {head} was trained for {info.target.name!r}, and --target {target!r} is "
-            "another model"
-        )
-    usual = _BUILT_IN_ID if target == DEFAULT_MODEL else target
-    architectures = checkpoint.config.get("architectures") or ["LlamaForCausalLM"]
-    export_head(head, out, format, verifier or usual, architectures)
-    say(f"{out}: {format}")
 
 
 # -------------------------------------------------------------------------------- the target

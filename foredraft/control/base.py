@@ -88,7 +88,6 @@ class Controller(Protocol):
         Args:
             others: the requests that are running, whoever decides for them.
         """
-        ...
 
     def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
         """One allowance for each row of the step to come.
@@ -98,12 +97,9 @@ class Controller(Protocol):
         Args:
             others: rows of the same step that another controller decides for.
         """
-        ...
 
     def observe(self, record: StepRecord) -> None:
         """A step has been committed that had rows of this controller, and perhaps others."""
-        ...
 
     def end(self, request_id: int) -> None:
         """A request is over, also one that was cancelled or never ran: forget it."""
-        ...

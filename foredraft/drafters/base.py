@@ -7,8 +7,9 @@ helpers of its own is a folder whose ``__init__`` names it. See docs/extend/add-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -39,8 +40,8 @@ class DraftRow:
         tokens: all committed tokens, prompt included. Do not change it.
         params: the distribution the user asked for, and the rest of the request but for its seed.
         budget: the most nodes to draft; 0 asks for an empty proposal.
-        choices: random source of the row's tokens, chosen or drawn. `draft` tells which it is.
         rules: rules of the request, applied to logits before a token is chosen or drawn.
+        new_choices: makes `choices`.
         prices: prices of nodes in this step, for drafters that weigh them; see `Prices`.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
         tenant: owner of the request: no text of one tenant may draft for another.
@@ -56,8 +57,8 @@ class DraftRow:
     tokens: Sequence[int]
     params: SamplingParams
     budget: int
-    choices: DraftChoices
     rules: Rules
+    new_choices: Callable[[], DraftChoices]
     prices: Prices = USUAL_PRICES
     slot: int = -1
     tenant: str | None = None
@@ -79,15 +80,23 @@ class DraftRow:
         rules: Rules | None = None,
         **more: Any,
     ) -> DraftRow:
-        """A row with the choices that its coupling allows, keyed by its seed and length.
+        """A row of a request with these tokens.
 
         Args:
             more: further attributes.
         """
         params = params or SamplingParams()
-        choices = draft_choices(params, seed, len(tokens))
         rules = rules or SamplingRules(params)
-        return cls(request_id, tokens, params, budget, choices, rules, **more)
+        choices = partial(draft_choices, params, seed, len(tokens))
+        return cls(request_id, tokens, params, budget, rules, choices, **more)
+
+    @cached_property
+    def choices(self) -> DraftChoices:
+        """Random source of the row's tokens, chosen or drawn by the request's coupling.
+
+        `draft` tells which it is.
+        """
+        return self.new_choices()
 
     @property
     def context(self) -> Sequence[int]:
@@ -116,7 +125,8 @@ class DraftRow:
     def without_noise(self, budget: int) -> DraftRow:
         """The same row for a drafter whose tokens go on to another drafter, not to the target."""
         params = replace(self.params, coupling="seeded")
-        return replace(self, params=params, choices=SharedChoices(None, 0, 0.0), budget=budget)
+        silent = partial(SharedChoices, None, 0, 0.0)
+        return replace(self, params=params, new_choices=silent, budget=budget)
 
     def chosen(self, budget: int) -> DraftRow:
         """The same row for a stage of a drafter, whose tokens are guesses and must be chosen."""
@@ -184,7 +194,6 @@ class Drafter(Protocol):
 
     def begin(self, row: DraftRow) -> None:
         """A request starts; nothing is to be drafted yet."""
-        ...
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         """One proposal a row, each of at most ``row.budget`` nodes.
@@ -192,15 +201,12 @@ class Drafter(Protocol):
         `NOT_READY` for a row that it cannot draft for yet: it does not count as a draft. After
         eight such answers in a row, the drafter is detached from that request.
         """
-        ...
 
     def observe(self, observations: Sequence[RowStep]) -> None:
         """A step has been committed, or chunks of prompts have been read."""
-        ...
 
     def end(self, request_id: int) -> None:
         """A request is over; forget it."""
-        ...
 
 
 class ContinuingDrafter(Drafter, Protocol):
@@ -212,7 +218,6 @@ class ContinuingDrafter(Drafter, Protocol):
 
         ``draft`` is a guess that may be rejected: nothing of it may be left in the drafter's state.
         """
-        ...
 
 
 class ReadingDrafter(Drafter, Protocol):
@@ -228,7 +233,6 @@ class ReadingDrafter(Drafter, Protocol):
         Returns:
             Number of tokens of each row that it has to read before it can draft; 0: it can.
         """
-        ...
 
 
 class BaseDrafter:

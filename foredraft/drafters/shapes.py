@@ -47,11 +47,9 @@ class DepthGrowth(Protocol):
 
     def extend(self, logits_FV: Tensor) -> None:
         """Add one depth, given the logits after each frontier node."""
-        ...
 
     def build(self) -> Proposal:
         """The grown tree, as a proposal."""
-        ...
 
 
 class TreeShape(Protocol):
@@ -61,7 +59,6 @@ class TreeShape(Protocol):
 
     def max_scored(self, budget: int) -> int:
         """The most nodes that `DepthGrowth.tree` may have."""
-        ...
 
 
 # ------------------------------------------------------------------------------- fixed shapes

@@ -33,7 +33,6 @@ from foredraft.engine.request import (
     Reader,
     Request,
     RequestOptions,
-    Session,
 )
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
 from foredraft.engine.slots import SlotManager
@@ -148,9 +147,8 @@ class Engine:
         Raises:
             PromptError: the prompt, with the resumed part of the reply, is empty, too long, or
                 holds ids outside the vocabulary.
-            ConfigError: stop strings without a tokenizer, several replies in a conversation, a
-                drafter that is not loaded, a reply that cannot go on (`Request.resume`), or
-                something that an encoder-decoder has not.
+            ConfigError: stop strings without a tokenizer, a drafter that is not loaded, a reply
+                that cannot go on (`Request.resume`), or something that an encoder-decoder has not.
         """
         options = options or RequestOptions()
         prompt, options = self._begin_reply(prompt, params, options)
@@ -160,8 +158,6 @@ class Engine:
         _check_speculation(params, options.policy or self._policy)
         if params.stop and self._options.new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
-        if params.n > 1 and options.session is not None:
-            raise ConfigError(f"n is {params.n}, and a conversation goes on with one reply")
         room = self._target.max_context - len(prompt)
         params = params.of_length(min(params.max_tokens, room))
         if params.seed is None:
@@ -179,17 +175,9 @@ class Engine:
 
         Args:
             reader: called with the requests' events, which `step` also returns.
-
-        Raises:
-            ConfigError: its session is already in use.
         """
         with self.lock:
             for request in requests:
-                session = request.options.session
-                if session is not None:
-                    if session.is_busy:
-                        raise ConfigError("this conversation already has a reply under way")
-                    session.is_busy = True
                 request.reader = reader
                 self._scheduler.add(request)
 
@@ -319,7 +307,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts of the engine's work so far and of its live requests. Never waits for a step."""
-        usage, prefixes = self._target.cache.usage, self._slots.stats
+        usage = self._target.cache.usage
         return replace(
             self._stats,
             running=sum(not self._is_proof(request) for request in self._scheduler.running),
@@ -327,18 +315,9 @@ class Engine:
             finished=dict(self._stats.finished),
             cache_tokens=usage.used,
             cache_free_tokens=usage.available,
-            prefix_tokens=prefixes.tokens,
-            prefix_cached_tokens=prefixes.cached_tokens,
+            prefix_tokens=self._slots.num_tokens,
+            prefix_cached_tokens=self._slots.num_cached_tokens,
         )
-
-    def close_session(self, session: Session) -> None:
-        """End a conversation.
-
-        Raises:
-            ConfigError: a reply is under way.
-        """
-        with self.lock:
-            session.close()
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Refuse a prompt that cannot be generated from.
@@ -552,8 +531,6 @@ class Engine:
             self._is_full = False
         self._close(request)
         self._drafting.forget(request)
-        if request.options.session is not None:
-            request.options.session.is_busy = False
         if not self._is_proof(request):
             finished, reason = self._stats.finished, request.finish_reason
             finished[reason] = finished.get(reason, 0) + 1

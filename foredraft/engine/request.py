@@ -23,28 +23,6 @@ from foredraft.models.base import Source
 _log = logging.getLogger("foredraft")
 
 
-@dataclass(eq=False)
-class Session:
-    """A conversation, which takes one reply at a time.
-
-    Its replies share cache entries, as all requests with the same beginning do.
-
-    Attributes:
-        is_busy: whether a reply is being generated.
-    """
-
-    is_busy: bool = False
-
-    def close(self) -> None:
-        """The conversation is over. It holds nothing of its own.
-
-        Raises:
-            ConfigError: a reply is under way.
-        """
-        if self.is_busy:
-            raise ConfigError("a reply of this conversation is under way; cancel it first")
-
-
 @dataclass(frozen=True)
 class ReplySoFar:
     """The tokens of a reply that another engine has committed, for this engine to continue.
@@ -91,7 +69,6 @@ class RequestOptions:
         tenant: whose request it is; tenants share no cached text. The part before the first "/"
             names its owner, and owners take turns in the queue: see `Scheduler`.
         priority: requests of higher numbers go first.
-        session: the conversation that it belongs to.
         policy: the controller and drafters for it; None: the engine's own policy.
         prefix_caching: whether it may use cached entries, and leave its own in the cache.
         source: the encoder's input of an encoder-decoder; its prompt is then the decoder prompt.
@@ -101,7 +78,6 @@ class RequestOptions:
 
     tenant: str | None = None
     priority: int = 0
-    session: Session | None = None
     policy: Policy | None = None
     prefix_caching: bool = True
     source: Source | None = None

@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from foredraft.cache.base import NO_MEMORY, Cache, owner_of
 from foredraft.core.errors import CacheFullError
@@ -26,19 +25,6 @@ _CHECK_EVERY = 1000
 _log = logging.getLogger("foredraft")
 
 
-@dataclass
-class PrefixStats:
-    """Counts of prefix caching.
-
-    Attributes:
-        tokens: of all texts that began.
-        cached_tokens: tokens that did not have to be prefilled.
-    """
-
-    tokens: int = 0
-    cached_tokens: int = 0
-
-
 class SlotManager:
     """Gives requests their slots, with the cached beginning of their text, and takes them back.
 
@@ -46,6 +32,10 @@ class SlotManager:
         cache: the target's.
         enabled: prefix caching: entries of ended requests stay cached for texts with the same
             beginning. False: every text is prefilled in full.
+
+    Attributes:
+        num_tokens: of all texts that began.
+        num_cached_tokens: tokens of them that did not have to be prefilled.
     """
 
     def __init__(self, cache: Cache, enabled: bool = True) -> None:
@@ -53,7 +43,7 @@ class SlotManager:
         self._headroom = HEADROOM
         self._steps = itertools.count(1)
         self._check_every = 1 if os.environ.get(CHECK_VARIABLE) else _CHECK_EVERY
-        self.stats = PrefixStats()
+        self.num_tokens = self.num_cached_tokens = 0
 
     # ---- of requests -----------------------------------------------------------------------------
 
@@ -216,8 +206,8 @@ class SlotManager:
             _log.error("the cache's accounts are wrong, please report it: %s", error)
 
     def _count(self, num_tokens: int, num_cached: int) -> None:
-        self.stats.tokens += num_tokens
-        self.stats.cached_tokens += num_cached
+        self.num_tokens += num_tokens
+        self.num_cached_tokens += num_cached
 
 
 def as_cache_full(error: Exception) -> CacheFullError:

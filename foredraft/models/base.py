@@ -233,7 +233,6 @@ class Target(Protocol):
         Raises:
             ConfigError: a layer of ``taps`` is not among those that `Capabilities.taps` names.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -344,7 +343,6 @@ class HeadRunner(Protocol):
             The last layer's output [T, E] in float32 for each token, before the norm; and float32
             logits [N, R] of the wanted ones.
         """
-        ...
 
 
 class TargetParts(Protocol):
@@ -367,22 +365,18 @@ class TargetParts(Protocol):
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Embeddings [T, E] of tokens."""
-        ...
 
     def norm(self, hidden_TE: Tensor) -> Tensor:
         """The final norm [T, E] of the last layer's output."""
-        ...
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         """The head: float32 logits [T, V] of normed states."""
-        ...
 
     def head_rows(self, token_ids_R: Tensor) -> Tensor:
         """The head's weights [R, E] for some tokens, in ``dtype``, scaled as logits are.
 
         Where a model caps its logits, products with these rows are not capped.
         """
-        ...
 
     def kept(self, name: str, recipe: str, make: Callable[[], Tensor]) -> Tensor:
         """The result of ``make``, or its cached result of an earlier process on this model.
@@ -390,7 +384,6 @@ class TargetParts(Protocol):
         Args:
             recipe: all that the tensor depends on besides the model; see `kept.recipe_of`.
         """
-        ...
 
 
 class Join(Protocol):
@@ -398,7 +391,6 @@ class Join(Protocol):
 
     def __call__(self, states: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
         """Float32 [T, E] of states [T, E] each and one token for each row."""
-        ...
 
 
 class HeadTarget(Target, Protocol):
@@ -420,7 +412,6 @@ class HeadTarget(Target, Protocol):
         Raises:
             ConfigError: the shapes of the weights do not fit each other.
         """
-        ...
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
         """The fastest input projection of a drafter's layers that the target has.
@@ -434,7 +425,6 @@ class HeadTarget(Target, Protocol):
             table_VE: contributions of tokens; None: there are none.
             eps: of the norms.
         """
-        ...
 
 
 class ShallowTarget(Protocol):
@@ -449,7 +439,6 @@ class ShallowTarget(Protocol):
         Returns:
             Float32 logits [V] after the last token of each row, and the new ``computed`` of each.
         """
-        ...
 
 
 class LayeredTarget(Target, Protocol):
@@ -460,11 +449,9 @@ class LayeredTarget(Target, Protocol):
 
     def layer_view(self, layers: Sequence[int]) -> Target:
         """A target of some of the layers, with a cache of its own."""
-        ...
 
     def shallow(self, exit_layer: int) -> ShallowTarget:
         """The first ``exit_layer`` layers on this target's own cache."""
-        ...
 
 
 class LowBitCopy(Protocol):
@@ -487,7 +474,6 @@ class LowBitCopy(Protocol):
 
     def on(self, target: Target) -> LowBitCopy:
         """The same copy on the cache of `LowBitTarget.apart`."""
-        ...
 
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
         """One forward of the copy, which reads entries and writes after the committed ones.
@@ -506,7 +492,6 @@ class LowBitCopy(Protocol):
             `ScoreRow.draw` gives the likeliest. A draw is None if its logits are not finite.
             Logits of drawn tokens are the copy's own; others may be estimates.
         """
-        ...
 
 
 class ApartTarget(Target, Protocol):
@@ -529,7 +514,6 @@ class ApartTarget(Target, Protocol):
         Args:
             num_tokens: that the cache has room for.
         """
-        ...
 
 
 class LowBitTarget(ApartTarget, Protocol):
@@ -549,7 +533,6 @@ class LowBitTarget(ApartTarget, Protocol):
             ConfigError: there is no such copy.
             ModelLoadError: there is no memory for it.
         """
-        ...
 
     def tune_copy(
         self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
@@ -560,4 +543,3 @@ class LowBitTarget(ApartTarget, Protocol):
             texts: token ids that the target wrote itself; some thousands in all.
             advance: called after each layer with a line about it.
         """
-        ...

@@ -56,11 +56,9 @@ class Monitor(Progress, Protocol):
 
     def wants_stop(self) -> bool:
         """Whether training is to end now, to go on another time."""
-        ...
 
     def pause(self) -> object:
         """Called before each piece of work; returns when it may begin."""
-        ...
 
 
 def expected(status: Status, num_steps: int, now: float) -> str:

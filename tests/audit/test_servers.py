@@ -221,31 +221,6 @@ def test_a_server_without_log_probabilities_is_never_called_the_same() -> None:
     assert report.exit_code == EXIT_INCONCLUSIVE
 
 
-def mute(weights: dict[str, float]) -> Endpoint:
-    """A server that draws each letter by these weights, and says nothing of its tokens."""
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked = json.loads(request.content)
-        drawn = random.Random(f"{asked['seed']} {asked['prompt']}")
-        letters = drawn.choices([*weights], [*weights.values()], k=asked["max_tokens"])
-        return httpx.Response(200, json={"choices": [{"text": "".join(letters)}]})
-
-    http = httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer))
-    return Endpoint(http)
-
-
-def test_texts_of_servers_that_say_nothing_of_tokens_are_compared_as_they_are() -> None:
-    fair, bent = {"a": 0.5, "b": 0.3, "c": 0.2}, {"a": 0.75, "b": 0.15, "c": 0.1}
-    same, other = (audit(mute(weights), mute(fair)).law() for weights in (fair, bent))
-    assert same.verdict == Finding.INCONCLUSIVE  # a coarse test is no proof
-    assert "coarse" in same.said
-    assert other.verdict == Finding.DIFFERENT
-    assert same.figures["p_values"]["texts"] > 0.01
-    alone = audit(mute(fair)).law()
-    assert alone.verdict == Finding.INCONCLUSIVE
-    assert "--plain-endpoint" in alone.said
-
-
 def cutting(all_of_them: int | None) -> Endpoint:
     """A server that draws from the two likeliest tokens unless its own ``top_k`` says otherwise.
 

@@ -34,11 +34,9 @@ class Probe(Protocol):
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
         """Like a forward: write entries behind the valid ones."""
-        ...
 
     def read(self, slot: int) -> list[int]:
         """The entries that count."""
-        ...
 
 
 class TokenProbe:

@@ -377,8 +377,8 @@ def test_what_is_kept_can_be_given_up_and_is_counted(probe: Probe) -> None:
     requests = Requests(probe)
     requests.run(TEXT)
     requests.run(TEXT)
-    stats = requests.prefixes.stats
-    assert (stats.tokens, stats.cached_tokens) == (400, 199)
+    prefixes = requests.prefixes
+    assert (prefixes.num_tokens, prefixes.num_cached_tokens) == (400, 199)
     assert probe.cache.usage.cached > 0
     requests.prefixes.clear()
     assert probe.cache.usage.cached == probe.cache.usage.used == 0

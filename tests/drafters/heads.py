@@ -177,7 +177,9 @@ def drafted_logits(
     )
     choices = Forced(text, len(tokens))
     row = DraftRow(
-        *(1, tokens, SamplingParams(), depth, choices, AnyRules(), FREE_NODES, slot),
+        *(1, tokens, SamplingParams(), depth, AnyRules(), lambda: choices),
+        prices=FREE_NODES,
+        slot=slot,
     )
     (proposal,) = drafter.propose([row])
     assert proposal == Proposal.chosen(proposal.tree)

@@ -14,7 +14,6 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.text.ngram import NgramDrafter
-from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from tests.engine.helpers import (
@@ -214,12 +213,12 @@ def test_a_session_reads_only_what_is_new() -> None:
             return super().score(rows, taps)
 
     target = Watched.random(10, seed=3)
-    engine, session = new_engine(target), Session()
+    engine = new_engine(target)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=4)
 
     def turn(prompt: list[int]) -> tuple[int, ...]:
         read.clear()
-        request_id = engine.submit(prompt, params, RequestOptions(session=session))
+        request_id = engine.submit(prompt, params)
         return finish(engine)[request_id].token_ids
 
     first = turn([1, 2, 3])
@@ -232,53 +231,34 @@ def test_a_session_reads_only_what_is_new() -> None:
     assert read[0] == 1  # two tokens in common
     turn([1, 2, 9])
     assert read[0] == 1  # the last prompt token is always read again
-    engine.close_session(session)
     assert target.cache.slots == []
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_session_does_not_change_the_text(drafter: Drafter, temperature: float) -> None:
-    target, session = counting_model(), Session()
+def test_a_conversation_does_not_change_the_text(drafter: Drafter, temperature: float) -> None:
+    target = counting_model()
     engine = new_engine(target, drafter)
     prompt = [3, 4]
     for turn in range(4):
         params = SamplingParams(temperature=temperature, seed=turn, max_tokens=7)
-        request_id = engine.submit(prompt, params, RequestOptions(session=session))
+        request_id = engine.submit(prompt, params)
         reply = finish(engine)[request_id].token_ids
         assert reply == generate(new_engine(target), [prompt], params)[0].token_ids
         prompt = [*prompt, *reply, turn]
-    engine.close_session(session)
     assert target.cache.slots == []
 
 
-def test_a_session_survives_a_cancelled_reply() -> None:
-    target, session = counting_model(), Session()
+def test_a_conversation_survives_a_cancelled_reply() -> None:
+    target = counting_model()
     engine = new_engine(target, counting_drafter(wrong_every=3))
-    request_id = engine.submit(
-        [1, 2], SamplingParams(max_tokens=50), RequestOptions(session=session)
-    )
+    request_id = engine.submit([1, 2], SamplingParams(max_tokens=50))
     engine.step()
     engine.step()
     cancelled = engine.cancel(request_id)
     assert cancelled is not None
     prompt = [1, 2, *cancelled.token_ids, 5]
-    request_id = engine.submit(
-        prompt, SamplingParams(max_tokens=3), RequestOptions(session=session)
-    )
+    request_id = engine.submit(prompt, SamplingParams(max_tokens=3))
     assert finish(engine)[request_id].token_ids == (6, 7, 8)
-
-
-def test_a_session_serves_one_reply_at_a_time() -> None:
-    engine, session = new_engine(counting_model()), Session()
-    request_id = engine.submit([1], SamplingParams(), RequestOptions(session=session))
-    with pytest.raises(ConfigError, match="already has a reply under way"):
-        engine.submit([1], SamplingParams(), RequestOptions(session=session))
-    with pytest.raises(ConfigError, match="cancel it first"):
-        engine.close_session(session)
-    engine.cancel(request_id)
-    engine.submit([1], SamplingParams(max_tokens=1), RequestOptions(session=session))
-    finish(engine)
-    engine.close_session(session)
 
 
 def test_the_trace_sees_every_step() -> None:

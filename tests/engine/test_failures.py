@@ -18,7 +18,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import RowStep, StepRecord
 from foredraft.drafters.base import BaseDrafter, DraftRow
-from foredraft.engine.request import Event, RequestOptions, Session
+from foredraft.engine.request import Event
 from foredraft.engine.turn import Turn
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
@@ -196,17 +196,16 @@ def test_the_engine_stays_usable_when_every_new_request_fails(
     assert generate(engine, [[1]], PARAMS)[0].token_ids == plain([1])
 
 
-def test_a_session_reads_everything_again_after_an_error() -> None:
-    target, session = faulty_target(), Session()
+def test_a_conversation_reads_everything_again_after_an_error() -> None:
+    target = faulty_target()
     engine = new_engine(target)
     target.raise_at = 3
-    request_id = engine.submit([1], PARAMS, RequestOptions(session=session))
+    request_id = engine.submit([1], PARAMS)
     failed = finish(engine)[request_id]
     assert (failed.finish_reason, failed.token_ids) == ("error", (2, 3))
     prompt = [1, *failed.token_ids, 7]
-    request_id = engine.submit(prompt, PARAMS, RequestOptions(session=session))
+    request_id = engine.submit(prompt, PARAMS)
     assert finish(engine)[request_id].token_ids == plain(prompt)
-    engine.close_session(session)
     assert target.cache.slots == []
 
 
@@ -360,12 +359,12 @@ def _interrupt(*args: object) -> int:
     raise Interrupted
 
 
-def test_a_session_interrupted_in_its_step_can_be_continued(
+def test_a_conversation_interrupted_in_its_step_can_be_continued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, session = counting_model(), Session()
+    target = counting_model()
     engine = new_engine(target, counting_drafter(wrong_every=3))
-    request_id = engine.submit([1], PARAMS, RequestOptions(session=session))
+    request_id = engine.submit([1], PARAMS)
     engine.step()
     with monkeypatch.context() as patch:
         patch.setattr(target.cache, "keep", _interrupt)
@@ -374,7 +373,7 @@ def test_a_session_interrupted_in_its_step_can_be_continued(
     cancelled = engine.cancel(request_id)
     assert cancelled is not None
     prompt = [1, *cancelled.token_ids]
-    request_id = engine.submit(prompt, PARAMS, RequestOptions(session=session))
+    request_id = engine.submit(prompt, PARAMS)
     assert finish(engine)[request_id].token_ids == plain(prompt)
 
 

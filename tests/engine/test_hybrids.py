@@ -206,7 +206,7 @@ def test_ten_thousand_steps(path: Path) -> None:
         num_steps += schedule.num_steps
         accepted += schedule.drafter.num_accepted
         preempted += schedule.engine.stats().preemptions
-        cached += schedule.engine.prefixes.stats.cached_tokens
+        cached += schedule.engine.prefixes.num_cached_tokens
     assert num_steps >= 10_000
     assert accepted > 1000
     assert preempted > 10
@@ -258,7 +258,7 @@ def row_of(path: Path, name: str) -> str:
         equals_transformers(path),
         bool(alone),
         bool([written(path, temperature, 4) for temperature in (0.0, 1.0)]),
-        all(engine.prefixes.stats.cached_tokens > 300 for engine in alone),
+        all(engine.prefixes.num_cached_tokens > 300 for engine in alone),
         written(path, 1.0, 4, few).stats().preemptions > 0,
     )
     return " | ".join((f"| {NAMES[name]}", *("yes" if one else "no" for one in proven))) + " |"

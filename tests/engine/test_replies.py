@@ -12,7 +12,6 @@ from foredraft import LLM, AsyncLLM
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.text.ngram import NgramDrafter
-from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
@@ -85,11 +84,6 @@ def test_a_drawn_seed_is_reported_for_each() -> None:
     seeds = [result.seed for result in finish(engine).values()]
     assert len(set(seeds)) == 4
     assert (max(seeds) - min(seeds)) in (3, *range(2**64 - 4, 2**64))
-
-
-def test_a_conversation_goes_on_with_one_reply() -> None:
-    with pytest.raises(ConfigError, match="n is 4"):
-        new_engine(counting_model()).submit(PROMPT, PARAMS, RequestOptions(session=Session()))
 
 
 def test_llm_and_async_llm_give_them_in_order() -> None:

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import SpeculationStats
-from foredraft.engine.request import Request, Session
+from foredraft.engine.request import Request
 from tests.engine.helpers import new_request
 
 
@@ -48,14 +47,6 @@ def test_tokens_that_no_step_committed_break_the_invariant() -> None:
     one.tokens.append(7)
     with pytest.raises(AssertionError):
         one.check()
-
-
-def test_a_session_that_is_busy_is_not_closed() -> None:
-    session = Session()
-    session.close()
-    session.is_busy = True
-    with pytest.raises(ConfigError, match="under way"):
-        session.close()
 
 
 def test_rates_of_nothing_are_zero() -> None:

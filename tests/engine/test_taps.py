@@ -22,7 +22,6 @@ from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
-from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import KINDS
@@ -142,12 +141,11 @@ def test_a_drafter_of_this_package_is_refused_by_name(monkeypatch: pytest.Monkey
 
 def two_turns(engine: Engine) -> int:
     """Number of tokens that the second turn found in the cache."""
-    session, params = Session(), SamplingParams(max_tokens=3)
-    engine.submit(PROMPT, params, RequestOptions(session=session))
+    params = SamplingParams(max_tokens=3)
+    engine.submit(PROMPT, params)
     ((_, first),) = drain(engine).items()
-    engine.submit([*PROMPT, *first.token_ids, 1], params, RequestOptions(session=session))
+    engine.submit([*PROMPT, *first.token_ids, 1], params)
     ((_, second),) = drain(engine).items()
-    engine.close_session(session)
     return second.num_cached_tokens
 
 
@@ -174,10 +172,10 @@ def test_entries_that_looked_ahead_follow_a_conversation_that_turns_elsewhere(
     second: list[int],
 ) -> None:
     target = counting_model()
-    drafter, session, params = Joining(target), Session(), SamplingParams(max_tokens=4)
+    drafter, params = Joining(target), SamplingParams(max_tokens=4)
     engine = new_engine(target, drafter)
     for prompt in (PROMPT, second):
-        engine.submit(prompt, params, RequestOptions(session=session))
+        engine.submit(prompt, params)
         ((_, result),) = drain(engine).items()
     text = [*second, *result.token_ids]
     num_common = common_prefix(PROMPT, second)

@@ -14,7 +14,6 @@ import pytest
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.engine.helpers import counting_model, finish, generate, new_engine
@@ -71,7 +70,7 @@ def test_a_stream_closed_from_within_a_step_ends_after_it() -> None:
 def test_a_conversation_that_nobody_holds_gives_its_slot_back() -> None:
     target = counting_model()
     engine = new_engine(target)
-    request_id = engine.submit([1, 2], PARAMS, RequestOptions(session=Session()))
+    request_id = engine.submit([1, 2], PARAMS)
     finish(engine)
     assert not engine.is_live(request_id)
     gc.collect()
@@ -89,8 +88,7 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 
 llm = LLM(NativeTarget.load(Path({model!r})), None, LoadOptions(drafter="ngram"))
-session = llm.open_session()
-events = llm.stream([1, 2, 3], SamplingParams(max_tokens=500), session)
+events = llm.stream([1, 2, 3], SamplingParams(max_tokens=500))
 other = llm.stream([4, 5], SamplingParams(max_tokens=500))
 for stream in (events, other):
     next(stream)

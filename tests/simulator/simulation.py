@@ -134,7 +134,7 @@ class Simulation:
         assert not self.cache.usage.used, "an idle engine holds memory beside its cache"
         assert not self.engine.has_work
         self.seen["preemption"] = self.engine.stats().preemptions
-        self.seen["token from the cache"] = self.engine.prefixes.stats.cached_tokens
+        self.seen["token from the cache"] = self.engine.prefixes.num_cached_tokens
 
     def _step(self) -> None:
         """One step for a policy; an interrupted one has to leave everything usable."""

@@ -37,11 +37,9 @@ class Ban(Protocol):
             num_reply: how many tokens have been generated before the position.
             ending: the last of them, at least ``num_ending`` if there are so many.
         """
-        ...
 
     def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
         """Whether a token is not banned there."""
-        ...
 
 
 class AllowedTokens:

@@ -29,17 +29,14 @@ class Rules(Protocol):
         0 puts all mass on the largest logit. Tokens of such laws are drawn for all rows in one
         call: see `foredraft.core.draws.draw_rows`.
         """
-        ...
 
     @property
     def filters_only(self) -> bool:
         """Whether the law is temperature and filters, so that likelier tokens stay likelier."""
-        ...
 
     @property
     def bans(self) -> bool:
         """Whether there are tokens that `permits` may refuse."""
-        ...
 
     def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
         """The law of the next token.
@@ -54,22 +51,18 @@ class Rules(Protocol):
             ForedraftError: there is no law; like the other, it ends the request if plain decoding
                 gets there, too.
         """
-        ...
 
     def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
         """Whether a token may come there, whatever its logit; filters are not asked."""
-        ...
 
     def forced(self, text: Sequence[int]) -> Sequence[int]:
         """Tokens that are known, or all but known, to follow the text: drafts that cost nothing."""
-        ...
 
     def is_complete(self, text: Sequence[int]) -> bool:
         """Whether the reply ends here: nothing but the end can follow, and it may come already.
 
         A grammar that is complete before ``min_tokens`` leaves no token, which is an error.
         """
-        ...
 
 
 class TextlessRules:

@@ -30,27 +30,21 @@ class Matcher(Protocol):
 
     def mask(self) -> Array:
         """Which tokens may come next: bool [V]."""
-        ...
 
     def permits(self, token: int) -> bool:
         """Whether a token may come next. Tokens that end the text count, too."""
-        ...
 
     def consume(self, token: int) -> bool:
         """Read a token. False: it may not come or ends the text; do not use the matcher again."""
-        ...
 
     def copy(self) -> Matcher:
         """An independent matcher that has read the same tokens."""
-        ...
 
     def forced(self) -> Sequence[int]:
         """The tokens of the only text that can follow; none where there is a choice."""
-        ...
 
     def is_complete(self) -> bool:
         """Whether no token can follow."""
-        ...
 
 
 class GrammarRule:

@@ -90,7 +90,6 @@ class StepHead(Protocol):
 
     def runner(self, target: HeadTarget) -> StepRunner:
         """Its layers where its target runs them."""
-        ...
 
 
 @dataclass

@@ -37,19 +37,15 @@ class HeadSource(Protocol):
 
     def embedding(self) -> Tensor:
         """[V, E]."""
-        ...
 
     def head(self) -> Tensor:
         """[V, E]; the embedding itself where the two are tied."""
-        ...
 
     def final_norm(self) -> Tensor:
         """[E]."""
-        ...
 
     def layer(self, index: int) -> Mapping[str, Tensor]:
         """Weights of a layer under the names of `LlamaLayer`; -1 is the last layer."""
-        ...
 
 
 @dataclass(frozen=True)

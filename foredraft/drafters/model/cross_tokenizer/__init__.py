@@ -47,11 +47,9 @@ class _Mode(Protocol):
 
     def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
         """What to ask the wrapped drafter for; None for nothing."""
-        ...
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
         """Its draft in the target's tokens."""
-        ...
 
 
 class ThroughText:
@@ -92,7 +90,9 @@ class SharedTokens:
             choices = _RenamedChoices(choices, self._renaming)
         rules = SamplingRules(row.params)
         tokens = tuple(transcript.draft_tokens)
-        return replace(row, tokens=tokens, choices=choices, rules=rules, slot=-1, source=None)
+        return replace(
+            row, tokens=tokens, new_choices=lambda: choices, rules=rules, slot=-1, source=None
+        )
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
         return draft.renamed(self._renaming)
