@@ -102,6 +102,7 @@ class FusedDecoder:
         self._unnormed = self._describe_model()
         self._unnormed.final_norm = self._vector(torch.ones_like(weights.final_norm_E))
         self._unnormed.logits_scale, self._unnormed.logits_cap = 1.0, 0.0
+        self._unnormed.layer_norms, self._unnormed.final_norm_bias = 0, None
         self._workspace = torch.empty(0)
         self._phase_seconds = (c_double * len(PHASES))()
         self._process, self._lock = os.getpid(), threading.Lock()
@@ -296,7 +297,14 @@ class FusedDecoder:
             norms_all_heads=config.family.head_norms == "all",
             activation=interface.ACTIVATIONS[config.activation],
             normalises_chances=experts is not None and experts.normalised,
-            shares_expert=experts is not None and experts.shares,
+            shared_experts=experts.num_shared if experts else 0,
+            shared_gate=experts is not None and experts.shared_gate,
+            sigmoid_chances=config.family.chances == "sigmoid",
+            chance_floor=config.family.chance_floor,
+            chance_scale=experts.scale if experts else 1.0,
+            layer_norms=config.family.layer_norms,
+            final_norm_bias=self._vector(weights.final_norm_bias_E),
+            norms_rotated=config.family.norms_rotated,
             query_scale=config.query_scale or 0.0,
             logits_cap=config.logits_cap or 0.0,
             logits_scale=config.logits_scale,
@@ -365,6 +373,11 @@ class FusedDecoder:
             attention_post_norm=self._vector_of_norm(layer.attention_post_norm_E),
             mlp_post_norm=self._vector_of_norm(layer.mlp_post_norm_E),
             router=None if layer.router_XE is None else self._router(layer.router_XE),
+            router_bias=self._vector(layer.router_bias_X),
+            attention_norm_bias=self._vector(layer.attention_norm_bias_E),
+            mlp_norm_bias=self._vector(layer.mlp_norm_bias_E),
+            sinks=self._vector(layer.sinks_H),
+            down_bias=self._vector(layer.down_bias),
             rope=-1 if layer.kind.rope is None else layer.kind.rope,
             view=self._windows.index(layer.kind.window or 0),
             number=self._numbers[index],
@@ -376,10 +389,20 @@ class FusedDecoder:
                 described.qkv[number] = self._matrix(part)
                 described.qkv_rows[number] = part.shape[0]
         described.gate, described.up = self._gate_up(layer)
+        if layer.gate_up_bias is not None:
+            begin = self._vector(layer.gate_up_bias)
+            assert begin is not None
+            described.gate_bias = described.up_bias = begin
+            if described.gate.data:
+                described.up_bias = begin + 4 * (len(layer.gate_up_bias) // layer.num_gate_parts)
+            else:
+                described.gate_bias = None
         return described
 
     def _describe_mixer(self, described: interface.Layer, mixer: MixerWeights) -> None:
         described.convolution = self._vector(mixer.conv_C1K[:, 0].T)
+        described.convolution_bias = self._vector(mixer.bias_C)
+        described.skips = self._vector(mixer.skips_H)
         if mixer.gates_GE is None:
             return
         assert mixer.log_decay_H is not None
@@ -391,6 +414,9 @@ class FusedDecoder:
     def _gate_up(self, layer: LayerWeights) -> tuple[interface.Matrix, interface.Matrix]:
         """Gate and up, which lie one below the other, of one expert behind those of another."""
         weight = layer.gate_up_weight
+        if not self._config.family.is_gated:
+            assert not isinstance(weight, StackedMatrix)
+            return interface.Matrix(), self._matrix(weight)
         if isinstance(weight, Tensor):
             parts: Sequence[Matrix] = weight.chunk(2 * layer.num_experts)
         else:
@@ -454,7 +480,9 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
     """What work memory depends on."""
     recurrent, sizes = config.recurrent, dict[str, int]()
     if recurrent and config.num_recurrent_layers:
-        sizes = {name: value for name, value in vars(recurrent).items() if name != "kind"}
+        left_out = ("kind", "has_bias")
+        sizes = {name: value for name, value in vars(recurrent).items() if name not in left_out}
+        sizes["is_mamba"] = recurrent.kind == "mamba2"
     return {
         "hidden": config.hidden_size,
         "feed_forward": config.intermediate_size,
@@ -463,6 +491,10 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "num_experts": config.experts.count if config.experts else 0,
         "chosen_experts": config.experts.per_token if config.experts else 0,
+        "dense_feed_forward": config.experts.dense_size * (config.experts.num_dense > 0)
+        if config.experts
+        else 0,
+        "is_parallel": config.is_parallel,
         "attention_cap": config.attention_cap or 0.0,
         "gates_attention": config.family.gates_attention,
         "recurrent": interface.RecurrentSizes(**sizes),
