@@ -46,6 +46,7 @@ struct ForedraftLayer {
   const float* gate_bias;       // [F], of an expert 2 F behind those of another
   const float* up_bias;
   const float* down_bias;       // [E]
+  const float* activation;      // [4] of xIELU: factors above and below 0, slope, and where it bends
   int64_t rope;                 // which rotary embedding, or -1: none
   int64_t view;                 // which window
   int64_t number;               // among the layers that attend, or among the recurrent ones
@@ -62,7 +63,7 @@ struct ForedraftLayer {
 // (tiles.h).
 enum ForedraftForm : int64_t { kFormPlain, kFormPacked, kFormTiled };
 
-enum ForedraftActivation : int64_t { kSilu, kGeluTanh, kRelu2, kClippedSilu };
+enum ForedraftActivation : int64_t { kSilu, kGeluTanh, kRelu2, kClippedSilu, kXielu };
 
 // The recurrent layers of a model: see models/native/recurrent.py. Those of delta nets and of Mamba-2 have
 // heads.

@@ -15,7 +15,7 @@ from foredraft.core.draws import DrawRow
 
 FORM_PLAIN, FORM_PACKED, FORM_TILED = range(3)
 """``ForedraftForm``."""
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "clipped_silu": 3}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "clipped_silu": 3, "xielu": 4}
 """``ForedraftActivation``."""
 
 MOST_PARTS = 3
@@ -42,6 +42,7 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm", "router")),
         *((name, c_void_p) for name in ("router_bias", "attention_norm_bias", "mlp_norm_bias")),
         *((name, c_void_p) for name in ("sinks", "gate_bias", "up_bias", "down_bias")),
+        ("activation", c_void_p),
         *((name, c_int64) for name in ("rope", "view", "number")),
         *((name, c_void_p) for name in ("convolution", "convolution_bias", "gates")),
         *((name, c_void_p) for name in ("decay_rates", "step_bias", "value_norm", "skips")),

@@ -546,7 +546,7 @@ class Worker {
       for (int64_t i = 0; i < count; ++i) {
         add_bias({first, rows.end}, gate_bias, gates + i * stride);
         add_bias({first, rows.end}, up_bias, ups + i * stride);
-        put_feed_forward({first, rows.end}, is_gated, gates + i * stride, ups + i * stride,
+        put_feed_forward({first, rows.end}, layer, gates + i * stride, ups + i * stride,
                          out + i * padded(F));
       }
       first = rows.end;
@@ -558,7 +558,9 @@ class Worker {
   }
 
   // silu(gate) * up of some columns. The scratch rows have room for whole vectors.
-  void put_feed_forward(Range columns, bool is_gated, float* gates, const float* ups, float* row) const {
+  void put_feed_forward(Range columns, const ForedraftLayer& layer, float* gates, const float* ups,
+                        float* row) const {
+    const bool is_gated = layer.gate.data;
     const int64_t count = columns.end - columns.begin;
     const auto activate = [&](const auto& activation) {
       for (int64_t i = 0; i < count; i += kLanes)
@@ -568,6 +570,7 @@ class Worker {
       for (int64_t i = 0; i < count; i += kLanes)
         store(gates + i, clipped_silu(load(gates + i), load(ups + i)));
     else if (model_.activation == kSilu) activate([](Vec x) { return silu(x); });
+    else if (model_.activation == kXielu) activate([&](Vec x) { return xielu(x, layer.activation); });
     else if (model_.activation == kRelu2) activate([](Vec x) { return relu2(x); });
     else activate([](Vec x) { return gelu_tanh(x); });
     const float* source = gates - columns.begin;

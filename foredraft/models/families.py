@@ -45,6 +45,7 @@ class Names:
     recurrent_gates: tuple[str, ...] = ()
     recurrent_norm: str = ""
     sinks: str | None = None
+    activation: str | None = None
     final_norm: str = "model.norm"
 
 
@@ -811,6 +812,20 @@ _FAMILIES = (
         names=replace(_LLAMA, gate_up=("mlp.up_proj",)),
         reads=frozenset({"attention_bias", "mlp_bias"}),
         defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        is_gated=False,
+    ),
+    Family(
+        "apertus",
+        names=replace(
+            _HEAD_NORMS,
+            attention_norm="attention_layernorm",
+            mlp_norm="feedforward_layernorm",
+            gate_up=("mlp.up_proj",),
+            activation="mlp.act_fn",
+        ),
+        reads=frozenset({"attention_bias"}),
+        defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12000000.0},
+        head_norms="each",
         is_gated=False,
     ),
     Family(

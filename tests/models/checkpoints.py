@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
@@ -223,6 +224,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "glm4-moe": lambda: Glm4MoeConfig(
         **_sizes(head_dim=32),
         moe_intermediate_size=40,
+        n_shared_experts=2,
         n_routed_experts=5,
         num_experts_per_tok=2,
         first_k_dense_replace=1,
@@ -276,6 +278,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "stablelm": lambda: StableLmConfig(**_sizes(), use_qkv_bias=True),
     "starcoder2": lambda: Starcoder2Config(**_sizes(), sliding_window=WINDOW),
     "arcee": lambda: ArceeConfig(**_sizes(), mlp_bias=True),
+    "apertus": lambda: ApertusConfig(**_sizes()),
     "llama-mlp-bias": lambda: LlamaConfig(**_sizes(), mlp_bias=True),
 }
 """One entry for each family and each feature of `DecoderConfig`."""
@@ -300,6 +303,12 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 def biases_of_routers(model: PreTrainedModel) -> list[torch.Tensor]:
     """Those that are learned, but not by gradients."""
     return [buffer for name, buffer in model.named_buffers() if name.endswith("_bias")]
+
+
+def numbers_of_activations(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Those that are saved and not learned."""
+    ends = ("act_fn.beta", "act_fn.eps")
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
 
 
 def save_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

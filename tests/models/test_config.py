@@ -17,6 +17,7 @@ from foredraft.options import LoadOptions
 from tests.models.checkpoints import (
     NATIVE_CONFIGS,
     biases_of_routers,
+    numbers_of_activations,
     save_checkpoint,
     tiny_model,
 )
@@ -70,7 +71,7 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
     assert ours.max_position_embeddings == longest
     assert ours.eos_token_ids == (2,)
     model = tiny_model(theirs)
-    learned = [*model.parameters(), *biases_of_routers(model)]
+    learned = [*model.parameters(), *biases_of_routers(model), *numbers_of_activations(model)]
     assert ours.num_parameters == sum(weight.numel() for weight in learned)
 
 

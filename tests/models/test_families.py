@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
@@ -75,6 +76,7 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "stablelm": ("StableLM", "stablelm"),
     "starcoder2": ("StarCoder2", "starcoder2"),
     "arcee": ("Arcee", "arcee"),
+    "apertus": ("Apertus", "apertus"),
     "mimo": ("MiMo", "qwen2"),
 }
 """By ``model_type``: what people call it, and the tiny model that stands for it here."""
@@ -473,6 +475,24 @@ def test_mistral_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
     target = NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
     assert [kind.window for kind in target.config.kinds] == [None, WINDOW, None]
     assert check_logits(path, target, config)
+
+
+def test_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:
+    """As transformers 5 holds them, and as some checkpoints are published."""
+    path = changed("qwen3_5_moe_text", {}, tmp_path)
+    stored = load_file(path / "model.safetensors")
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    held = {name: t for name, t in reference.state_dict().items() if ".experts." in name}
+    kept = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    assert len(held) == 2 * 3
+    save_file(kept | held, path / "model.safetensors", {"format": "pt"})
+    target = NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
+    expected = new_target("qwen3_5_moe_text", "float32")
+    logits = [
+        each.score([ScoreRow(each.cache.allocate(), _TEXTS[0])])[0].logits_NV
+        for each in (target, expected)
+    ]
+    assert torch.equal(*logits)
 
 
 def test_scores_times_nothing_are_refused(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
     "clipped_silu": "clipped_silu",
+    "xielu": "xielu",
 }
 """Activations by their names in ``config.json``."""
 
@@ -381,6 +382,7 @@ class DecoderConfig:
         bias += self.num_attention_heads * (family.names.sinks is not None)
         num_layers, num_recurrent = self.num_hidden_layers, self.num_recurrent_layers
         others = num_layers * norm * len(names) + norm
+        others += num_layers * 4 * (family.names.activation is not None)
         others += (num_layers - num_recurrent) * (bias + sum(self.head_norm_sizes))
         if self.recurrent:
             others += num_recurrent * self.recurrent.num_vector_parameters(hidden)
@@ -742,6 +744,8 @@ def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) 
             return f"{name} is not implemented ({raw[name]!r:.80})"
     if (activation := fields.hidden_activation or fields.hidden_act) not in ACTIVATIONS:
         return f"activation {activation!r:.80} is not implemented"
+    if (activation == "xielu") != (family.names.activation is not None):
+        return f"activation {activation!r:.80} is not implemented in this family"
     if fields.quantization_config:
         return "quantised checkpoints are not implemented"
     return (

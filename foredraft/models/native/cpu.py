@@ -39,7 +39,7 @@ from foredraft.kernels.interface import Forward, ForwardRow
 from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads, forward_size
 from foredraft.models.base import HeadRow
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.model import finished_logits
+from foredraft.models.native.model import finished_logits, xielu_numbers
 from foredraft.models.native.plan import ForwardPlan, plan_head
 from foredraft.models.native.quant import (
     GROUP_ROWS,
@@ -378,6 +378,9 @@ class FusedDecoder:
             mlp_norm_bias=self._vector(layer.mlp_norm_bias_E),
             sinks=self._vector(layer.sinks_H),
             down_bias=self._vector(layer.down_bias),
+            activation=None
+            if layer.activation_4 is None
+            else self._vector(torch.tensor(xielu_numbers(layer.activation_4))),
             rope=-1 if layer.kind.rope is None else layer.kind.rope,
             view=self._windows.index(layer.kind.window or 0),
             number=self._numbers[index],

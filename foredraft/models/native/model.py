@@ -308,6 +308,7 @@ class EagerDecoder:
         return self._feed_forward(
             normed_TE,
             *(layer.gate_up_weight, layer.gate_up_bias, layer.down_weight, layer.down_bias),
+            layer.activation_4,
         )
 
     def _feed_forward(
@@ -317,11 +318,14 @@ class EagerDecoder:
         gate_up_bias: Tensor | None,
         down_weight: Stack,
         down_bias: Tensor | None,
+        activation_4: Tensor | None = None,
     ) -> Tensor:
         gates = self._linear(normed_TE, gate_up_weight, gate_up_bias)
         if self._config.family.is_gated:
             gate, up = gates.chunk(2, dim=-1)
             activated = gated(self._config.activation, gate, up)
+        elif activation_4 is not None:
+            activated = xielu(gates, *xielu_numbers(activation_4))
         else:
             activated = activate(self._config.activation, gates)
         return self._linear(activated, down_weight, down_bias)
@@ -487,6 +491,22 @@ def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
         return activate(name, gate) * up
     gate, up = gate.clamp(max=CLIP), up.clamp(-CLIP, CLIP)
     return (up + 1) * (gate * torch.sigmoid(gate * CLIPPED_STEEPNESS))
+
+
+def xielu_numbers(activation_4: Tensor) -> list[float]:
+    """What `xielu` takes, of what is learned."""
+    above, below, slope, least = activation_4.float().tolist()
+    return [_softplus(above), slope + _softplus(below), slope, least]
+
+
+def xielu(x: Tensor, above: float, below: float, slope: float, least: float) -> Tensor:
+    """arXiv 2411.13010: a parabola above 0, a bent exponential below, and a slope."""
+    bent = (torch.expm1(x.clamp(max=least)) - x) * below
+    return torch.where(x > 0, above * x * x, bent) + slope * x
+
+
+def _softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
 
 
 CLIP, CLIPPED_STEEPNESS = 7.0, 1.702

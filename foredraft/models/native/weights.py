@@ -104,6 +104,7 @@ class LayerWeights:
     sinks_H: Tensor | None = None
     gate_up_bias: Tensor | None = None  # [2F], or [X 2F]
     down_bias: Tensor | None = None  # [E], or [X E]
+    activation_4: Tensor | None = None  # of xIELU, see `foredraft.models.native.model.xielu`
     num_experts: int = 1
     kind: LayerKind = USUAL_KIND
     mixer: MixerWeights | None = None
@@ -427,7 +428,8 @@ class _Layer:
         self._family, self._names = config.family, config.family.names
         self._kind = config.kind(index)
         self._num_experts, self._feed_forward = config.feed_forward(index)
-        self._experts = config.experts if self._num_experts > 1 else None
+        experts = config.experts
+        self._experts = experts if experts and index >= experts.num_dense else None
 
     def weights(self) -> LayerWeights:
         names = self._names
@@ -528,20 +530,30 @@ class _Layer:
             "down_bias": (
                 self._reader.take_stacked(parts(False, "bias")) if config.mlp_bias else None
             ),
+            "activation_4": self._activation(names.activation) if names.activation else None,
         }
+
+    def _activation(self, name: str) -> Tensor:
+        learned = ("alpha_p", "alpha_n", "beta", "eps")
+        parts = [_Part(f"{self._prefix}{name}.{one}", 1) for one in learned]
+        return self._reader.take_stacked(parts)
 
     def _of_experts(self, names: Sequence[str], rows: Sequence[int], kind: str) -> list[_Part]:
         experts, is_up = self._experts, rows[0] == self._feed_forward and len(rows) > 1
         assert experts is not None
         count = experts.count - experts.num_shared
-        if "{expert}" in names[0]:
+        before, each, _ = names[0].partition(".{expert}")
+        fused = f"{self._prefix}{before}.{'gate_up' if is_up else 'down'}_proj"
+        inputs = self._config.hidden_size if is_up else self._feed_forward
+        shape = (count, sum(rows), inputs)
+        if each and self._reader.has(fused):  # as transformers 5 holds them
+            parts = [_Part(fused, count * sum(rows), shape)]
+        elif each:
             of_each = [[name.format(expert=expert) for name in names] for expert in range(count)]
-            parts = [part for each in of_each for part in self._parts(each, rows, kind)]
+            parts = [part for own in of_each for part in self._parts(own, rows, kind)]
         elif self._family.has_transposed_experts:
             parts = [self._transposed(names[0], sum(rows), count, is_up, kind)]
         else:
-            inputs = self._config.hidden_size if is_up else self._feed_forward
-            shape = (count, sum(rows), inputs)
             parts = [_Part(f"{self._prefix}{names[0]}.{kind}", count * sum(rows), shape)]
         return parts + (self._shared(is_up, experts.num_shared) if experts.num_shared else [])
 
@@ -560,12 +572,16 @@ class _Layer:
             cut = partial(_cut_inputs, count=count)
             name = f"{self._prefix}{names.shared_down}.weight"
             return [_Part(name, count * hidden, (hidden, count * rows), cut)]
-        if len(names.shared_gate_up) == 2 and count > 1:
-            raise AssertionError("gates of several shared experts are stored together")
         parts = self._parts(names.shared_gate_up, [count * rows] * 2, "weight")
         if count == 1:
             return parts
-        return [replace(parts[0], change=partial(_cut_gates, count=count))]
+        if len(parts) == 1:
+            return [replace(parts[0], change=partial(_cut_gates, count=count))]
+        return [
+            _Part(part.name, rows, (count * rows, hidden), partial(_nth, number=i, count=count))
+            for i in range(count)
+            for part in parts
+        ]
 
     def _router(self) -> dict[str, Any]:
         experts, names, prefix = self._experts, self._names, self._prefix
@@ -669,6 +685,10 @@ def _unwoven(stored: Tensor, count: int) -> Tensor:
     return stored.reshape(count, -1, 2).transpose(1, 2).flatten()
 
 
+def _nth(stored: Tensor, number: int, count: int) -> Tensor:
+    return stored.chunk(count)[number]
+
+
 def _cut_inputs(stored: Tensor, count: int) -> Tensor:
     """[E, n F] as n matrices [E, F] that are added up."""
     return torch.cat(stored.chunk(count, 1))
@@ -725,6 +745,10 @@ class Reader:
         self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+        return name in self._checkpoint.tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""
