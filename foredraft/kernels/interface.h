@@ -55,8 +55,9 @@ struct ForedraftLayer {
   const void* gates;            // [2 Hv, E] as router; [Hv, E] of Mamba-2
   const float* decay_rates;     // [Hv]
   const float* step_bias;       // [Hv]
-  const float* value_norm;      // [V], or [M] of Mamba-2
+  const float* value_norm;      // [V], or [M] of Mamba-2, which may have none
   const float* skips;           // [Hv] of Mamba-2: the share of a head's value in what it gives
+  const ForedraftLayer* beside; // a recurrent part that reads the same input as attention; or null
 };
 
 // Of matrices: numbers of the cache's type, packed in few bits (packed.h), bfloat16 multiplied on tiles
@@ -111,6 +112,7 @@ struct ForedraftModel {
   const float* final_norm_bias;  // [E]
   int64_t is_parallel;           // both parts of a layer read its input
   int64_t norms_rotated;         // queries and keys are normalised behind rotary embedding
+  int64_t keeps_inputs;          // some part of a layer reads its input behind another
 };
 
 // A state [L, S] to be made, behind so many elements.

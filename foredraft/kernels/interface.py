@@ -46,6 +46,7 @@ class Layer(ctypes.Structure):
         *((name, c_int64) for name in ("rope", "view", "number")),
         *((name, c_void_p) for name in ("convolution", "convolution_bias", "gates")),
         *((name, c_void_p) for name in ("decay_rates", "step_bias", "value_norm", "skips")),
+        ("beside", c_void_p),
     ]
 
 
@@ -84,7 +85,7 @@ class Model(ctypes.Structure):
         *((name, c_double) for name in ("chance_floor", "chance_scale")),
         *((name, c_int64) for name in ("dense_feed_forward", "layer_norms")),
         ("final_norm_bias", c_void_p),
-        *((name, c_int64) for name in ("is_parallel", "norms_rotated")),
+        *((name, c_int64) for name in ("is_parallel", "norms_rotated", "keeps_inputs")),
     ]
 
 

@@ -76,10 +76,13 @@ class RecurrentLayer {
     for (int64_t t = mine.begin; t < mine.end; ++t)
       for (int64_t g = 0; g < G; ++g) {
         const float* const x = inputs_ + t * sizes_.width + C + g * size;
-        const Vec scale = broadcast(inverse_rms(x, size, model_.norm_eps));
+        const float* const weight = layer_.value_norm;
+        const Vec scale = broadcast(weight ? inverse_rms(x, size, model_.norm_eps) : 1.0f);
         float* const out = outputs_ + t * padded(sizes_.num_outputs);
-        for (int64_t v = 0; v < size; v += kLanes)
-          put(out, g * size + v, load(x + v) * scale * load(layer_.value_norm + g * size + v));
+        for (int64_t v = 0; v < size; v += kLanes) {
+          const Vec scaled = load(x + v) * scale;
+          put(out, g * size + v, weight ? scaled * load(weight + g * size + v) : scaled);
+        }
       }
   }
 

@@ -98,6 +98,7 @@ class Worker {
 
   void layer(int64_t index) {
     const ForedraftLayer& layer = model_.layers[index];
+    if (layer.beside) recurrent(*layer.beside);
     if (layer.convolution) recurrent(layer);
     else if (layer.qkv[0].data) attention(layer);
     mlp(index, layer);
@@ -116,11 +117,9 @@ class Worker {
   void attention(const ForedraftLayer& layer) {
     const int64_t index = layer.number;
     expect({layer.qkv, layer.qkv + 1, layer.qkv + 2});
-    normalise(T, nullptr, layer.attention_norm, layer.attention_norm_bias);
-    if (model_.is_parallel) {
-      const Range mine = me_.share(T);
-      std::copy(work_.hidden + mine.begin * E, work_.hidden + mine.end * E, work_.before + mine.begin * E);
-    }
+    normalise(T, nullptr, layer.attention_norm, layer.attention_norm_bias,
+              layer.beside ? work_.before : work_.hidden);
+    if (model_.is_parallel) keep_input();
     qkv(index, layer);
     pad_attended(H * D);
     end(kLinear);
@@ -139,6 +138,11 @@ class Worker {
                 first_gate(layer));
   }
 
+  void keep_input() const {
+    const Range mine = me_.share(T);
+    std::copy(work_.hidden + mine.begin * E, work_.hidden + mine.end * E, work_.before + mine.begin * E);
+  }
+
   // Layers of another kind have left rows of another width.
   void pad_attended(int64_t width) const {
     if (!model_.recurrent.channels || width % kPair == 0) return;
@@ -150,6 +154,7 @@ class Worker {
     const RecurrentLayer<Weight> part{model_, forward_, layer, work_.qkv, work_.gates, work_.attended};
     expect({layer.qkv, layer.qkv + 1});
     normalise(T, nullptr, layer.attention_norm, layer.attention_norm_bias);
+    if (model_.keeps_inputs) keep_input();
     int64_t first = 0;  // row of a part
     for (int i = 0; i < 2 && layer.qkv_rows[i]; first += layer.qkv_rows[i++])
       matmul(matrix(layer.qkv[i], E), me_.share(layer.qkv_rows[i], kShareRows), inputs(normed_, E), T,
@@ -219,8 +224,8 @@ class Worker {
   // Where this thread's share of a coming product begins: prefetched at the end of the one before,
   // memory goes on giving while threads wait for each other.
   const void* first_gate(const ForedraftLayer& layer) const {
-    if (layer.router) return nullptr;
     const ForedraftMatrix& first = layer.gate.data ? layer.gate : layer.up;
+    if (layer.router || !first.data) return nullptr;
     return matrix(first, E).at(me_.share(rows_of_gates(layer), kShareRows).begin);
   }
 

@@ -86,7 +86,7 @@ struct Workspace {
     const int64_t X = model.num_experts, chosen_by_all = T * model.chosen_experts;
     take(feed_forward, std::max(T * padded(F), chosen_by_all * padded(model.feed_forward)));
     take(added, has_post_norms(model) ? T * E : 0);
-    take(before, model.is_parallel ? T * E : 0);
+    take(before, model.keeps_inputs ? T * E : 0);
     take(chances, chosen_by_all);
     take(chosen, chosen_by_all);
     take(routed, T * X);

@@ -118,6 +118,7 @@ class Family:
         recurrent: its recurrent layers, whose output has a projection as attention has. Their
             norm has weights as they are, whatever ``norm_offset`` says.
         gates_attention: behind each head of queries lie gates of what it attends to.
+        mixes_beside: each layer attends, and has a recurrent part beside that reads the same input.
         interleaved: rows of a delta net's inputs lie by key head: its query, its key, its values,
             and their gates; so do those of beta and decay.
         is_paired: rotary embedding turns neighbours: rows of queries and keys are laid anew so
@@ -151,6 +152,7 @@ class Family:
     windows: Literal["all", "upper", "pattern", "unrotated"] | None = None
     recurrent: Literal["short_conv", "delta_net", "mamba2"] | None = None
     gates_attention: bool = False
+    mixes_beside: bool = False
     interleaved: bool = False
     is_paired: bool = False
     chances: Literal["softmax", "sigmoid"] = "softmax"
@@ -243,6 +245,19 @@ _GRANITE_READS = frozenset(
     {
         *("attention_bias", "embedding_multiplier", "residual_multiplier"),
         *("attention_multiplier", "logits_scaling"),
+    }
+)
+_MAMBA = replace(
+    _LLAMA,
+    recurrent_in=("mamba.in_proj",),
+    recurrent_out="mamba.out_proj",
+    convolution="mamba.conv1d",
+    recurrent_norm="mamba.norm",
+)
+_MAMBA_READS = frozenset(
+    {
+        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+        *("mamba_expand", "mamba_conv_bias"),
     }
 )
 _LFM2 = Names(
@@ -475,7 +490,7 @@ _FAMILIES = (
             }
         ),
         defaults={
-            "rms_norm_eps": 1e-5,
+            "norm_eps": 1e-5,
             "rope_theta": 1e6,
             "tie_word_embeddings": True,
             "num_key_value_heads": 8,
@@ -578,7 +593,7 @@ _FAMILIES = (
             *("moe_intermediate_size", "use_expert_bias", "routed_scaling_factor"),
         },
         defaults={
-            "rms_norm_eps": 1e-5,
+            "norm_eps": 1e-5,
             "rope_theta": 1e6,
             "tie_word_embeddings": True,
             "num_key_value_heads": 8,
@@ -660,7 +675,7 @@ _FAMILIES = (
     Family(
         "granitemoehybrid",
         names=replace(
-            _LLAMA,
+            _MAMBA,
             router="block_sparse_moe.router.layer",
             gate_up=("block_sparse_moe.input_linear",),
             down="block_sparse_moe.output_linear",
@@ -668,17 +683,13 @@ _FAMILIES = (
             dense_down="shared_mlp.output_linear",
             shared_gate_up=("shared_mlp.input_linear",),
             shared_down="shared_mlp.output_linear",
-            recurrent_in=("mamba.in_proj",),
-            recurrent_out="mamba.out_proj",
-            convolution="mamba.conv1d",
-            recurrent_norm="mamba.norm",
         ),
         reads=_GRANITE_READS
         | _EXPERT_READS
+        | _MAMBA_READS
         | {
-            *("shared_intermediate_size", "layer_types", "layers_block_type", "mamba_n_heads"),
-            *("mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
-            *("mamba_conv_bias", "position_embedding_type"),
+            *("shared_intermediate_size", "layer_types", "layers_block_type"),
+            "position_embedding_type",
         },
         defaults={
             "attention_multiplier": 1.0,
@@ -689,6 +700,32 @@ _FAMILIES = (
         fixed={"norm_topk_prob": True},
         neutral={"mamba_proj_bias": False, "time_step_limit": _NO_LIMIT},
         recurrent="mamba2",
+    ),
+    Family(
+        "falcon_h1",
+        names=replace(
+            _MAMBA,
+            mlp_norm="pre_ff_layernorm",
+            gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            final_norm="model.final_layernorm",
+        ),
+        reads=_MAMBA_READS
+        | {
+            *("attention_bias", "mlp_bias", "embedding_multiplier", "lm_head_multiplier"),
+            *("mlp_multipliers", "key_multiplier", "attention_in_multiplier", "ssm_multipliers"),
+            *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+            *("mamba_d_ssm", "mamba_rms_norm"),
+        },
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024},
+        neutral={
+            "mamba_proj_bias": False,
+            "projectors_bias": False,
+            "time_step_limit": _NO_LIMIT,
+            "mamba_norm_before_gate": False,
+        },
+        recurrent="mamba2",
+        mixes_beside=True,
     ),
     Family(
         "glm4",
@@ -770,7 +807,7 @@ _FAMILIES = (
             }
         ),
         defaults={
-            "rms_norm_eps": 1e-5,
+            "layer_norm_eps": 1e-5,
             "logit_scale": 0.0625,
             "sliding_window": 4096,
             "sliding_window_pattern": 4,
@@ -785,7 +822,7 @@ _FAMILIES = (
     Family(
         "stablelm",
         reads=frozenset({"use_qkv_bias", "layer_norm_eps", "partial_rotary_factor"}),
-        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
         neutral={"use_parallel_residual": False, "qk_layernorm": False},
         output_bias=False,
         layer_norms=True,
@@ -799,7 +836,7 @@ _FAMILIES = (
             "use_bias": True,
             "hidden_act": "gelu_pytorch_tanh",
             "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-5,
+            "norm_epsilon": 1e-5,
             "tie_word_embeddings": True,
         },
         windows="all",

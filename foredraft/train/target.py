@@ -133,7 +133,7 @@ class TrainingTarget:
             return layers[min(found, key=lambda i: abs(i - index % len(layers)))]
 
         most = max(each.num_experts for each in layers)
-        nearest = nearest_of([i for i, each in enumerate(layers) if each.mixer is None])
+        nearest = nearest_of([i for i, each in enumerate(layers) if not each.kind.is_recurrent])
         fed = nearest_of([i for i, each in enumerate(layers) if each.num_experts == most])
         gate_up = as_tensor(fed.gate_up_weight, torch.float32)
         if not config.family.is_gated:

@@ -30,7 +30,10 @@ from foredraft.models.native.target import NativeTarget
 from tests.engine.helpers import engine_of
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
-MODELS = ("lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-hybrid")
+MODELS = (
+    *("lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-hybrid"),
+    "falcon-h1",
+)
 _FEW_TOKENS = 450
 """That the small cache has room for: the longest text and one more."""
 

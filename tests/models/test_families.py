@@ -65,6 +65,7 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "glm4_moe": ("GLM-4.5", "glm4-moe"),
     "gpt_oss": ("gpt-oss", "gpt-oss"),
     "granitemoehybrid": ("Granite 4", "granite-hybrid-moe"),
+    "falcon_h1": ("Falcon-H1", "falcon-h1"),
     "glm4": ("GLM-4", "glm4"),
     "ernie4_5": ("Ernie 4.5", "ernie4.5"),
     "hunyuan_v1_dense": ("Hunyuan", "hunyuan"),

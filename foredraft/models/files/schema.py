@@ -86,6 +86,9 @@ class GenerationFields(_Schema):
 Factors = Annotated[tuple[Factor, ...], BeforeValidator(_as_tuple)]
 
 
+Multipliers = Annotated[tuple[Multiplier, ...], BeforeValidator(_as_tuple)]
+
+
 class RopeFields(_Schema):
     """Rotary parameters, in the spelling of transformers 5 or in that of 4."""
 
@@ -155,7 +158,7 @@ class DecoderFields(_Schema):
     head_dim: Count | None = None
     max_position_embeddings: Count
     rms_norm_eps: Epsilon = Field(
-        validation_alias=AliasChoices("norm_eps", "layer_norm_eps", "norm_epsilon", "rms_norm_eps")
+        validation_alias=AliasChoices("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
     )
     hidden_act: str = "silu"
     hidden_activation: str | None = None
@@ -197,7 +200,16 @@ class DecoderFields(_Schema):
     residual_multiplier: Multiplier = 1.0
     attention_multiplier: Scale | None = None
     logits_scaling: Factor = 1.0
-    logit_scale: Scale | None = None
+    logit_scale: Scale | None = Field(
+        default=None, validation_alias=AliasChoices("logit_scale", "lm_head_multiplier")
+    )
+    key_multiplier: Multiplier = 1.0
+    attention_in_multiplier: Multiplier = 1.0
+    attention_out_multiplier: Multiplier = 1.0
+    ssm_in_multiplier: Multiplier = 1.0
+    ssm_out_multiplier: Multiplier = 1.0
+    ssm_multipliers: Multipliers = (1.0,) * 5
+    mlp_multipliers: Multipliers = (1.0,) * 2
     query_pre_attn_scalar: Factor | None = None
     attn_logit_softcapping: Factor | None = None
     final_logit_softcapping: Factor | None = None
@@ -235,6 +247,8 @@ class DecoderFields(_Schema):
     mamba_d_conv: Count = 4
     mamba_expand: Count = 2
     mamba_conv_bias: bool = True
+    mamba_d_ssm: Count | None = None
+    mamba_rms_norm: bool = True
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
 

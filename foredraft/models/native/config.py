@@ -172,6 +172,7 @@ class LayerKind:
 
     Attributes:
         is_recurrent: it does not, but keeps a state of the text.
+        mixes_beside: it does both.
         rope: number of its rotary embedding; None: none.
         window: how many entries a token sees at most, its own included; None: all.
     """
@@ -179,6 +180,12 @@ class LayerKind:
     rope: int | None = 0
     window: int | None = None
     is_recurrent: bool = False
+    mixes_beside: bool = False
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it keeps a state of the text."""
+        return self.is_recurrent or self.mixes_beside
 
 
 USUAL_KIND = LayerKind()
@@ -217,6 +224,30 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Factors of what a layer's matrices give; weights have them once they are read.
+
+    Attributes:
+        inputs, key, output: of attention: of all that it reads, of keys beside that, and of what it
+            gives.
+        mixer: of Mamba-2's gates, x, B, C and steps.
+        mixer_output: of what it gives.
+        gate, down: of the feed-forward part.
+    """
+
+    inputs: float = 1.0
+    key: float = 1.0
+    output: float = 1.0
+    mixer: tuple[float, ...] = (1.0,) * 5
+    mixer_output: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
+
+
+NO_MULTIPLIERS = Multipliers()
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and constants of a decoder. Fields are named as in ``config.json`` where it has them.
 
@@ -235,6 +266,7 @@ class DecoderConfig:
         mlp_bias: whether feed-forward parts have biases.
         has_head_norms: whether queries and keys are normalised, in a family that does so.
         is_parallel: both parts of a layer read its input.
+        multipliers: of what matrices give.
         recurrent: its recurrent layers; None: there are none.
     """
 
@@ -256,6 +288,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     has_head_norms: bool = True
     is_parallel: bool = False
+    multipliers: Multipliers = NO_MULTIPLIERS
     kinds: tuple[LayerKind, ...] = ()
     activation: str = "silu"
     query_scale: float | None = None
@@ -292,7 +325,11 @@ class DecoderConfig:
 
     @property
     def num_recurrent_layers(self) -> int:
-        return sum(kind.is_recurrent for kind in self.kinds)
+        return sum(kind.has_state for kind in self.kinds)
+
+    @property
+    def num_attending_layers(self) -> int:
+        return self.num_hidden_layers - sum(kind.is_recurrent for kind in self.kinds)
 
     def numbers(self) -> list[int]:
         """Of each layer its number among those that attend, or among the recurrent ones."""
@@ -310,8 +347,7 @@ class DecoderConfig:
 
     @property
     def kv_shape(self) -> KVShape:
-        num_layers = self.num_hidden_layers - self.num_recurrent_layers
-        return KVShape(num_layers, self.num_key_value_heads, self.head_dim)
+        return KVShape(self.num_attending_layers, self.num_key_value_heads, self.head_dim)
 
     @property
     def row_states(self) -> StateShape | None:
@@ -359,7 +395,7 @@ class DecoderConfig:
         query = self.num_attention_heads * self.head_dim
         key_value = self.num_key_value_heads * self.head_dim
         num_recurrent, recurrent = self.num_recurrent_layers, self.recurrent
-        rows = (self.num_hidden_layers - num_recurrent) * (query + self.query_rows + 2 * key_value)
+        rows = self.num_attending_layers * (query + self.query_rows + 2 * key_value)
         if recurrent:
             rows += num_recurrent * (recurrent.num_inputs + recurrent.num_outputs)
         rows += (2 + self.family.is_gated) * self._feed_forward_rows(num_experts)
@@ -383,7 +419,7 @@ class DecoderConfig:
         num_layers, num_recurrent = self.num_hidden_layers, self.num_recurrent_layers
         others = num_layers * norm * len(names) + norm
         others += num_layers * 4 * (family.names.activation is not None)
-        others += (num_layers - num_recurrent) * (bias + sum(self.head_norm_sizes))
+        others += self.num_attending_layers * (bias + sum(self.head_norm_sizes))
         if self.recurrent:
             others += num_recurrent * self.recurrent.num_vector_parameters(hidden)
         if self.mlp_bias:
@@ -487,7 +523,10 @@ _OPTIONAL = frozenset(
         *("attention_out_bias", "use_qkv_bias", "use_parallel_residual", "logit_scale"),
         *("layer_norm_eps", "norm_epsilon", "shared_intermediate_size", "layers_block_type"),
         *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-        *("mamba_expand", "mamba_conv_bias", "position_embedding_type"),
+        *("mamba_expand", "mamba_conv_bias", "position_embedding_type", "lm_head_multiplier"),
+        *("mlp_multipliers", "key_multiplier", "attention_in_multiplier", "ssm_multipliers"),
+        *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier", "mamba_d_ssm"),
+        "mamba_rms_norm",
     }
 )
 """Fields that only some families heed."""
@@ -529,6 +568,7 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         mlp_bias=bool(fields.mlp_bias),
         has_head_norms=fields.use_qk_norm is not False,
         is_parallel=family.is_parallel or bool(fields.use_parallel_residual),
+        multipliers=_multipliers(fields),
         kinds=_kinds(family, fields),
         activation=ACTIVATIONS[fields.hidden_activation or fields.hidden_act],
         query_scale=_query_scale(fields),
@@ -541,6 +581,19 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         residual_scale=fields.residual_multiplier,
         experts=experts,
         recurrent=_recurrent(family, fields),
+    )
+
+
+def _multipliers(fields: DecoderFields) -> Multipliers:
+    gate, down = fields.mlp_multipliers
+    return Multipliers(
+        inputs=fields.attention_in_multiplier,
+        key=fields.key_multiplier,
+        output=fields.attention_out_multiplier,
+        mixer=tuple(fields.ssm_in_multiplier * one for one in fields.ssm_multipliers),
+        mixer_output=fields.ssm_out_multiplier,
+        gate=gate,
+        down=down,
     )
 
 
@@ -604,12 +657,12 @@ def _kinds(family: Family, fields: DecoderFields) -> tuple[LayerKind, ...]:
         is_rotated = _is_rotated(family, fields, index)
         if window is not None and window >= fields.max_position_embeddings:
             window = None
-        kinds.append(LayerKind(rope if is_rotated else None, window))
+        kinds.append(LayerKind(rope if is_rotated else None, window, False, family.mixes_beside))
     return () if set(kinds) == {USUAL_KIND} else tuple(kinds)
 
 
 def _is_recurrent(family: Family, fields: DecoderFields, index: int) -> bool:
-    if family.recurrent is None:
+    if family.recurrent is None or family.mixes_beside:
         return False
     if fields.layer_types is not None:
         return fields.layer_types[index] in RECURRENT_TYPES[family.recurrent]
@@ -624,7 +677,8 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
     if family.recurrent == "short_conv":
         return Recurrent("short_conv", fields.conv_L_cache, fields.hidden_size)
     if family.recurrent == "mamba2":
-        size = fields.mamba_expand * fields.hidden_size // fields.mamba_n_heads
+        all_heads = fields.mamba_d_ssm or fields.mamba_expand * fields.hidden_size
+        size = all_heads // fields.mamba_n_heads
         given = fields.mamba_d_head
         return Recurrent.mamba2(
             fields.mamba_d_conv,
@@ -633,6 +687,7 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
             fields.mamba_d_state,
             given if isinstance(given, int) else size,
             fields.mamba_conv_bias,
+            fields.mamba_rms_norm,
         )
     return Recurrent.delta_net(
         fields.linear_conv_kernel_dim,
@@ -776,6 +831,8 @@ def _unsupported_recurrence(family: Family, fields: DecoderFields) -> str | None
     sizes = _recurrent(family, fields)
     if sizes is None:
         return None
+    if len(fields.ssm_multipliers) != 5 or len(fields.mlp_multipliers) != 2:
+        return "so many multipliers are not implemented"
     if not 2 <= sizes.window <= _MOST_CONVOLVED:
         return f"a convolution of {sizes.window} inputs is not implemented"
     if sizes.key_heads and sizes.value_heads % sizes.key_heads:

@@ -94,6 +94,7 @@ class FusedDecoder:
         self._most_threads = num_threads or min(torch.get_num_threads(), available_cpus())
         self._chooser = ThreadChooser(self._most_threads)
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
+        self._beside: list[interface.Layer] = []
         library = self._library = interface.declared(load_library(), "decoder")
         layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
         self._layers = (interface.Layer * len(layers))(*layers)
@@ -386,7 +387,7 @@ class FusedDecoder:
             number=self._numbers[index],
         )
         if layer.mixer is not None:
-            self._describe_mixer(described, layer.mixer)
+            self._describe_mixer(self._mixing(described, layer), layer.mixer)
         if index not in self._weights.no_attention:
             for number, part in enumerate(_qkv_parts(layer.qkv_weight)):
                 described.qkv[number] = self._matrix(part)
@@ -401,6 +402,21 @@ class FusedDecoder:
             else:
                 described.gate_bias = None
         return described
+
+    def _mixing(self, described: interface.Layer, layer: LayerWeights) -> interface.Layer:
+        """Where a recurrent part is described: a layer by itself where it lies beside attention."""
+        if layer.beside_in is None or layer.beside_out is None:
+            return described
+        beside = interface.Layer(
+            attention_norm=described.attention_norm,
+            output=self._matrix(layer.beside_out),
+            number=described.number,
+        )
+        for number, part in enumerate(_qkv_parts(layer.beside_in)):
+            beside.qkv[number], beside.qkv_rows[number] = self._matrix(part), part.shape[0]
+        self._beside.append(beside)
+        described.beside = addressof(beside)
+        return beside
 
     def _describe_mixer(self, described: interface.Layer, mixer: MixerWeights) -> None:
         described.convolution = self._vector(mixer.conv_C1K[:, 0].T)
@@ -483,7 +499,7 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
     """What work memory depends on."""
     recurrent, sizes = config.recurrent, dict[str, int]()
     if recurrent and config.num_recurrent_layers:
-        left_out = ("kind", "has_bias")
+        left_out = ("kind", "has_bias", "has_norm")
         sizes = {name: value for name, value in vars(recurrent).items() if name not in left_out}
         sizes["is_mamba"] = recurrent.kind == "mamba2"
     return {
@@ -498,6 +514,7 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         if config.experts
         else 0,
         "is_parallel": config.is_parallel,
+        "keeps_inputs": config.is_parallel or config.family.mixes_beside,
         "attention_cap": config.attention_cap or 0.0,
         "gates_attention": config.family.gates_attention,
         "recurrent": interface.RecurrentSizes(**sizes),

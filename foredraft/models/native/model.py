@@ -169,8 +169,10 @@ class EagerDecoder:
         for index in layers:
             layer, input_TE = self._weights.layers[index], hidden_TE
             if index not in self._weights.no_attention:
-                mix = self._recurrent if layer.mixer else self._attention
+                mix = self._recurrent if layer.kind.is_recurrent else self._attention
                 part_TE = mix(run, self._numbers[index], layer, hidden_TE)
+                if layer.kind.mixes_beside:
+                    part_TE = part_TE + self._recurrent(run, self._numbers[index], layer, hidden_TE)
                 hidden_TE = self._add(hidden_TE, part_TE, layer.attention_post_norm_E)
             part_TE = self._mlp(layer, input_TE if self._config.is_parallel else hidden_TE)
             hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
@@ -227,11 +229,15 @@ class EagerDecoder:
         assert mixer is not None
         assert sizes is not None
         normed_TE = self._attention_input(layer, hidden_TE)
-        inputs_TI = self._linear(normed_TE, layer.qkv_weight)
+        beside = layer.beside_in, layer.beside_out
+        read, written = (layer.qkv_weight, layer.output_weight) if None in beside else beside
+        assert read is not None
+        assert written is not None
+        inputs_TI = self._linear(normed_TE, read)
         gates_TG = None if mixer.gates_GE is None else self._linear(normed_TE, mixer.gates_GE)
         eps = self._config.rms_norm_eps
         mixed_TM = mixed(sizes, number, mixer, inputs_TI, gates_TG, run.states, eps)
-        return self._linear(mixed_TM, layer.output_weight)
+        return self._linear(mixed_TM, written)
 
     def _attended(self, run: Run, index: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
         """All of attention [T, E] behind queries, keys and values [T, (H + 2G) D].

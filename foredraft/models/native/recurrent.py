@@ -44,6 +44,7 @@ class Recurrent:
         key_heads, value_heads, key_size, value_size: G, H, D, V; 0 of short convolutions.
         is_tiled: value heads h, h + G, h + 2 G ... share a key head, and not neighbours.
         has_bias: of the convolution.
+        has_norm: of outputs.
     """
 
     kind: RecurrentKind
@@ -55,6 +56,7 @@ class Recurrent:
     value_size: int = 0
     is_tiled: bool = False
     has_bias: bool = False
+    has_norm: bool = True
 
     @classmethod
     def delta_net(
@@ -80,10 +82,17 @@ class Recurrent:
 
     @classmethod
     def mamba2(
-        cls, window: int, groups: int, heads: int, state_size: int, head_size: int, has_bias: bool
+        cls,
+        window: int,
+        groups: int,
+        heads: int,
+        state_size: int,
+        head_size: int,
+        has_bias: bool,
+        has_norm: bool,
     ) -> Recurrent:
         net = cls.delta_net(window, groups, heads, state_size, head_size)
-        return replace(net, kind="mamba2", has_bias=has_bias)
+        return replace(net, kind="mamba2", has_bias=has_bias, has_norm=has_norm)
 
     @property
     def num_inputs(self) -> int:
@@ -110,6 +119,8 @@ class Recurrent:
     @property
     def norm_size(self) -> int:
         """Of the norm of outputs: of each head, or of all."""
+        if not self.has_norm:
+            return 0
         return self.num_outputs if self.kind == "mamba2" else self.value_size
 
     def num_vector_parameters(self, hidden_size: int) -> int:
@@ -333,12 +344,14 @@ class _DeltaNet:
 
     def _finished(self, read_RHV: Tensor, outer_RM: Tensor) -> Tensor:
         """Normed by head, and gated; [R, M]. Mamba-2 gates first, and norms by group."""
-        assert self.weights.norm_V is not None
         if self._is_mamba:
             gated_RM = read_RHV.flatten(1) * F.silu(outer_RM)
+            if self.weights.norm_V is None:
+                return gated_RM
             by_group = gated_RM.view(len(gated_RM), self.sizes.key_heads, -1)
             scale = (by_group.square().mean(-1, keepdim=True) + self.eps).rsqrt()
             return (by_group * scale).flatten(1) * self.weights.norm_V.float()
+        assert self.weights.norm_V is not None
         scale = (read_RHV.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         normed_RHV = read_RHV * scale * self.weights.norm_V.float()
         return normed_RHV.flatten(1) * F.silu(outer_RM)

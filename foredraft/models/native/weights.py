@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models import families
 from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Pace, Progress, SilentProgress
@@ -108,6 +109,8 @@ class LayerWeights:
     num_experts: int = 1
     kind: LayerKind = USUAL_KIND
     mixer: MixerWeights | None = None
+    beside_in: Stack | None = None  # projections of a recurrent part beside attention
+    beside_out: Matrix | None = None
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All that there are, by their fields and layouts (see `quant.to_tensors`)."""
@@ -148,6 +151,11 @@ class LayerWeights:
             output_weight=new("output_weight", self.output_weight, 1),
             gate_up_weight=new("gate_up_weight", self.gate_up_weight, self.num_gate_parts),
             down_weight=new("down_weight", self.down_weight, self.num_experts),
+            **{
+                name: new(name, matrix, 1)
+                for name in ("beside_in", "beside_out")
+                if (matrix := getattr(self, name)) is not None
+            },
         )
 
 
@@ -264,7 +272,7 @@ def load_weights(
     config, unused = fit(checkpoint, config)
     checkpoint.warn_of_unused(_without_own_layers(unused, config.num_hidden_layers))
     name = f"weights-{dtype}-{bits}".replace("torch.", "")
-    recipe = recipe_of(sys.modules[__name__], quant, config)
+    recipe = recipe_of(sys.modules[__name__], quant, families, config)
     states_dtype = dtype if bits == AS_STORED else None
     if bits is None:  # a checkpoint is read as fast as a copy of it
         kept = NOTHING_KEPT
@@ -284,7 +292,8 @@ def load_weights(
 
 def _without_own_layers(names: Iterable[str], num_layers: int) -> list[str]:
     """Without those of layers that predict further tokens, which are read where they draft."""
-    own = ("mtp.", "model.mtp_layers.", f"model.layers.{num_layers}.")
+    names, behind = [*names], f"model.layers.{num_layers}."
+    own = ("mtp.", "model.mtp_layers.", *([behind] if f"{behind}eh_proj.weight" in names else []))
     return [name for name in names if not name.startswith(own)]
 
 
@@ -402,12 +411,23 @@ class _Part:
         rows: that it becomes.
         shape: as stored; None: so many rows.
         change: makes them of it; None: they are there.
+        scale: of all rows, or of each; None: they stay.
     """
 
     name: str
     rows: int
     shape: tuple[int, ...] | None = None
     change: Callable[[Tensor], Tensor] | None = None
+    scale: Tensor | float | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the rows are as they are stored."""
+        return self.change is None and self.scale is None
+
+    def times(self, factor: float) -> _Part:
+        """The same rows times a factor."""
+        return self if factor == 1.0 else replace(self, scale=factor)
 
 
 def assemble_layer(reader: Reader, config: DecoderConfig, index: int, prefix: str) -> LayerWeights:
@@ -433,20 +453,32 @@ class _Layer:
 
     def weights(self) -> LayerWeights:
         names = self._names
-        attention = self._recurrent() if self._kind.is_recurrent else self._attention()
         return LayerWeights(
             attention_norm_E=self._norm(names.attention_norm),
             attention_norm_bias_E=self._norm_bias(names.attention_norm),
+            **self._mixing(),
             mlp_norm_E=self._norm(names.mlp_norm),
             mlp_norm_bias_E=self._norm_bias(names.mlp_norm),
+            **self._mlp(),
             attention_post_norm_E=self._norm(names.attention_post_norm),
             mlp_post_norm_E=self._norm(names.mlp_post_norm),
-            **attention,
-            **self._mlp(),
             **(self._router() if self._experts else {}),
             num_experts=self._num_experts,
             kind=self._kind,
         )
+
+    def _mixing(self) -> dict[str, Any]:
+        if self._kind.is_recurrent:
+            return self._recurrent()
+        found = self._attention()
+        if self._kind.mixes_beside:
+            beside = self._recurrent()
+            found |= {
+                "mixer": beside["mixer"],
+                "beside_in": beside["qkv_weight"],
+                "beside_out": beside["output_weight"],
+            }
+        return found
 
     def _norm(self, name: str | None, size: int | None = None) -> Tensor | None:
         if name is None:
@@ -471,30 +503,35 @@ class _Layer:
 
     def _attention(self) -> dict[str, Any]:
         config, names, take = self._config, self._names, self._reader.take
+        hidden = config.hidden_size
         size, key_value = config.head_dim, config.num_key_value_heads * config.head_dim
         rows = (config.query_rows, key_value, key_value)
         query_norm, key_norm = config.head_norm_sizes or (0, 0)
+        times = config.multipliers
+
+        (out,) = self._parts([names.output], [hidden], "weight")
 
         def qkv(kind: str) -> list[_Part]:
             parts = self._parts(names.qkv, rows, kind)
+            by = times.inputs if kind == "weight" else 1.0
+            if len(parts) == len(rows):
+                factors = (by, by * times.key, by)
+                parts = [part.times(by) for part, by in zip(parts, factors, strict=True)]
             if not self._family.is_paired:
                 return parts
             change = partial(_halves, size=size, rotated=config.ropes[0].size)
             return [replace(part, change=change) for part in parts[:2]] + parts[2:]
 
         return {
-            "qkv_weight": self._reader.take_matrix(qkv("weight"), config.hidden_size),
+            "qkv_weight": self._reader.take_matrix(qkv("weight"), hidden),
             "qkv_bias": self._reader.take_stacked(qkv("bias")) if config.attention_bias else None,
             "query_norm_D": self._norm(names.query_norm, query_norm) if query_norm else None,
             "key_norm_D": self._norm(names.key_norm, key_norm) if key_norm else None,
             "output_weight": self._single(
-                self._parts([names.output], [config.hidden_size], "weight"),
-                config.num_attention_heads * size,
+                [out.times(times.output)], config.num_attention_heads * size
             ),
             "output_bias": (
-                take(f"{self._prefix}{names.output}.bias", config.hidden_size)
-                if config.output_bias
-                else None
+                take(f"{self._prefix}{names.output}.bias", hidden) if config.output_bias else None
             ),
             "sinks_H": (
                 take(f"{self._prefix}{names.sinks}", config.num_attention_heads)
@@ -515,9 +552,11 @@ class _Layer:
         def parts(up: bool, kind: str) -> list[_Part]:
             own = [*names.gate_up] if up else [names.down]
             each = gates if up else [hidden]
-            if self._experts is None:
-                return self._parts(own, each, kind)
-            return self._of_experts(own, each, kind)
+            if self._experts is not None:
+                return self._of_experts(own, each, kind)
+            first, *others = self._parts(own, each, kind)
+            times = config.multipliers
+            return [first.times(times.gate if up else times.down), *others]
 
         return {
             "gate_up_weight": self._reader.take_matrix(
@@ -605,6 +644,8 @@ class _Layer:
         assert sizes is not None
         rows = (sizes.channels, sizes.num_inputs - sizes.channels)
         inputs = self._parts(names.recurrent_in, rows, "weight")
+        (out,) = self._parts([names.recurrent_out], [hidden], "weight")
+        out = out.times(self._config.multipliers.mixer_output)
         if self._family.interleaved:
             inputs = [replace(inputs[0], change=partial(_by_kind, sizes=sizes))]
         if sizes.kind == "mamba2":
@@ -614,9 +655,7 @@ class _Layer:
             "qkv_bias": None,
             "query_norm_D": None,
             "key_norm_D": None,
-            "output_weight": self._single(
-                self._parts([names.recurrent_out], [hidden], "weight"), sizes.num_outputs
-            ),
+            "output_weight": self._single([out], sizes.num_outputs),
             "output_bias": None,
             "mixer": self._mixer(sizes),
         }
@@ -627,8 +666,13 @@ class _Layer:
         assert sizes is not None
         order = mamba_order(sizes)[rows]
         shape = (sizes.num_inputs + sizes.value_heads, self._config.hidden_size)
-        name = f"{self._prefix}{name}.weight"
-        return _Part(name, len(order), shape, lambda stored: stored[order])
+        name, times = f"{self._prefix}{name}.weight", self._config.multipliers.mixer
+        scale = None
+        if set(times) != {1.0}:
+            keys, outputs = sizes.key_heads * sizes.key_size, sizes.num_outputs
+            counts = torch.tensor([outputs, outputs, keys, keys, sizes.value_heads])
+            scale = torch.tensor(times).repeat_interleave(counts)[order]
+        return _Part(name, len(order), shape, lambda stored: stored[order], scale)
 
     def _mixer(self, sizes: Recurrent) -> MixerWeights:
         names, prefix, reader = self._names, self._prefix, self._reader
@@ -658,7 +702,11 @@ class _Layer:
             reader.take_stacked(gates, self._config.hidden_size),
             reader.take(f"{part}.A_log", heads),
             reader.take(f"{part}.dt_bias", heads),
-            reader.take(f"{prefix}{names.recurrent_norm}.weight", sizes.norm_size),
+            (
+                reader.take(f"{prefix}{names.recurrent_norm}.weight", sizes.norm_size)
+                if sizes.has_norm
+                else None
+            ),
             bias_C=channelwise("bias") if sizes.has_bias else None,
             skips_H=reader.take(f"{part}.D", heads) if is_mamba else None,
         )
@@ -813,7 +861,7 @@ class Reader:
         if bits is None or bits == AS_STORED or self._problems:
             return weight
         kind, names = PACKED[bits], [part.name for part in parts]
-        if any(part.change for part in parts):
+        if not all(part.is_stored for part in parts):
             return kind.of_weight(weight, num_parts, self._shelf)
         if self._bits == Int4Matrix.bits and issubclass(kind, QuantisedMatrix):
             blocks = stacked_blocks(self._checkpoint.directory, names, weight)
@@ -842,6 +890,9 @@ class Reader:
         if part.change is not None:
             tensor = part.change(tensor.reshape(part.shape or (part.rows, *place.shape[1:])))
         place.copy_(tensor.reshape(place.shape))
+        if part.scale is not None:
+            each = part.scale if isinstance(part.scale, float) else part.scale.to(place)
+            place.mul_(each if isinstance(each, float) or place.dim() == 1 else each[:, None])
         # A sum is one pass; it is finite unless an element is not (or the weights are absurd
         # enough to overflow float32, which is as fatal). In pieces, as it converts to float32.
         for piece in torch.split(place, _CHECKED_ROWS):
