@@ -173,6 +173,7 @@ def random_weights(
             gate_up_weight=matrix(num_experts * 2 * feed_forward, hidden, 2 * num_experts),
             down_weight=matrix(num_experts * hidden, feed_forward, num_experts),
             router_XE=table(num_experts, hidden) if config.experts else None,
+            num_experts=num_experts,
             kind=kind,
             mixer=mixer(kind),
         )

@@ -12,6 +12,8 @@ FOR_PREDICTIONS = "prediction"
 """Drafts for requests that bring a prediction, where the drafter in use does not read it."""
 BESIDE = ("self_draft", "suffix")
 """Loaded beside the chosen one, where they can draft and pay: they join any text at any place."""
+OWN = "mtp"
+"""Drafts with layers that a model brings, also on a CPU: they were trained with it."""
 _CHOSEN = ("blend", "table", "suffix")
 _LEAST_SPEEDUP = 1.05
 """That a drafter which takes a forward a token has to promise to be loaded unasked."""
@@ -28,12 +30,15 @@ def chosen_drafter(
     Args:
         has_encoder: whether the target is an encoder-decoder: many of its texts repeat the source.
         may_be_head: whether a head may draft.
-        comes_with: whether a trained folder of a kind comes with the package for the target.
+        comes_with: whether a trained folder of a kind comes with the package for the target; of
+            `OWN` whether the model brings layers.
     """
     if has_draft_model:
         return "draft_model"
     if has_encoder:
         return FOR_PREDICTIONS  # of the source
+    if comes_with(OWN):
+        return OWN
     names = _CHOSEN if may_be_head else _CHOSEN[1:]
     kinds = {name: drafter_spec(name).trained for name in names}
     return next(name for name, kind in kinds.items() if kind is None or comes_with(kind))

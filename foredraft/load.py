@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foredraft.auto import chosen_drafter
+from foredraft.auto import OWN, chosen_drafter
 from foredraft.cache.base import KVShape
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory, check_fits, checked_memory
@@ -71,6 +71,7 @@ class ModelPlan:
         read_bytes: weights that a forward reads: all but an embedding table of its own.
         num_parameters: weights that each token is multiplied with.
         cache_bytes_per_token: keys and values of one token, in bytes.
+        state_bytes: of recurrent layers, a row's states and its log of a step's tokens.
         work_bytes: what a forward of the most tokens works in; 0: not known.
         notes: what is missing for a faster plan, and how to get it.
         remarks: what else is worth knowing; `foredraft doctor` says it.
@@ -100,6 +101,7 @@ class ModelPlan:
     formats: tuple[str, ...] = ()
     encoder: bool = False
     work_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def directory(self) -> Path:
@@ -152,7 +154,8 @@ class ModelPlan:
 
     def memory_bytes(self, num_tokens: int) -> int:
         """Of weights, one row of ``num_tokens``, and work."""
-        return self.weight_bytes + self.cache_bytes(num_tokens) + self.work_bytes
+        cached = self.cache_bytes(num_tokens) + self.state_bytes
+        return self.weight_bytes + cached + self.work_bytes
 
 
 @dataclass(frozen=True)
@@ -395,12 +398,19 @@ def _has_encoder(target: Target | ModelPlan) -> bool:
 
 
 def _comes_with(kind: str, target: Target | ModelPlan | None) -> bool:
-    """Whether a head of this kind comes with the package for the target."""
+    """Whether a head of this kind comes with the package for the target, or with the model."""
     if target is None:
         return False
     if not isinstance(target, ModelPlan):
+        if kind == OWN:
+            layers = target.capabilities.cache_layers
+            return layers is not None and layers.has_own_layers
         return shipped_head(kind, target) is not None
     files = target.checkpoint if target.backend == "native" else None
+    if files is not None and kind == OWN:
+        from foredraft.models.native.mtp import has_own_layers
+
+        return has_own_layers(files)
     return files is not None and shipped_head_of_files(kind, files) is not None
 
 
@@ -529,6 +539,7 @@ def plan_native(
         ),
         formats=formats,
         work_bytes=0 if kernel_problem else _work_bytes(config, options, dtype, bits),
+        state_bytes=config.row_states.row_bytes if config.row_states else 0,
     )
 
 

@@ -62,6 +62,11 @@ class StateShape:
         """Of all layers' log of one token."""
         return 4 * self.num_layers * self.entry_size
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row in a step: the state that it goes on from, the next one, and the log."""
+        return 2 * self.state_bytes + MOST_LOGGED * self.entry_bytes
+
 
 @dataclass(frozen=True, eq=False)
 class State:

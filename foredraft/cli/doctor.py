@@ -140,6 +140,7 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "most_tokens_per_s": _most_tokens_per_s(plan),
         "in_4_bits": _in_4_bits(plan, options),
         "cache_bytes": plan.cache_bytes(length),
+        "state_bytes": plan.state_bytes,
         "work_bytes": plan.work_bytes,
         "total_bytes": plan.memory_bytes(length),
         "notes": list(plan.notes),
@@ -261,9 +262,15 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
             "KV cache",
             f"{megabytes(model['cache_bytes'])} at {tokens} tokens, {model['cache_dtype']}",
         ),
+        *_states(model),
         ("work memory", f"{megabytes(model['work_bytes'])} for the longest step"),
         ("memory", f"{megabytes(model['total_bytes'])} for all of these"),
     ]
+
+
+def _states(model: dict[str, Any]) -> list[tuple[str, str]]:
+    size = model["state_bytes"]
+    return [("states", f"{megabytes(size)} for each text, with their log")] if size else []
 
 
 def _family(model: dict[str, Any]) -> str:

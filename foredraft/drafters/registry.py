@@ -140,7 +140,11 @@ def ready_drafters(target: Target) -> list[str]:
         if not spec.needs_draft_model
         and not spec.uses_prediction({})
         and not spec.missing_capabilities(target)
-        and (spec.trained is None or shipped_head(spec.trained, target) is not None)
+        and (
+            spec.trained is None
+            or spec.comes_with(target)
+            or shipped_head(spec.trained, target) is not None
+        )
     ]
 
 

@@ -90,6 +90,7 @@ class DrafterSpec:
         reads_prediction: whether it drafts from `SamplingParams.prediction`; of a drafter made of
             others a function of its options.
         head: kind of head that ``foredraft train`` trains for it; None: it needs none.
+        is_models_own: whether some models bring it.
     """
 
     build: DrafterFactory
@@ -104,6 +105,12 @@ class DrafterSpec:
     copies: bool = False
     reads_prediction: bool | Callable[[Mapping[str, Any]], bool] = False
     head: type[HeadModule] | None = None
+    is_models_own: bool = False
+
+    def comes_with(self, target: Target) -> bool:
+        """Whether a model brings it."""
+        layers = target.capabilities.cache_layers
+        return self.is_models_own and layers is not None and layers.has_own_layers
 
     @property
     def needs_draft_model(self) -> bool:

@@ -72,8 +72,9 @@ class AttentionPhase {
       for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
         const float* const query = queries + head * (num_query_rows(model_) / H);
         std::copy(query, query + D, x);
-        norm.apply(x, head);
+        if (!model_.norms_rotated) norm.apply(x, head);
         work_.rotate(model_, layer_, token, x);
+        if (model_.norms_rotated) norm.apply(x, head);
         for (int64_t i = 0; i < D; ++i) row[i] = x[i] * scale;
       }
     }
@@ -177,7 +178,7 @@ class AttentionPhase {
     float* out = work_.attended + (tile.tokens.begin + m / G) * padded(H * D);
     const int64_t offset = (tile.kv_head * G + m % G) * D;
     const float* values = all.values + m * attended_width(D);
-    const float factor = 1.0f / all.sum[m];
+    const float factor = factor_of(tile.kv_head * G + m % G, all.most[m], all.sum[m]);
     if (std::is_same_v<Number, Weight> && offset % kPair == 0 && D % kPair == 0) {
       for (int64_t d = 0; d < D; ++d) out[offset + d] = values[d] * factor;
     } else {
@@ -185,6 +186,14 @@ class AttentionPhase {
         out[lane_order<Weight>(offset + d)] = values[lane_order<Number>(d)] * factor;
     }
     if (model_.gates_attention) gate(tile.tokens.begin + m / G, tile.kv_head * G + m % G, out);
+  }
+
+  // A head's sink is a score without a value.
+  float factor_of(int64_t head, float most, float sum) const {
+    if (!layer_.sinks) return 1.0f / sum;
+    const float sink = layer_.sinks[head] * kLog2E, top = std::max(most, sink);
+    const float own = std::exp2(most - top);
+    return own / (sum * own + std::exp2(sink - top));
   }
 
   // Multiplies what a head attended with the sigmoid of its gates.

@@ -22,44 +22,57 @@ struct ForedraftMatrix {
   int64_t step;                 // bytes from an expert's matrix to that of the next
 };
 
-// A norm that is null is not there. Of a recurrent layer qkv is the input projection, and output that of
-// what it gives.
+// A norm or a bias that is null is not there. Of a recurrent layer qkv is the input projection, and output
+// that of what it gives.
 struct ForedraftLayer {
   const float* attention_norm;  // [E]
   ForedraftMatrix qkv[3];       // [(H + 2 H/G) D, E] in parts; null: the layer has no attention
   int64_t qkv_rows[3];          // of each part, of the first ones in whole groups; 0: there is none
-  const float* qkv_bias;        // or null
+  const float* qkv_bias;
   const float* query_norm;      // [D], or [H D] of all heads together
   const float* key_norm;        // [D], or [H/G D]
   ForedraftMatrix output;       // [E, H D]
-  const float* output_bias;     // [E] or null
+  const float* output_bias;     // [E]
   const float* mlp_norm;        // [E]
-  ForedraftMatrix gate, up;     // [F, E] each
+  ForedraftMatrix gate, up;     // [F, E] each; without gates these are null, and up is activated
   ForedraftMatrix down;         // [E, F]
   const float* attention_post_norm;  // [E] of what is added
   const float* mlp_post_norm;        // [E]
   const void* router;           // [X, E] in the type of Form::Order; gate, up and down are then of X experts
+  const float* router_bias;     // [X] added to the logits, or to sigmoids for the choice alone
+  const float* attention_norm_bias;  // [E]
+  const float* mlp_norm_bias;        // [E]
+  const float* sinks;           // [H] scores of something without a value that each token sees; or null
+  const float* gate_bias;       // [F], of an expert 2 F behind those of another
+  const float* up_bias;
+  const float* down_bias;       // [E]
+  const float* activation;      // [4] of xIELU: factors above and below 0, slope, and where it bends
   int64_t rope;                 // which rotary embedding, or -1: none
   int64_t view;                 // which window
   int64_t number;               // among the layers that attend, or among the recurrent ones
   const float* convolution;     // [K, C], or null: the layer is not recurrent
-  const void* gates;            // [2 Hv, E] as router
+  const float* convolution_bias;  // [C]
+  const void* gates;            // [2 Hv, E] as router; [Hv, E] of Mamba-2
   const float* decay_rates;     // [Hv]
   const float* step_bias;       // [Hv]
-  const float* value_norm;      // [V]
+  const float* value_norm;      // [V], or [M] of Mamba-2, which may have none
+  const float* skips;           // [Hv] of Mamba-2: the share of a head's value in what it gives
+  const ForedraftLayer* beside; // a recurrent part that reads the same input as attention; or null
 };
 
 // Of matrices: numbers of the cache's type, packed in few bits (packed.h), bfloat16 multiplied on tiles
 // (tiles.h).
 enum ForedraftForm : int64_t { kFormPlain, kFormPacked, kFormTiled };
 
-enum ForedraftActivation : int64_t { kSilu, kGeluTanh };
+enum ForedraftActivation : int64_t { kSilu, kGeluTanh, kRelu2, kClippedSilu, kXielu };
 
-// The recurrent layers of a model: see models/native/recurrent.py. Those of a delta net have heads.
+// The recurrent layers of a model: see models/native/recurrent.py. Those of delta nets and of Mamba-2 have
+// heads.
 struct ForedraftRecurrent {
   int64_t window, channels;      // K, C; 0: there are none
   int64_t key_heads, value_heads, key_size, value_size;  // G, Hv, D, V; 0: short convolutions
   int64_t is_tiled;              // value heads h, h + G, ... share a key head, and not neighbours
+  int64_t is_mamba;
 };
 
 struct ForedraftModel {
@@ -90,7 +103,16 @@ struct ForedraftModel {
   double logits_scale, embedding_scale, residual_scale;
   int64_t gates_attention;       // behind each head of queries lie gates of what it attends to
   ForedraftRecurrent recurrent;
-  int64_t shares_expert;         // the last one is chosen by each token, by the sigmoid of its logit
+  int64_t shared_experts;        // the last ones, which each token chooses beside others
+  int64_t shared_gate;           // by the sigmoid of one more logit; with weight 1 if 0
+  int64_t sigmoid_chances;       // of the others: sigmoids of their logits; their softmax if 0
+  double chance_floor, chance_scale;  // added to what chances are divided by; their factor
+  int64_t dense_feed_forward;    // F of layers without a router, beside such with one; 0: there are none
+  int64_t layer_norms;           // norms subtract the mean
+  const float* final_norm_bias;  // [E]
+  int64_t is_parallel;           // both parts of a layer read its input
+  int64_t norms_rotated;         // queries and keys are normalised behind rotary embedding
+  int64_t keeps_inputs;          // some part of a layer reads its input behind another
 };
 
 // A state [L, S] to be made, behind so many elements.

@@ -15,7 +15,7 @@ from foredraft.core.draws import DrawRow
 
 FORM_PLAIN, FORM_PACKED, FORM_TILED = range(3)
 """``ForedraftForm``."""
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "clipped_silu": 3, "xielu": 4}
 """``ForedraftActivation``."""
 
 MOST_PARTS = 3
@@ -40,9 +40,13 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("output_bias", "mlp_norm")),
         *((name, Matrix) for name in ("gate", "up", "down")),
         *((name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm", "router")),
+        *((name, c_void_p) for name in ("router_bias", "attention_norm_bias", "mlp_norm_bias")),
+        *((name, c_void_p) for name in ("sinks", "gate_bias", "up_bias", "down_bias")),
+        ("activation", c_void_p),
         *((name, c_int64) for name in ("rope", "view", "number")),
-        *((name, c_void_p) for name in ("convolution", "gates", "decay_rates", "step_bias")),
-        ("value_norm", c_void_p),
+        *((name, c_void_p) for name in ("convolution", "convolution_bias", "gates")),
+        *((name, c_void_p) for name in ("decay_rates", "step_bias", "value_norm", "skips")),
+        ("beside", c_void_p),
     ]
 
 
@@ -51,7 +55,7 @@ class RecurrentSizes(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("window", "channels", "key_heads", "value_heads")),
-        *((name, c_int64) for name in ("key_size", "value_size", "is_tiled")),
+        *((name, c_int64) for name in ("key_size", "value_size", "is_tiled", "is_mamba")),
     ]
 
 
@@ -77,7 +81,11 @@ class Model(ctypes.Structure):
         *((name, c_double) for name in ("logits_scale", "embedding_scale", "residual_scale")),
         ("gates_attention", c_int64),
         ("recurrent", RecurrentSizes),
-        ("shares_expert", c_int64),
+        *((name, c_int64) for name in ("shared_experts", "shared_gate", "sigmoid_chances")),
+        *((name, c_double) for name in ("chance_floor", "chance_scale")),
+        *((name, c_int64) for name in ("dense_feed_forward", "layer_norms")),
+        ("final_norm_bias", c_void_p),
+        *((name, c_int64) for name in ("is_parallel", "norms_rotated", "keeps_inputs")),
     ]
 
 

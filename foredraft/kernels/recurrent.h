@@ -1,5 +1,5 @@
-// Recurrent layers: a short convolution between two gates, or a gated delta net. What they compute is said
-// in models/native/recurrent.py, and what a row's elements are in interface.h.
+// Recurrent layers: a short convolution between two gates, a gated delta net, or Mamba-2. What they compute is
+// said in models/native/recurrent.py, and what a row's elements are in interface.h.
 //
 // An element's numbers depend on its state and on the elements before it alone, one after another, so they
 // are the same however the elements came here. Of a tree each node goes on from its parent's matrix: that of
@@ -40,14 +40,16 @@ class RecurrentLayer {
  public:
   // inputs: [T, width()] of the input projection. gates: [T, num_gates()]. outputs: rows in lane order.
   RecurrentLayer(const ForedraftModel& model, const ForedraftForward& forward, const ForedraftLayer& layer,
-                 const float* inputs, const float* gates, float* outputs)
+                 float* inputs, const float* gates, float* outputs)
       : model_(model), forward_(forward), layer_(layer), inputs_(inputs), gates_(gates), outputs_(outputs) {}
 
   int64_t width() const { return sizes_.width; }
-  int64_t num_gates() const { return sizes_.num_gates; }
+  int64_t gate_rows() const { return is_mamba_ ? Hv : 2 * Hv; }
   int64_t num_outputs() const { return sizes_.num_outputs; }
 
-  // Of a delta net: elements with their convolved channels, beta and decay.
+  bool norms_all() const { return is_mamba_; }
+
+  // With heads: elements with their convolved channels, beta and decay.
   void convolve(const Member& me) const {
     const Range mine = me.share(C, kLanesOfAll);
     for (int64_t r = 0; r < forward_.num_rows; ++r) {
@@ -67,6 +69,23 @@ class RecurrentLayer {
     for (int64_t i = mine.begin; i < mine.end; ++i) run_head(row_of(i / Hv), i % Hv, me.index);
   }
 
+  // Of Mamba-2: what heads gave is normed by group of those that share a key.
+  void finish(const Member& me) const {
+    const int64_t size = sizes_.num_outputs / G;
+    const Range mine = me.share(forward_.num_tokens);
+    for (int64_t t = mine.begin; t < mine.end; ++t)
+      for (int64_t g = 0; g < G; ++g) {
+        const float* const x = inputs_ + t * sizes_.width + C + g * size;
+        const float* const weight = layer_.value_norm;
+        const Vec scale = broadcast(weight ? inverse_rms(x, size, model_.norm_eps) : 1.0f);
+        float* const out = outputs_ + t * padded(sizes_.num_outputs);
+        for (int64_t v = 0; v < size; v += kLanes) {
+          const Vec scaled = load(x + v) * scale;
+          put(out, g * size + v, weight ? scaled * load(weight + g * size + v) : scaled);
+        }
+      }
+  }
+
  private:
   static constexpr int64_t kLanesOfAll = 16;  // shares are the same with all instruction sets
   static constexpr int64_t kPanel = 4;        // vectors of values that are computed together
@@ -74,8 +93,10 @@ class RecurrentLayer {
   const ForedraftModel& model_;
   const ForedraftForward& forward_;
   const ForedraftLayer& layer_;
-  const float *inputs_, *gates_;
+  float* inputs_;  // of Mamba-2 its gates are replaced by what they gated
+  const float* gates_;
   float* outputs_;
+  const bool is_mamba_ = model_.recurrent.is_mamba;
   const RecurrentSizes sizes_{model_.recurrent};
   const int64_t C = model_.recurrent.channels, K = model_.recurrent.window;
   const int64_t G = model_.recurrent.key_heads, Hv = model_.recurrent.value_heads;
@@ -125,7 +146,7 @@ class RecurrentLayer {
       taps[k] = seen(row, at, channel);
     Vec sum = taps[0] * load(layer_.convolution + channel);
     for (int64_t k = 1; k < K; ++k) sum = fma(taps[k], load(layer_.convolution + k * C + channel), sum);
-    return sum;
+    return layer_.convolution_bias ? sum + load(layer_.convolution_bias + channel) : sum;
   }
 
   // Logs some channels of the row's tokens, and puts what is seen next into the states to be made.
@@ -167,11 +188,11 @@ class RecurrentLayer {
       std::copy_n(old_log(row, element) + C, 2 * Hv, out);
       return;
     }
-    const float* const x = gates_ + (row.first_token + element - row.states.num_old) * 2 * Hv;
+    const float* const x = gates_ + (row.first_token + element - row.states.num_old) * gate_rows();
     for (int64_t h = 0; h < Hv; ++h) {
-      out[h] = 1.0f / (1.0f + std::exp(-x[h]));
-      const float step = x[Hv + h] + layer_.step_bias[h];
+      const float step = x[gate_rows() - Hv + h] + layer_.step_bias[h];
       const float softplus = step > 20.0f ? step : std::log1p(std::exp(step));
+      out[h] = is_mamba_ ? softplus : 1.0f / (1.0f + std::exp(-x[h]));
       out[Hv + h] = std::exp(-layer_.decay_rates[h] * softplus);
     }
     if (row.is_logged(element)) std::copy_n(out, 2 * Hv, new_log(row, element) + C);
@@ -191,8 +212,13 @@ class RecurrentLayer {
     float key[kMost], query[kMost];
     const float* const x = row.states.elements + element * sizes_.element;
     const int64_t of_keys = (model_.recurrent.is_tiled ? head % G : head / (Hv / G)) * D;
-    put_unit(x + G * D + of_keys, 1.0f, key);
-    if (read) put_unit(x + of_keys, 1.0f / std::sqrt(float(D)), query);
+    if (is_mamba_) {
+      std::copy_n(x + G * D + of_keys, D, key);
+      std::copy_n(x + of_keys, D, query);
+    } else {
+      put_unit(x + G * D + of_keys, 1.0f, key);
+      if (read) put_unit(x + of_keys, 1.0f / std::sqrt(float(D)), query);
+    }
     const float* const values = x + 2 * G * D + head * V;
     const float beta = x[C + head], decay = x[C + Hv + head];
     int64_t v = 0;
@@ -207,7 +233,7 @@ class RecurrentLayer {
                   float* matrix, float* read) const {
     Vec sums[kVectors] = {}, deltas[kVectors];
     const Vec decays = broadcast(decay);
-    for (int64_t d = 0; d < D; ++d) {
+    for (int64_t d = 0; !is_mamba_ && d < D; ++d) {
       const Vec k = broadcast(key[d]);
       UNROLL for (int i = 0; i < kVectors; ++i) sums[i] = fma(k, load(matrix + d * V + i * kLanes), sums[i]);
     }
@@ -268,10 +294,17 @@ class RecurrentLayer {
     step(row, head, node, matrix, nullptr);
   }
 
-  // Normed by the head, and gated.
+  // Normed by the head, and gated; of Mamba-2 only gated.
   void put_output(const Row& row, int64_t head, int64_t element, const float* read) const {
     const int64_t token = row.first_token + element - row.states.num_old;
-    const float* const gates = inputs_ + token * sizes_.width + C + head * V;
+    float* const gates = inputs_ + token * sizes_.width + C + head * V;
+    if (is_mamba_) {
+      const float* const values = row.states.elements + element * sizes_.element + 2 * G * D + head * V;
+      const Vec skip = broadcast(layer_.skips[head]);
+      for (int64_t v = 0; v < V; v += kLanes)
+        store(gates + v, fma(skip, load(values + v), load(read + v)) * silu(load(gates + v)));
+      return;
+    }
     const Vec scale = broadcast(inverse_rms(read, V, model_.norm_eps));
     float* const out = outputs_ + token * padded(sizes_.num_outputs);
     for (int64_t v = 0; v < V; v += kLanes)

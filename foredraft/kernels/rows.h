@@ -27,13 +27,25 @@ inline void pad_with_zeros(float* rows, int64_t row, int64_t size) {
   std::fill(rows + row * whole + last, rows + (row + 1) * whole, 0.0f);
 }
 
-// 1 / root mean square of a row.
-inline float inverse_rms(const float* x, int64_t size, double eps) {
-  Vec squares{};
+inline float mean_of(const float* x, int64_t size) {
+  Vec sum{};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+  for (; i + kLanes <= size; i += kLanes) sum += load(x + i);
   float rest[kLanes] = {};
   std::copy(x + i, x + size, rest);
+  return sum_lanes(sum + load(rest)) / float(size);
+}
+
+// 1 / root mean square of a row, behind a mean.
+inline float inverse_rms(const float* x, int64_t size, double eps, float behind = 0) {
+  Vec squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Vec some = load(x + i) - broadcast(behind);
+    squares = fma(some, some, squares);
+  }
+  float rest[kLanes] = {};
+  for (int64_t k = 0; i + k < size; ++k) rest[k] = x[i + k] - behind;
   squares = fma(load(rest), load(rest), squares);
   const float mean = sum_lanes(squares) / float(size);
   return 1.0f / std::sqrt(mean + float(eps));

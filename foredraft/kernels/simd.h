@@ -375,6 +375,29 @@ inline Vec gelu_tanh(Vec x) {
   return x / (1.0f + exp(-floor));
 }
 
+inline Vec relu2(Vec x) {
+  const Vec above = x > 0.0f ? x : Vec{};
+  return above * above;
+}
+
+// arXiv 2411.13010; `of` are its numbers in interface.h.
+inline Vec xielu(Vec x, const float* of) {
+  const Vec least = broadcast(of[3]), low = x < least ? x : least;
+  const Vec floor = low > -80.0f ? low : broadcast(-80.0f);
+  const Vec above = of[0] * (x * x), below = ((exp(floor) - 1.0f) - x) * of[1];
+  return (x > 0.0f ? above : below) + of[2] * x;
+}
+
+// gpt-oss': gates of at most 7 through x * sigmoid(1.702 x), times 1 + what they gate, -7 to 7.
+inline Vec clipped_silu(Vec gate, Vec up) {
+  const Vec most = broadcast(7.0f);
+  gate = gate < most ? gate : most;
+  up = up < most ? up : most;
+  up = up > -most ? up : -most;
+  const Vec steep = 1.702f * gate, floor = steep > -80.0f ? steep : broadcast(-80.0f);
+  return (up + 1.0f) * (gate / (1.0f + exp(-floor)));
+}
+
 // c tanh(x / c), c > 0
 inline Vec capped(Vec x, float c) {
   const Vec y = x * (1.0f / c), magnitude = y < 0.0f ? -y : y;

@@ -59,7 +59,7 @@ class Worker {
   void run() {
     layers();
     expect({&model_.head, &model_.screen});
-    normalise(forward_.num_wanted, forward_.wanted, model_.final_norm);
+    normalise(forward_.num_wanted, forward_.wanted, model_.final_norm, model_.final_norm_bias);
     head();
     end(kHead);
     draw();
@@ -98,6 +98,7 @@ class Worker {
 
   void layer(int64_t index) {
     const ForedraftLayer& layer = model_.layers[index];
+    if (layer.beside) recurrent(*layer.beside);
     if (layer.convolution) recurrent(layer);
     else if (layer.qkv[0].data) attention(layer);
     mlp(index, layer);
@@ -116,7 +117,9 @@ class Worker {
   void attention(const ForedraftLayer& layer) {
     const int64_t index = layer.number;
     expect({layer.qkv, layer.qkv + 1, layer.qkv + 2});
-    normalise(T, nullptr, layer.attention_norm);
+    normalise(T, nullptr, layer.attention_norm, layer.attention_norm_bias,
+              layer.beside ? work_.before : work_.hidden);
+    if (model_.is_parallel) keep_input();
     qkv(index, layer);
     pad_attended(H * D);
     end(kLinear);
@@ -135,6 +138,11 @@ class Worker {
                 first_gate(layer));
   }
 
+  void keep_input() const {
+    const Range mine = me_.share(T);
+    std::copy(work_.hidden + mine.begin * E, work_.hidden + mine.end * E, work_.before + mine.begin * E);
+  }
+
   // Layers of another kind have left rows of another width.
   void pad_attended(int64_t width) const {
     if (!model_.recurrent.channels || width % kPair == 0) return;
@@ -145,7 +153,8 @@ class Worker {
   void recurrent(const ForedraftLayer& layer) {
     const RecurrentLayer<Weight> part{model_, forward_, layer, work_.qkv, work_.gates, work_.attended};
     expect({layer.qkv, layer.qkv + 1});
-    normalise(T, nullptr, layer.attention_norm);
+    normalise(T, nullptr, layer.attention_norm, layer.attention_norm_bias);
+    if (model_.keeps_inputs) keep_input();
     int64_t first = 0;  // row of a part
     for (int i = 0; i < 2 && layer.qkv_rows[i]; first += layer.qkv_rows[i++])
       matmul(matrix(layer.qkv[i], E), me_.share(layer.qkv_rows[i], kShareRows), inputs(normed_, E), T,
@@ -153,9 +162,9 @@ class Worker {
                work_.qkv[token * part.width() + first + row] = value;
              });
     if (layer.gates)
-      matmul(Matrix<Order>{static_cast<const Order*>(layer.gates), E}, me_.share(part.num_gates()),
+      matmul(Matrix<Order>{static_cast<const Order*>(layer.gates), E}, me_.share(part.gate_rows()),
              Activations{normed_, padded(E)}, T, nullptr, [&](int64_t token, int64_t row, float value) {
-               work_.gates[token * part.num_gates() + row] = value;
+               work_.gates[token * part.gate_rows() + row] = value;
              });
     pad_attended(part.num_outputs());
     end(kLinear);
@@ -165,6 +174,10 @@ class Worker {
     }
     part.mix(me_);
     end(kAttention);
+    if (part.norms_all()) {
+      part.finish(me_);
+      end(kAttention);
+    }
     expect({&layer.output});
     prepare<Weight>(work_.attended, part.num_outputs());
     add_product(layer.output, nullptr, work_.attended, part.num_outputs(), layer.attention_post_norm,
@@ -173,15 +186,28 @@ class Worker {
 
   void mlp(int64_t index, const ForedraftLayer& layer) {
     expect({&layer.gate, &layer.up});
-    normalise(T, nullptr, layer.mlp_norm);
+    normalise(T, nullptr, layer.mlp_norm, layer.mlp_norm_bias,
+              model_.is_parallel ? work_.before : work_.hidden);
     if (layer.router) return mixture(layer);
-    gate_up(matrix(layer.gate, E), matrix(layer.up, E), inputs(normed_, E), T, work_.feed_forward,
-            matrix(layer.down, F));
+    const int64_t size = rows_of_gates(layer);
+    pad_feed_forward(T, size);
+    gate_up(layer, 0, inputs(normed_, E), T, work_.feed_forward);
     end(kLinear);
     expect({&layer.down});
-    prepare<Order>(work_.feed_forward, F);
-    add_product(layer.down, nullptr, work_.feed_forward, F, layer.mlp_post_norm,
+    prepare<Order>(work_.feed_forward, size);
+    add_product(layer.down, layer.down_bias, work_.feed_forward, size, layer.mlp_post_norm,
                 first_of_layer(index + 1));
+  }
+
+  int64_t rows_of_gates(const ForedraftLayer& layer) const {
+    return layer.router || !model_.dense_feed_forward ? F : model_.dense_feed_forward;
+  }
+
+  // Layers of another kind have left rows of another width.
+  void pad_feed_forward(int64_t count, int64_t size) const {
+    if (!model_.dense_feed_forward) return;
+    const Range mine = me_.share(count);
+    for (int64_t i = mine.begin; i < mine.end; ++i) pad_with_zeros(work_.feed_forward, i, size);
   }
 
   using Rows = typename Form::Rows;
@@ -198,8 +224,9 @@ class Worker {
   // Where this thread's share of a coming product begins: prefetched at the end of the one before,
   // memory goes on giving while threads wait for each other.
   const void* first_gate(const ForedraftLayer& layer) const {
-    if (layer.router) return nullptr;
-    return matrix(layer.gate, E).at(me_.share(F, kShareRows).begin);
+    const ForedraftMatrix& first = layer.gate.data ? layer.gate : layer.up;
+    if (layer.router || !first.data) return nullptr;
+    return matrix(first, E).at(me_.share(rows_of_gates(layer), kShareRows).begin);
   }
 
   const void* first_of_layer(int64_t index) const {
@@ -250,6 +277,7 @@ class Worker {
       else put_embedding(forward_.token_ids[t], to);
       for (int64_t rope = 0; rope < model_.num_ropes; ++rope) put_angles(rope, t);
       pad_with_zeros(work_.attended, t, H * D);
+      if (model_.dense_feed_forward) continue;
       const int64_t num_rows = std::max<int64_t>(model_.chosen_experts, 1);
       for (int64_t i = 0; i < num_rows; ++i) pad_with_zeros(work_.feed_forward, t * num_rows + i, F);
     }
@@ -274,23 +302,33 @@ class Worker {
     for (int64_t i = 0; i < E; ++i) to[i] *= scale;
   }
 
-  // RMS-normalised hidden states in lane order, of all tokens or of those listed, and inputs of them.
+  // Normalised hidden states in lane order, of all tokens or of those listed, and inputs of them.
   // Without a weight they stay as they are.
-  void normalise(int64_t count, const int32_t* tokens, const float* weight) {
+  void normalise(int64_t count, const int32_t* tokens, const float* weight, const float* bias) {
+    normalise(count, tokens, weight, bias, work_.hidden);
+  }
+
+  void normalise(int64_t count, const int32_t* tokens, const float* weight, const float* bias,
+                 const float* from) {
     const Range mine = to_prepare(count);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
-      const float* x = work_.hidden + (tokens ? tokens[i] : i) * E;
-      const Vec scale = broadcast(weight ? inverse_rms(x, E, model_.norm_eps) : 1.0f);
+      const float* x = from + (tokens ? tokens[i] : i) * E;
+      const float mean = model_.layer_norms ? mean_of(x, E) : 0.0f;
+      const Vec means = broadcast(mean);
+      const Vec scale = broadcast(weight ? inverse_rms(x, E, model_.norm_eps, mean) : 1.0f);
       float* row = normed_ + i * padded(E);
       const auto vector = [&](int64_t k) INLINE {
-        return weight ? load(weight + k) * (load(x + k) * scale) : load(x + k);
+        if (!weight) return load(x + k);
+        const Vec scaled = load(weight + k) * ((load(x + k) - means) * scale);
+        return bias ? scaled + load(bias + k) : scaled;
       };
       int64_t k = 0;
       for (; k + kPair <= E; k += kPair)
         store_in_lane_order(row + k, vector(k), vector(k + kLanes), kOrder);
       pad_with_zeros(normed_, i, E);
       for (; k < E; ++k)
-        row[lane_order<Order>(k)] = weight ? weight[k] * (x[k] * scale[0]) : x[k];
+        row[lane_order<Order>(k)] =
+            weight ? weight[k] * ((x[k] - mean) * scale[0]) + (bias ? bias[k] : 0.0f) : x[k];
     }
     Form::template prepare<Order>(inputs_of(prepared_, normed_, count, E), normed_, mine);
     end_prepare(kOther);
@@ -335,8 +373,10 @@ class Worker {
     float* x = work_.attention + me_.index * work_.attention_size;  // room for one
     std::copy(source, source + D, x);
     if (kv_head < model_.num_kv_heads) {
-      HeadNorm(model_, layer.key_norm, heads, model_.num_kv_heads).apply(x, kv_head);
+      const HeadNorm norm(model_, layer.key_norm, heads, model_.num_kv_heads);
+      if (!model_.norms_rotated) norm.apply(x, kv_head);
       work_.rotate(model_, layer, token, x);
+      if (model_.norms_rotated) norm.apply(x, kv_head);
       store = forward_.keys;
     }
     with_entries([&](auto number) {
@@ -392,13 +432,14 @@ class Worker {
   // ---- experts ----------------------------------------------------------------------------------
 
   void mixture(const ForedraftLayer& layer) {
-    const int64_t X = model_.num_experts;
-    matmul(Matrix<Order>{static_cast<const Order*>(layer.router), E}, me_.share(X),
+    const int64_t X = model_.num_experts, num_logits = X - model_.shared_experts + model_.shared_gate;
+    matmul(Matrix<Order>{static_cast<const Order*>(layer.router), E}, me_.share(num_logits),
            Activations{normed_, padded(E)}, T, nullptr,
            [&](int64_t token, int64_t row, float value) { work_.routed[token * X + row] = value; });
     end(kLinear);
     const Range mine = me_.share(T);
-    for (int64_t token = mine.begin; token < mine.end; ++token) choose(token);
+    for (int64_t token = mine.begin; token < mine.end; ++token) choose(layer, token);
+    pad_feed_forward(T * model_.chosen_experts, F);
     end(kOther);
     const Chosen chosen(work_.chosen, T, X, model_.chosen_experts);
     float* const rows = work_.gathered + me_.index * work_.gathered_size;
@@ -414,19 +455,20 @@ class Worker {
         std::copy(row, row + padded(E), rows + i * padded(E));
       }
       const typename Form::Session session(count);
-      gate_up(matrix(layer.gate, E, expert), matrix(layer.up, E, expert), prepare_rows(rows, count, E),
-              count, work_.feed_forward + first * padded(F), matrix(layer.down, F, expert));
+      gate_up(layer, expert, prepare_rows(rows, count, E), count,
+              work_.feed_forward + first * padded(F));
     });
     end(kLinear);
     expect({&layer.down});
     chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
       const typename Form::Session session(count);
       const Inputs x = prepare_rows(work_.feed_forward + first * padded(F), count, F);
+      const float* const bias = layer.down_bias ? layer.down_bias + expert * E : nullptr;
       matmul(matrix(layer.down, F, expert), me_.share(E, kShareRows), x, count, nullptr,
              [&](int64_t i, int64_t row, float value) {
                const float chance = work_.chances[pairs[i]];
                work_.hidden[pairs[i] / model_.chosen_experts * E + row] +=
-                   value * chance * residual_scale_;
+                   (bias ? value + bias[row] : value) * chance * residual_scale_;
              });
     });
     session_.resume();
@@ -434,36 +476,60 @@ class Worker {
   }
 
   // The experts of a token and their chances, in the order of their numbers. Of equal ones the first.
-  void choose(int64_t token) const {
-    const int64_t num_shared = model_.shares_expert ? 1 : 0;
+  void choose(const ForedraftLayer& layer, int64_t token) const {
+    const int64_t num_shared = model_.shared_experts;
     const int64_t X = model_.num_experts - num_shared, K = model_.chosen_experts - num_shared;
     float* const logits = work_.routed + token * model_.num_experts;
-    const float most = *std::max_element(logits, logits + X);
-    float all = 0, of_chosen = 0;
-    for (int64_t x = 0; x < X; ++x) all += logits[x] = std::exp(logits[x] - most);
+    const float all = weigh_experts(layer, logits, X);
     float* const chances = work_.chances + token * model_.chosen_experts;
     int32_t* const chosen = reinterpret_cast<int32_t*>(work_.chosen) + token * model_.chosen_experts;
+    const float* const bias = model_.sigmoid_chances ? layer.router_bias : nullptr;
+    const auto rank = [&](int64_t x) { return bias ? logits[x] + bias[x] : logits[x]; };
+    float of_chosen = 0;
     for (int64_t k = 0; k < K; ++k) {
       int64_t best = -1;
       for (int64_t x = 0; x < X; ++x) {
         const bool is_taken = std::find(chosen, chosen + k, int32_t(x)) != chosen + k;
-        if (!is_taken && (best < 0 || logits[x] > logits[best])) best = x;
+        if (!is_taken && (best < 0 || rank(x) > rank(best))) best = x;
       }
       chosen[k] = int32_t(best);
       of_chosen += logits[best];
     }
     std::sort(chosen, chosen + K);
+    const float whole = model_.normalises_chances ? of_chosen + float(model_.chance_floor) : all;
     for (int64_t k = 0; k < K; ++k)
-      chances[k] = logits[chosen[k]] / (model_.normalises_chances ? of_chosen : all);
-    if (num_shared) chosen[K] = int32_t(X), chances[K] = 1.0f / (1.0f + std::exp(-logits[X]));
+      chances[k] = logits[chosen[k]] / whole * float(model_.chance_scale);
+    for (int64_t i = 0; i < num_shared; ++i) {
+      chosen[K + i] = int32_t(X + i);
+      chances[K + i] = model_.shared_gate ? 1.0f / (1.0f + std::exp(-logits[X])) : 1.0f;
+    }
+  }
+
+  // Logits become chances; returns by what they are still to be divided.
+  float weigh_experts(const ForedraftLayer& layer, float* logits, int64_t X) const {
+    if (model_.sigmoid_chances) {
+      for (int64_t x = 0; x < X; ++x) logits[x] = 1.0f / (1.0f + std::exp(-logits[x]));
+      return 1.0f;
+    }
+    for (int64_t x = 0; layer.router_bias && x < X; ++x) logits[x] += layer.router_bias[x];
+    const float most = *std::max_element(logits, logits + X);
+    float all = 0;
+    for (int64_t x = 0; x < X; ++x) all += logits[x] = std::exp(logits[x] - most);
+    return all;
   }
 
   // ---- feed-forward -----------------------------------------------------------------------------
 
   // Gate and up rows go to scratch, some panels of them, before their product goes to feed_forward
   // in one stream. Lines of memory that another core has read are slow to write one by one.
-  void gate_up(const Rows& gate, const Rows& up, const Inputs& x, int64_t count, float* out,
-               const Rows& down) const {
+  void gate_up(const ForedraftLayer& layer, int64_t expert, const Inputs& x, int64_t count,
+               float* out) const {
+    const int64_t F = rows_of_gates(layer);
+    const bool is_gated = layer.gate.data;
+    const Rows up = matrix(layer.up, E, expert), down = matrix(layer.down, F, expert);
+    const Rows gate = is_gated ? matrix(layer.gate, E, expert) : up;
+    const auto bias_of = [&](const float* bias) { return bias ? bias + expert * 2 * F : nullptr; };
+    const float *const gate_bias = bias_of(layer.gate_bias), *const up_bias = bias_of(layer.up_bias);
     const int64_t stride = work_.gate_up_rows;
     float* gates = work_.gate_up + me_.index * work_.gate_up_size;
     float* ups = gates + count * stride;
@@ -479,24 +545,38 @@ class Worker {
           scratch[token * stride + row - first] = value;
         };
       };
-      all_tokens(gate, rows, x, count, is_last ? next : gate.at(rows.end), into(gates));
+      if (is_gated) all_tokens(gate, rows, x, count, is_last ? next : gate.at(rows.end), into(gates));
       all_tokens(up, rows, x, count, up.at(is_last ? rows.begin : rows.end), into(ups));
       if (!is_last && rows.end - first + step <= stride) continue;
-      for (int64_t i = 0; i < count; ++i)
-        put_feed_forward({first, rows.end}, gates + i * stride, ups + i * stride,
+      for (int64_t i = 0; i < count; ++i) {
+        add_bias({first, rows.end}, gate_bias, gates + i * stride);
+        add_bias({first, rows.end}, up_bias, ups + i * stride);
+        put_feed_forward({first, rows.end}, layer, gates + i * stride, ups + i * stride,
                          out + i * padded(F));
+      }
       first = rows.end;
     }
   }
 
+  static void add_bias(Range columns, const float* bias, float* values) {
+    for (int64_t i = columns.begin; bias && i < columns.end; ++i) values[i - columns.begin] += bias[i];
+  }
+
   // silu(gate) * up of some columns. The scratch rows have room for whole vectors.
-  void put_feed_forward(Range columns, float* gates, const float* ups, float* row) const {
+  void put_feed_forward(Range columns, const ForedraftLayer& layer, float* gates, const float* ups,
+                        float* row) const {
+    const bool is_gated = layer.gate.data;
     const int64_t count = columns.end - columns.begin;
     const auto activate = [&](const auto& activation) {
       for (int64_t i = 0; i < count; i += kLanes)
-        store(gates + i, activation(load(gates + i)) * load(ups + i));
+        store(gates + i, is_gated ? activation(load(gates + i)) * load(ups + i) : activation(load(ups + i)));
     };
-    if (model_.activation == kSilu) activate([](Vec x) { return silu(x); });
+    if (model_.activation == kClippedSilu)
+      for (int64_t i = 0; i < count; i += kLanes)
+        store(gates + i, clipped_silu(load(gates + i), load(ups + i)));
+    else if (model_.activation == kSilu) activate([](Vec x) { return silu(x); });
+    else if (model_.activation == kXielu) activate([&](Vec x) { return xielu(x, layer.activation); });
+    else if (model_.activation == kRelu2) activate([](Vec x) { return relu2(x); });
     else activate([](Vec x) { return gelu_tanh(x); });
     const float* source = gates - columns.begin;
     int64_t i = columns.begin;

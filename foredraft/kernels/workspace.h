@@ -29,6 +29,7 @@ struct Workspace {
   float* gates;          // of delta nets [T, 2 Hv]
   float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
   float* added;          // what is normalised before it is added
+  float* before;         // hidden states in front of a layer whose parts both read them
   float* chances;        // of the chosen experts [T, experts], in the order of `chosen`
   float* chosen;         // their numbers as int32 [T, experts], ascending
   float* routed;         // [T, X]
@@ -59,7 +60,8 @@ struct Workspace {
     normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
     const RecurrentSizes recurrent(model.recurrent);
     const int64_t most_attended = std::max(H * D, recurrent.num_outputs);
-    const int64_t most_inputs = std::max({E, most_attended, model.feed_forward});
+    const int64_t F = std::max(model.feed_forward, model.dense_feed_forward);
+    const int64_t most_inputs = std::max({E, most_attended, F});
     prepared_size = whole_lines(Form::prepared_size(T, most_inputs)) + kApart;
     attention_size =
         whole_lines(std::max(Scratch::size(tile_queries, D), FloatScratch::size(tile_queries, D))) +
@@ -67,12 +69,12 @@ struct Workspace {
     kept_chunk_size = whole_lines(Attended::size(tile_queries, D));
     const int64_t panel = panel_rows(Form::rows({}, E), T);
     const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);
-    gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(model.feed_forward));
+    gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(F));
     // Room for the rounding of rows, too: a description is used for fewer tokens than it was made for,
     // so no smaller number of tokens may need more room.
     const int64_t rounded = std::max(kScratch, T * panel) + T * whole_lines(1);
     gate_up_size =
-        whole_lines(2 * std::min(rounded, T * whole_lines(model.feed_forward))) + kApart;
+        whole_lines(2 * std::min(rounded, T * whole_lines(F))) + kApart;
     take(hidden, T * E);
     take(normed, preparing * normed_size);
     take(qkv, T * std::max(num_qkv_rows(model), recurrent.width));
@@ -82,8 +84,9 @@ struct Workspace {
     take(sine, model.num_ropes * rope_stride_);
     take(attended, T * padded(most_attended));
     const int64_t X = model.num_experts, chosen_by_all = T * model.chosen_experts;
-    take(feed_forward, std::max(T, chosen_by_all) * padded(model.feed_forward));
+    take(feed_forward, std::max(T * padded(F), chosen_by_all * padded(model.feed_forward)));
     take(added, has_post_norms(model) ? T * E : 0);
+    take(before, model.keeps_inputs ? T * E : 0);
     take(chances, chosen_by_all);
     take(chosen, chosen_by_all);
     take(routed, T * X);

@@ -300,6 +300,30 @@ class HeadWeights:
 
 
 @dataclass(frozen=True)
+class OwnLayers:
+    """A layer that a model brings to predict further tokens.
+
+    Its input is a product of two normed inputs, an embedding and a state; the state is what the
+    model's head reads, or the layer's own normed output.
+
+    Attributes:
+        token_EE: of the embedding, with the weights of its norm.
+        state_EE: of the state.
+        state_norm_E: of the state.
+        norm_E: of the layer's output.
+        eps: of all norms.
+        runner: runs the layer; its logits are those of the model's head.
+    """
+
+    token_EE: Tensor
+    state_EE: Tensor
+    state_norm_E: Tensor
+    norm_E: Tensor
+    eps: float
+    runner: HeadRunner
+
+
+@dataclass(frozen=True)
 class HeadRow:
     """One row's part of a run: tokens of the text, then a tree below the last of them.
 
@@ -398,6 +422,7 @@ class HeadTarget(Target, Protocol):
 
     Attributes:
         parts: its ends.
+        has_own_layers: whether the model brings layers that predict further tokens.
 
     Raises:
         CapabilityError: `parts` was asked of a target that lacks them.
@@ -405,6 +430,18 @@ class HeadTarget(Target, Protocol):
 
     @property
     def parts(self) -> TargetParts: ...
+
+    @property
+    def has_own_layers(self) -> bool: ...
+
+    def own_layers(self) -> OwnLayers:
+        """The first of them, read anew.
+
+        Raises:
+            CapabilityError: there are none.
+            ModelLoadError: they are incomplete or damaged.
+        """
+        ...
 
     def head_runner(self, weights: HeadWeights) -> HeadRunner:
         """A runner of a drafter's layers, which get cache layers of their own.

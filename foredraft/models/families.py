@@ -18,7 +18,8 @@ class Names:
     """Names of a layer's tensors: without ``model.layers.N.`` in front and ``.weight`` behind.
 
     A norm without a name does not exist. Matrices of several names are concatenated by rows.
-    ``{expert}`` stands for the number of an expert.
+    ``{expert}`` stands for the number of an expert; a name without it is of all experts. The bias
+    of a router has its whole name. The first layers of some mixtures have no experts (``dense``).
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -30,8 +31,11 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
     router: str | None = None
+    router_bias: str | None = None
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    dense_gate_up: tuple[str, ...] = ()
+    dense_down: str = ""
     shared_router: str | None = None
     shared_gate_up: tuple[str, ...] = ()
     shared_down: str = ""
@@ -40,6 +44,8 @@ class Names:
     convolution: str = ""
     recurrent_gates: tuple[str, ...] = ()
     recurrent_norm: str = ""
+    sinks: str | None = None
+    activation: str | None = None
     final_norm: str = "model.norm"
 
 
@@ -71,7 +77,11 @@ class Gguf:
     wide_size: int | None = None
 
 
-RECURRENT_TYPES = {"short_conv": "conv", "delta_net": "linear_attention"}
+RECURRENT_TYPES = {
+    "short_conv": ("conv",),
+    "delta_net": ("linear_attention",),
+    "mamba2": ("linear_attention", "mamba"),
+}
 """Names of recurrent layers in ``layer_types``."""
 
 GGUF_NORMS = {
@@ -96,7 +106,8 @@ class Family:
             ignored, as in transformers.
         defaults: values of fields that a file leaves out.
         fixed: values of fields that override the file.
-        neutral: fields of features that are not implemented, and the one value that is accepted.
+        neutral: fields of features that are not implemented, and the one value that is accepted; a
+            tuple: each of these.
         head_norms: queries and keys are normalised: each head by itself, or all heads together.
         norm_offset: added to the weights of all norms.
         output_bias: ``attention_bias`` means a bias of the output projection, too.
@@ -107,6 +118,22 @@ class Family:
         recurrent: its recurrent layers, whose output has a projection as attention has. Their
             norm has weights as they are, whatever ``norm_offset`` says.
         gates_attention: behind each head of queries lie gates of what it attends to.
+        mixes_beside: each layer attends, and has a recurrent part beside that reads the same input.
+        interleaved: rows of a delta net's inputs lie by key head: its query, its key, its values,
+            and their gates; so do those of beta and decay.
+        is_paired: rotary embedding turns neighbours: rows of queries and keys are laid anew so
+            that it turns halves.
+        chances: of experts: their softmax, or the sigmoid of each; then the bias of the router
+            counts for the choice alone.
+        chance_floor: added to the sum that chances are divided by.
+        has_transposed_experts: what all experts have lies as [X, inputs, outputs], without
+            ``.weight`` behind its name, outputs of gates and of what they gate by turns.
+        is_gated: feed-forward parts have gates.
+        layer_norms: norms subtract the mean.
+        norm_biases: and add a bias.
+        is_parallel: attention and feed-forward part read the same input.
+        rotates_windows: where there are windows, layers without one have no rotary embedding.
+        norms_rotated: queries and keys are normalised behind rotary embedding.
         local_rope: windowed layers have a rotary embedding of their own.
         rope_names: older names of rotary scalings, with their names here.
         gguf: None: not known there.
@@ -123,8 +150,20 @@ class Family:
     output_bias: bool = True
     scales_embeddings: bool = False
     windows: Literal["all", "upper", "pattern", "unrotated"] | None = None
-    recurrent: Literal["short_conv", "delta_net"] | None = None
+    recurrent: Literal["short_conv", "delta_net", "mamba2"] | None = None
     gates_attention: bool = False
+    mixes_beside: bool = False
+    interleaved: bool = False
+    is_paired: bool = False
+    chances: Literal["softmax", "sigmoid"] = "softmax"
+    chance_floor: float = 0.0
+    has_transposed_experts: bool = False
+    is_gated: bool = True
+    layer_norms: bool = False
+    norm_biases: bool = False
+    is_parallel: bool = False
+    rotates_windows: bool = False
+    norms_rotated: bool = False
     local_rope: bool = False
     rope_names: Mapping[str, str] = field(default_factory=dict)
     gguf: Gguf | None = None
@@ -190,6 +229,50 @@ _DELTA_NET = replace(
     recurrent_norm="linear_attn.norm",
 )
 _DELTA_NET_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
+_SHARED_EXPERT: dict[str, Any] = {
+    "shared_router": "mlp.shared_expert_gate",
+    "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_down": "mlp.shared_expert.down_proj",
+}
+_SHARED_READS = frozenset({"moe_intermediate_size", "shared_expert_intermediate_size"})
+_DENSE_STARTS: dict[str, Any] = {
+    "dense_gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "dense_down": "mlp.down_proj",
+}
+_NO_GROUPS = {"n_group": 1, "topk_group": 1}
+_NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+_GRANITE_READS = frozenset(
+    {
+        *("attention_bias", "embedding_multiplier", "residual_multiplier"),
+        *("attention_multiplier", "logits_scaling"),
+    }
+)
+_MAMBA = replace(
+    _LLAMA,
+    recurrent_in=("mamba.in_proj",),
+    recurrent_out="mamba.out_proj",
+    convolution="mamba.conv1d",
+    recurrent_norm="mamba.norm",
+)
+_MAMBA_READS = frozenset(
+    {
+        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+        *("mamba_expand", "mamba_conv_bias"),
+    }
+)
+_LFM2 = Names(
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    output="self_attn.out_proj",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    recurrent_in=("conv.in_proj",),
+    recurrent_out="conv.out_proj",
+    convolution="conv.conv",
+    final_norm="model.embedding_norm",
+)
 _WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
 _NO_WINDOWS = {"use_sliding_window": False}
 _SOFTMAX = {"expert_gating_func": 1}
@@ -197,8 +280,7 @@ _SOFTMAX = {"expert_gating_func": 1}
 _FAMILIES = (
     Family(
         "llama",
-        reads=frozenset({"attention_bias"}),
-        neutral={"mlp_bias": False},
+        reads=frozenset({"attention_bias", "mlp_bias"}),
         gguf=Gguf("llama", is_paired=True),
     ),
     Family(
@@ -230,7 +312,7 @@ _FAMILIES = (
         reads=frozenset(
             {
                 *("attention_bias", "no_rope_layers", "no_rope_layer_interval", "layer_types"),
-                *("sliding_window", "use_sliding_window"),
+                *("sliding_window", "use_sliding_window", "mlp_bias"),
             }
         ),
         defaults={
@@ -239,7 +321,6 @@ _FAMILIES = (
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
         },
-        neutral={"mlp_bias": False},
         windows="unrotated",
         gguf=Gguf("smollm3", is_paired=True, implied=_NO_WINDOWS),
     ),
@@ -253,14 +334,8 @@ _FAMILIES = (
     ),
     Family(
         "granite",
-        reads=frozenset(
-            {
-                *("attention_bias", "embedding_multiplier", "residual_multiplier"),
-                *("attention_multiplier", "logits_scaling"),
-            }
-        ),
+        reads=_GRANITE_READS | {"mlp_bias"},
         defaults={"attention_multiplier": 1.0},
-        neutral={"mlp_bias": False},
         gguf=Gguf(
             "granite",
             is_paired=True,
@@ -406,19 +481,7 @@ _FAMILIES = (
     ),
     Family(
         "lfm2",
-        names=Names(
-            attention_norm="operator_norm",
-            mlp_norm="ffn_norm",
-            query_norm="self_attn.q_layernorm",
-            key_norm="self_attn.k_layernorm",
-            output="self_attn.out_proj",
-            gate_up=("feed_forward.w1", "feed_forward.w3"),
-            down="feed_forward.w2",
-            recurrent_in=("conv.in_proj",),
-            recurrent_out="conv.out_proj",
-            convolution="conv.conv",
-            final_norm="model.embedding_norm",
-        ),
+        names=_LFM2,
         reads=frozenset(
             {
                 *("norm_eps", "block_ff_dim", "tie_embedding", "conv_L_cache", "full_attn_idxs"),
@@ -427,7 +490,7 @@ _FAMILIES = (
             }
         ),
         defaults={
-            "rms_norm_eps": 1e-5,
+            "norm_eps": 1e-5,
             "rope_theta": 1e6,
             "tie_word_embeddings": True,
             "num_key_value_heads": 8,
@@ -473,16 +536,8 @@ _FAMILIES = (
     ),
     Family(
         "qwen3_5_moe_text",
-        names=replace(
-            _DELTA_NET,
-            **_EXPERTS,
-            shared_router="mlp.shared_expert_gate",
-            shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-            shared_down="mlp.shared_expert.down_proj",
-        ),
-        reads=_DELTA_NET_READS
-        | _EXPERT_READS
-        | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+        names=replace(_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT),
+        reads=_DELTA_NET_READS | _EXPERT_READS | _SHARED_READS,
         defaults=_DELTA_NET_DEFAULTS
         | {
             "intermediate_size": 512,
@@ -495,6 +550,327 @@ _FAMILIES = (
         norm_offset=1.0,
         recurrent="delta_net",
         gates_attention=True,
+    ),
+    Family(
+        "qwen3_next",
+        names=replace(
+            _DELTA_NET,
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            recurrent_in=("linear_attn.in_proj_qkvz",),
+            recurrent_gates=("linear_attn.in_proj_ba",),
+        ),
+        reads=_DELTA_NET_READS | _EXPERT_READS | _SHARED_READS,
+        defaults=_DELTA_NET_DEFAULTS
+        | {
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 2,
+        },
+        neutral={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        head_norms="each",
+        norm_offset=1.0,
+        recurrent="delta_net",
+        gates_attention=True,
+        interleaved=True,
+    ),
+    Family(
+        "lfm2_moe",
+        names=replace(
+            _LFM2,
+            router="feed_forward.gate",
+            router_bias="feed_forward.expert_bias",
+            gate_up=("feed_forward.experts.{expert}.w1", "feed_forward.experts.{expert}.w3"),
+            down="feed_forward.experts.{expert}.w2",
+            dense_gate_up=_LFM2.gate_up,
+            dense_down=_LFM2.down,
+        ),
+        reads=_EXPERT_READS
+        | {
+            *("norm_eps", "tie_embedding", "conv_L_cache", "layer_types", "num_dense_layers"),
+            *("moe_intermediate_size", "use_expert_bias", "routed_scaling_factor"),
+        },
+        defaults={
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 8,
+            "moe_intermediate_size": 1792,
+            "num_experts_per_tok": 4,
+            "num_dense_layers": 2,
+            "norm_topk_prob": True,
+        },
+        fixed={"hidden_act": "silu"},
+        neutral={"conv_bias": False},
+        head_norms="each",
+        recurrent="short_conv",
+        chances="sigmoid",
+        chance_floor=1e-6,
+    ),
+    Family(
+        "glm4_moe",
+        names=replace(
+            _HEAD_NORMS,
+            **_EXPERTS,
+            **_DENSE_STARTS,
+            router_bias="mlp.gate.e_score_correction_bias",
+            shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+            shared_down="mlp.shared_experts.down_proj",
+        ),
+        reads=_EXPERT_READS
+        | {
+            *("attention_bias", "partial_rotary_factor", "moe_intermediate_size", "use_qk_norm"),
+            *("num_dense_layers", "first_k_dense_replace", "routed_scaling_factor"),
+            *("n_shared_experts", "n_routed_experts"),
+        },
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "num_dense_layers": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+        },
+        neutral=_NO_GROUPS,
+        head_norms="each",
+        output_bias=False,
+        chances="sigmoid",
+        chance_floor=1e-20,
+    ),
+    Family(
+        "gpt_oss",
+        names=replace(
+            _LLAMA,
+            router="mlp.router",
+            router_bias="mlp.router.bias",
+            gate_up=("mlp.experts.gate_up_proj",),
+            down="mlp.experts.down_proj",
+            sinks="self_attn.sinks",
+        ),
+        reads=_EXPERT_READS | {"attention_bias", "sliding_window", "layer_types"},
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+        },
+        fixed={
+            "hidden_act": "clipped_silu",
+            "mlp_bias": True,
+            "norm_topk_prob": True,
+            "sliding_window_pattern": 2,
+        },
+        neutral={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        windows="pattern",
+        has_transposed_experts=True,
+    ),
+    Family(
+        "granitemoehybrid",
+        names=replace(
+            _MAMBA,
+            router="block_sparse_moe.router.layer",
+            gate_up=("block_sparse_moe.input_linear",),
+            down="block_sparse_moe.output_linear",
+            dense_gate_up=("shared_mlp.input_linear",),
+            dense_down="shared_mlp.output_linear",
+            shared_gate_up=("shared_mlp.input_linear",),
+            shared_down="shared_mlp.output_linear",
+        ),
+        reads=_GRANITE_READS
+        | _EXPERT_READS
+        | _MAMBA_READS
+        | {
+            *("shared_intermediate_size", "layer_types", "layers_block_type"),
+            "position_embedding_type",
+        },
+        defaults={
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+        },
+        fixed={"norm_topk_prob": True},
+        neutral={"mamba_proj_bias": False, "time_step_limit": _NO_LIMIT},
+        recurrent="mamba2",
+    ),
+    Family(
+        "falcon_h1",
+        names=replace(
+            _MAMBA,
+            mlp_norm="pre_ff_layernorm",
+            gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            final_norm="model.final_layernorm",
+        ),
+        reads=_MAMBA_READS
+        | {
+            *("attention_bias", "mlp_bias", "embedding_multiplier", "lm_head_multiplier"),
+            *("mlp_multipliers", "key_multiplier", "attention_in_multiplier", "ssm_multipliers"),
+            *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+            *("mamba_d_ssm", "mamba_rms_norm"),
+        },
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024},
+        neutral={
+            "mamba_proj_bias": False,
+            "projectors_bias": False,
+            "time_step_limit": _NO_LIMIT,
+            "mamba_norm_before_gate": False,
+        },
+        recurrent="mamba2",
+        mixes_beside=True,
+    ),
+    Family(
+        "glm4",
+        names=replace(
+            _LLAMA,
+            attention_post_norm="post_self_attn_layernorm",
+            mlp_post_norm="post_mlp_layernorm",
+            gate_up=("mlp.gate_up_proj",),
+        ),
+        reads=frozenset({"attention_bias", "partial_rotary_factor"}),
+        defaults={"head_dim": 128, "partial_rotary_factor": 0.5, "num_key_value_heads": 2},
+        output_bias=False,
+        is_paired=True,
+    ),
+    Family(
+        "ernie4_5",
+        reads=frozenset({"use_bias"}),
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        is_paired=True,
+    ),
+    Family(
+        "hunyuan_v1_dense",
+        names=replace(
+            _LLAMA, query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"
+        ),
+        reads=frozenset({"attention_bias"}),
+        defaults={"rms_norm_eps": 1e-5},
+        head_norms="each",
+        norms_rotated=True,
+    ),
+    Family(
+        "seed_oss",
+        reads=frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
+        defaults={
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+        },
+    ),
+    Family(
+        "ministral",
+        reads=frozenset({"sliding_window", "layer_types"}),
+        defaults={"sliding_window": 4096},
+        windows="all",
+    ),
+    Family(
+        "exaone4",
+        names=_POST_NORMS,
+        reads=frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
+        defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
+        head_norms="each",
+        windows="pattern",
+        rotates_windows=True,
+    ),
+    Family(
+        "olmo3",
+        names=_POST_NORMS,
+        reads=frozenset({"attention_bias", "sliding_window", "layer_types"}),
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0},
+        fixed={"sliding_window_pattern": 4},
+        head_norms="all",
+        windows="pattern",
+        local_rope=True,
+    ),
+    Family(
+        "cohere2",
+        names=replace(_LLAMA, mlp_norm="input_layernorm"),
+        reads=frozenset(
+            {
+                *("attention_bias", "layer_norm_eps", "logit_scale", "sliding_window"),
+                *("sliding_window_pattern", "layer_types"),
+            }
+        ),
+        defaults={
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "tie_word_embeddings": True,
+        },
+        windows="pattern",
+        rotates_windows=True,
+        is_paired=True,
+        layer_norms=True,
+        is_parallel=True,
+    ),
+    Family(
+        "stablelm",
+        reads=frozenset({"use_qkv_bias", "layer_norm_eps", "partial_rotary_factor"}),
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        neutral={"use_parallel_residual": False, "qk_layernorm": False},
+        output_bias=False,
+        layer_norms=True,
+        norm_biases=True,
+    ),
+    Family(
+        "starcoder2",
+        names=replace(_LLAMA, gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        reads=frozenset({"use_bias", "norm_epsilon", "sliding_window"}),
+        defaults={
+            "use_bias": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+        },
+        windows="all",
+        is_gated=False,
+        layer_norms=True,
+        norm_biases=True,
+    ),
+    Family(
+        "arcee",
+        names=replace(_LLAMA, gate_up=("mlp.up_proj",)),
+        reads=frozenset({"attention_bias", "mlp_bias"}),
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        is_gated=False,
+    ),
+    Family(
+        "apertus",
+        names=replace(
+            _HEAD_NORMS,
+            attention_norm="attention_layernorm",
+            mlp_norm="feedforward_layernorm",
+            gate_up=("mlp.up_proj",),
+            activation="mlp.act_fn",
+        ),
+        reads=frozenset({"attention_bias"}),
+        defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12000000.0},
+        head_norms="each",
+        is_gated=False,
+    ),
+    Family(
+        "mimo",  # Qwen2's decoder, with layers that predict further tokens
+        reads=_UPPER_WINDOWS | {"attention_bias"},
+        output_bias=False,
+        defaults={"sliding_window": 4096, "attention_bias": True},
+        windows="upper",
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -20,6 +20,7 @@ from foredraft.drafters.trained import TargetIdentity, identify
 from foredraft.models.base import ModelShape, ScoreRow, Target, check_taps
 from foredraft.models.native.quant import as_tensor
 from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import LayerWeights
 from foredraft.train.texts import Ids
 
 _LOGITS_AT_ONCE = 1 << 24
@@ -122,11 +123,21 @@ class TrainingTarget:
     def layer(self, index: int) -> Mapping[str, Tensor]:
         """As a layer of Llama: without what else the family has, and with the first expert only.
 
-        A recurrent layer has the attention of the nearest one that attends.
+        A recurrent layer has the attention of the nearest one that attends, and one without
+        experts those of the nearest mixture.
         """
-        layer, config = self._weights.layers[index], self._target.config
-        attends = [i for i, each in enumerate(self._weights.layers) if each.mixer is None]
-        nearest = self._weights.layers[min(attends, key=lambda i: abs(i - index))]
+        layers, config = self._weights.layers, self._target.config
+        layer = layers[index]
+
+        def nearest_of(found: list[int]) -> LayerWeights:
+            return layers[min(found, key=lambda i: abs(i - index % len(layers)))]
+
+        most = max(each.num_experts for each in layers)
+        nearest = nearest_of([i for i, each in enumerate(layers) if not each.kind.is_recurrent])
+        fed = nearest_of([i for i, each in enumerate(layers) if each.num_experts == most])
+        gate_up = as_tensor(fed.gate_up_weight, torch.float32)
+        if not config.family.is_gated:
+            gate_up = torch.cat((gate_up, gate_up))
         plain_norm_E = torch.ones(config.hidden_size) - config.family.norm_offset
         norms = {
             "attention_norm.weight": layer.attention_norm_E,
@@ -134,8 +145,8 @@ class TrainingTarget:
         }
         matrices = {
             "output.weight": (nearest.output_weight, None),
-            "gate_up.weight": (layer.gate_up_weight, 2 * config.intermediate_size),
-            "down.weight": (layer.down_weight, config.hidden_size),
+            "gate_up.weight": (gate_up, 2 * config.intermediate_size),
+            "down.weight": (fed.down_weight, config.hidden_size),
         }
         return (
             {

@@ -98,7 +98,7 @@ class MadeUp {
     if (kind == kWindows) model.activation = kGeluTanh, model.attention_cap = 3, model.logits_cap = 4;
     if (kind == kPostNorms) model.query_scale = 0.2, model.residual_scale = 0.7;
     if (kind == kExperts)
-      model.num_experts = 3, model.chosen_experts = 2, model.normalises_chances = 1;
+      model.num_experts = 3, model.chosen_experts = 2, model.normalises_chances = 1, model.chance_scale = 1;
   }
   MadeUp(const MadeUp&) = delete;
 

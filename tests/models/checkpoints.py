@@ -16,16 +16,30 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    Ernie4_5Config,
+    Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
@@ -35,7 +49,11 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from foredraft.models.families import FAMILIES
@@ -92,6 +110,30 @@ _LONG_ROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(6)],
     "long_factor": [2.0 + 3.0 * i for i in range(6)],
+}
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
+_MAMBA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_head": 16,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
 }
 WINDOW = 13
 """Of tokens that a layer sees: it cuts the prompts, the chunks and the trees of tests."""
@@ -161,27 +203,117 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **_sizes(),
         layer_types=["conv", "full_attention", "conv"],
         block_multiple_of=32,
+        norm_eps=1e-2,
     ),
-    "qwen3.5": lambda: Qwen3_5TextConfig(
-        **_sizes(head_dim=32),
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=24,
-        linear_value_head_dim=16,
-    ),
+    "qwen3.5": lambda: Qwen3_5TextConfig(**_sizes(head_dim=32), **_DELTA_NET),
     "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
         **{k: v for k, v in _sizes(head_dim=32).items() if k != "intermediate_size"},
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=24,
-        linear_value_head_dim=16,
+        **_DELTA_NET,
+        **_SHARED_EXPERT,
+    ),
+    "qwen3-next": lambda: Qwen3NextConfig(
+        **_sizes(head_dim=32), **_DELTA_NET, **_SHARED_EXPERT, norm_topk_prob=True
+    ),
+    "lfm2-moe": lambda: Lfm2MoeConfig(
+        **_sizes(),
+        layer_types=["conv", "full_attention", "conv"],
         moe_intermediate_size=40,
-        shared_expert_intermediate_size=40,
+        num_dense_layers=1,
         num_experts=5,
         num_experts_per_tok=2,
+        routed_scaling_factor=1.5,
     ),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        **_sizes(head_dim=32),
+        moe_intermediate_size=40,
+        n_shared_experts=2,
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        **_sizes(head_dim=32), num_local_experts=5, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
+    "granite-hybrid": lambda: GraniteMoeHybridConfig(
+        **_sizes(), **_MAMBA, num_local_experts=0, shared_intermediate_size=96
+    ),
+    "granite-hybrid-moe": lambda: GraniteMoeHybridConfig(
+        **_sizes(intermediate_size=48),
+        **_MAMBA,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+    ),
+    "falcon-h1": lambda: FalconH1Config(
+        **_sizes(),
+        mamba_n_heads=4,
+        mamba_n_groups=2,
+        mamba_d_state=24,
+        mamba_d_head=16,
+        mamba_d_ssm=64,
+        mamba_rms_norm=False,
+        mamba_norm_before_gate=False,
+        lm_head_multiplier=0.5,
+        embedding_multiplier=3.0,
+        mlp_multipliers=[0.7, 1.3],
+        key_multiplier=0.6,
+        attention_out_multiplier=1.4,
+        attention_in_multiplier=0.9,
+        ssm_multipliers=[0.5, 1.5, 0.7, 1.2, 0.8],
+        ssm_in_multiplier=1.1,
+        ssm_out_multiplier=0.6,
+        mlp_bias=True,
+        attention_bias=True,
+    ),
+    "falcon-h1-norm": lambda: FalconH1Config(
+        **_sizes(),
+        mamba_n_heads=4,
+        mamba_n_groups=2,
+        mamba_d_state=24,
+        mamba_d_head=16,
+        mamba_d_ssm=64,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+    ),
+    "glm4": lambda: Glm4Config(**_sizes(head_dim=32), attention_bias=True),
+    "ernie4.5": lambda: Ernie4_5Config(**_sizes(head_dim=32), use_bias=True),
+    "hunyuan": lambda: HunYuanDenseV1Config(
+        **_sizes(head_dim=32),
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+    ),
+    "seed-oss": lambda: SeedOssConfig(**_sizes(head_dim=32), attention_out_bias=False),
+    "ministral": lambda: MinistralConfig(
+        **_sizes(head_dim=16),
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "exaone4": lambda: Exaone4Config(**_sizes(), sliding_window=WINDOW, sliding_window_pattern=2),
+    "olmo3": lambda: Olmo3Config(
+        **_sizes(),
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": _YARN_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "cohere2": lambda: Cohere2Config(
+        **_sizes(),
+        sliding_window=WINDOW,
+        logit_scale=0.5,
+        layer_norm_eps=1e-2,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "stablelm": lambda: StableLmConfig(**_sizes(), use_qkv_bias=True),
+    "starcoder2": lambda: Starcoder2Config(**_sizes(), sliding_window=WINDOW, norm_epsilon=1e-2),
+    "arcee": lambda: ArceeConfig(**_sizes(), mlp_bias=True),
+    "apertus": lambda: ApertusConfig(**_sizes()),
+    "llama-mlp-bias": lambda: LlamaConfig(**_sizes(), mlp_bias=True),
 }
 """One entry for each family and each feature of `DecoderConfig`."""
 
@@ -197,7 +329,20 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
             noise = torch.randn(weight.shape, generator=generator)
             is_norm = weight.ndim == 1 and name.endswith("weight")
             weight.copy_(usual_norm + 0.1 * noise if is_norm else 0.15 * noise)
+        for bias in biases_of_routers(model):
+            bias.copy_(0.15 * torch.randn(bias.shape, generator=generator))
     return model.eval()
+
+
+def biases_of_routers(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Those that are learned, but not by gradients."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("_bias")]
+
+
+def numbers_of_activations(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Those that are saved and not learned."""
+    ends = ("act_fn.beta", "act_fn.eps")
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
 
 
 def save_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

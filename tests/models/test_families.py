@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
+from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
+from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.spec import DrafterContext
+from foredraft.engine.engine import Engine
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.llm import LLM
 from foredraft.load import plan_models
@@ -33,6 +37,8 @@ from foredraft.options import LoadOptions
 from foredraft.train.heads.base import start_head
 from tests.conformance.harness import Kind as ModelKind
 from tests.conformance.harness import check_budget, check_forgets, plain, run, set_up
+from tests.engine.helpers import engine_of
+from tests.engine.test_hybrids import RandomTrees, plain_text
 from tests.models import encoder_decoders
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, WINDOW, save_checkpoint
 
@@ -54,8 +60,30 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "lfm2": ("LFM2, LFM2.5", "lfm2"),
     "qwen3_5_text": ("Qwen3.5 (text)", "qwen3.5"),
     "qwen3_5_moe_text": ("Qwen3.5 mixtures (text)", "qwen3.5-moe"),
+    "qwen3_next": ("Qwen3-Next", "qwen3-next"),
+    "lfm2_moe": ("LFM2 mixtures", "lfm2-moe"),
+    "glm4_moe": ("GLM-4.5", "glm4-moe"),
+    "gpt_oss": ("gpt-oss", "gpt-oss"),
+    "granitemoehybrid": ("Granite 4", "granite-hybrid-moe"),
+    "falcon_h1": ("Falcon-H1", "falcon-h1"),
+    "glm4": ("GLM-4", "glm4"),
+    "ernie4_5": ("Ernie 4.5", "ernie4.5"),
+    "hunyuan_v1_dense": ("Hunyuan", "hunyuan"),
+    "seed_oss": ("Seed-OSS", "seed-oss"),
+    "ministral": ("Ministral", "ministral"),
+    "exaone4": ("EXAONE 4", "exaone4"),
+    "olmo3": ("OLMo 3", "olmo3"),
+    "cohere2": ("Cohere 2 (Command R7B, Command A)", "cohere2"),
+    "stablelm": ("StableLM", "stablelm"),
+    "starcoder2": ("StarCoder2", "starcoder2"),
+    "arcee": ("Arcee", "arcee"),
+    "apertus": ("Apertus", "apertus"),
+    "mimo": ("MiMo", "qwen2"),
 }
 """By ``model_type``: what people call it, and the tiny model that stands for it here."""
+
+NOT_THEIRS = {"mimo"}
+"""Families of models with code of their own, which transformers has under another name."""
 
 FORMATS: Mapping[str, tuple[torch.dtype, int | None]] = {
     "float32": (torch.float32, None),
@@ -99,7 +127,17 @@ def scratch() -> Any:
 def directory(family: str) -> Path:
     path = Path(scratch().name) / family
     save_checkpoint(path, NATIVE_CONFIGS[ROWS[family][1]]())
+    if family in NOT_THEIRS:
+        shutil.copytree(path, path.with_name(f"{family}-theirs"))
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"model_type": family}))
     return path
+
+
+def theirs(family: str) -> Path:
+    """The same model as transformers knows it."""
+    path = directory(family)
+    return path.with_name(f"{family}-theirs") if family in NOT_THEIRS else path
 
 
 @functools.cache
@@ -168,7 +206,7 @@ def test_each_family_is_here() -> None:
 
 
 def test_greedy_text_is_that_of_transformers(family: str) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(directory(family), dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(theirs(family), dtype=torch.float32)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     texts = plain(new_target(family, "float32"), PROMPTS, params)
     for prompt, text in zip(PROMPTS, texts, strict=True):
@@ -247,12 +285,68 @@ def test_a_copy_is_tuned_or_that_is_refused(family: str) -> None:
     assert len(done) == 3
 
 
+# ----------------------------------------------------------------------------------------- table
+
+_FEW_TOKENS = {True: 450, False: 300}
+"""That the small cache has room for: the longest text and a part of another; with states more."""
+_TEXTS = [[*((7 * i) % 90 + 3 for i in range(130)), *range(5 + k, 9 + k)] for k in range(4)]
+
+
+def written(family: str, temperature: float, size: int, memory: int | None = None) -> Engine:
+    """An engine that has written a reply to each text with trees of drafts, as plain decoding does.
+
+    Args:
+        size: most requests at once.
+        memory: of the cache; None: enough.
+    """
+    config, own = read_config(directory(family)), weights(family, "float32")
+    alone = NativeTarget(config, own, FusedDecoder, max_context=512)
+    plain_engine = engine_of(alone, NoDrafter(), FixedBudget(0), max_batch_size=1)
+    expected, found = dict[int, list[int]](), dict[int, list[int]]()
+    drafter = RandomTrees(random.Random("table"), expected)
+    target = NativeTarget(config, own, FusedDecoder, max_context=512, cache_memory=memory)
+    engine = engine_of(target, drafter, FixedBudget(12), max_batch_size=size)
+    engine._slots._headroom = 0
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
+    for prompt in _TEXTS:
+        (row,) = engine.prepare(prompt, params)
+        found[row.request_id] = [*prompt]
+        expected[row.request_id] = [*prompt, *plain_text(plain_engine, prompt, params)]
+        engine.add([row], lambda event: found[event.request_id].extend(event.token_ids))
+    while engine.has_work:
+        engine.step()
+    assert found == expected
+    assert drafter.num_accepted > 20
+    return engine
+
+
+def test_the_row_of_the_table(family: str) -> None:
+    """Native; logits of transformers; and the text of plain decoding with trees of drafts at both
+    temperatures, alone, in a batch of four, behind cached beginnings, and preempted."""
+    raw = json.loads((directory(family) / "config.json").read_text())
+    assert why_not_native(raw, directory(family)) is None
+    target = new_target(family, "float32")
+    logits_V = target.score([ScoreRow(target.cache.allocate(), _TEXTS[0])])[0].logits_NV[0]
+    reference = AutoModelForCausalLM.from_pretrained(theirs(family), dtype=torch.float32)
+    with torch.inference_mode():
+        expected_V = reference(torch.tensor([_TEXTS[0]])).logits[0, -1]
+    assert torch.allclose(logits_V, expected_V, atol=1e-4)
+    for temperature in (0.0, 1.0):
+        engine = written(family, temperature, 1)
+        assert engine.prefixes.stats.cached_tokens > 300
+        written(family, temperature, 4)
+    few = _FEW_TOKENS[FAMILIES[family].recurrent is not None] * target.cache.memory._token_bytes
+    assert written(family, 1.0, 4, few).stats().preemptions > 0
+
+
 # --------------------------------------------------------------------------------------- configs
 
 HARMLESS = {
     *("initializer_range", "use_cache", "attention_dropout", "resid_pdrop", "embd_pdrop"),
     *("pad_token_id", "bos_token_id", "pretraining_tp", "output_router_logits"),
     *("router_aux_loss_coef", "router_jitter_noise", "rms_norm_eps", "transformers_version"),
+    *("num_nextn_predict_layers", "mamba_chunk_size", "eod_token_id", "residual_dropout"),
+    *("hidden_dropout", "embedding_dropout"),
     *("architectures", "dtype", "torch_dtype", "return_dict", "chunk_size_feed_forward"),
 }
 """Fields that change no logits."""
@@ -267,6 +361,8 @@ IGNORED = {"gemma3_text": {"attn_logit_softcapping"}}
 
 def test_every_field_that_transformers_knows_is_known(family: str) -> None:
     """Every field that changes the model's computation is read, or refused by name."""
+    if family in NOT_THEIRS:
+        pytest.skip("transformers does not have it")
     described = FAMILIES[family]
     known = HARMLESS | READ | described.reads | set(described.neutral) | set(described.fixed)
     known |= IGNORED.get(family, set())
@@ -382,6 +478,24 @@ def test_mistral_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
     assert check_logits(path, target, config)
 
 
+def test_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:
+    """As transformers 5 holds them, and as some checkpoints are published."""
+    path = changed("qwen3_5_moe_text", {}, tmp_path)
+    stored = load_file(path / "model.safetensors")
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    held = {name: t for name, t in reference.state_dict().items() if ".experts." in name}
+    kept = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    assert len(held) == 2 * 3
+    save_file(kept | held, path / "model.safetensors", {"format": "pt"})
+    target = NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
+    expected = new_target("qwen3_5_moe_text", "float32")
+    logits = [
+        each.score([ScoreRow(each.cache.allocate(), _TEXTS[0])])[0].logits_NV
+        for each in (target, expected)
+    ]
+    assert torch.equal(*logits)
+
+
 def test_scores_times_nothing_are_refused(tmp_path: Path) -> None:
     """The kernel takes 0 for the usual factor."""
     path = changed("granite", {"attention_multiplier": 0.0}, tmp_path)
@@ -404,25 +518,33 @@ def test_five_hundred_mutated_configs_are_right_or_refused(
 # ------------------------------------------------------------------------------------------- docs
 
 
+CHECKS = (
+    *("native", "equal to transformers", "equal with drafts, temperature 0 and 1"),
+    *("in a batch of four", "after a prefix hit", "preempted"),
+)
+"""Of `test_the_row_of_the_table`."""
+
+
 def table() -> str:
     """The rows of docs/reference/families.md: what the tests above prove."""
-    lines = ["| models | `model_type` | runs | weights | GGUF | drafters |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = [f"| models | `model_type` | {' | '.join(CHECKS)} | weights | GGUF | drafters |"]
+    lines.append("|---" * (5 + len(CHECKS)) + "|")
     formats = ", ".join(f"`{name}`" for name in FORMATS)
     for model_type, (people, _) in ROWS.items():
         gguf = FAMILIES[model_type].gguf
         file = f"`{gguf.architecture}`" if gguf else "no"
         drafters = ", ".join(f"`{name}`" for name in DRAFTERS if works(name, model_type))
-        lines.append(f"| {people} | `{model_type}` | natively | {formats} | {file} | {drafters} |")
+        yes = " | ".join(["yes"] * len(CHECKS))
+        lines.append(f"| {people} | `{model_type}` | {yes} | {formats} | {file} | {drafters} |")
     of_two = ", ".join(f"`{name}`" for name in encoder_decoders.DRAFTERS)
     kinds = ", ".join(f"`{name}`" for name in encoder_decoders.CONFIGS)
     lines.append(
         f"| T5, BART, Marian ([encoder-decoders](../start/encoder-decoder.md)) | {kinds} | "
-        f"through transformers | `float32`, `bf16` | no | {of_two} |"
+        f"no | | | | | | `float32`, `bf16` | no | {of_two} |"
     )
     lines.append(
-        "| others | any | through transformers | `float32`, `bf16` | no | those that need no "
-        "native target |"
+        "| others | any | no | | | | | | `float32`, `bf16` | no "
+        "| those that need no native target |"
     )
     return "\n".join(lines)
 

@@ -5,6 +5,8 @@ of the token after it, a projection of both, a decoder layer and a norm. Behind 
 output takes the state's place (FastMTP, arXiv 2509.18362), so that one layer drafts as far as
 several do.
 
+Models that bring such a layer (Qwen3-Next, Qwen3.5, GLM-4.5, MiMo) draft with it: `OwnMtp`.
+
 Shape legend: T tokens, N drafted tokens, E hidden size.
 """
 
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.drafters.heads.base import HeadModule, HeadOption
@@ -91,8 +94,47 @@ class MtpRunner(StepRunner):
         return self._join([state_NE], tokens)
 
 
+class OwnMtp:
+    """The layer that a model brings; a `foredraft.drafters.heads.steps.StepHead`.
+
+    Args:
+        target: with such a layer.
+    """
+
+    output_ids_R: Tensor | None = None
+    promise: tuple[float, float] | None = None
+
+    def __init__(self, target: HeadTarget) -> None:
+        self.taps: tuple[int, ...] = (target.capabilities.taps[-1],)
+
+    def runner(self, target: HeadTarget) -> OwnMtpRunner:
+        return OwnMtpRunner(target)
+
+
+class OwnMtpRunner(StepRunner):
+    """Makes the inputs of a model's own layer."""
+
+    def __init__(self, target: HeadTarget) -> None:
+        own = self._own = target.own_layers()
+        self._runner, self._parts = own.runner, target.parts
+        self.layers = (own.runner.layers,)
+        tokens = JoinedTokens(target, own.token_EE, own.eps)
+        self._join = Joined(target, [own.state_norm_E], own.state_EE, own.eps, tokens)
+
+    @torch.no_grad()
+    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
+        return self._join([self._parts.norm(taps[0].to(self._parts.dtype))], following)
+
+    @torch.no_grad()
+    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
+        own = self._own
+        normed_NE = F.rms_norm(states_NE.float(), states_NE.shape[-1:], own.norm_E, own.eps)
+        return self._join([normed_NE], tokens)
+
+
 DRAFTER = stepwise_drafter(
     MtpModule,
     summary="a trained layer carries the target's last state on, token by token",
     num_draft_tokens=8,
+    own=OwnMtp,
 )

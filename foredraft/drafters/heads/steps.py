@@ -388,6 +388,7 @@ def stepwise_drafter(
     summary: str,
     num_draft_tokens: int,
     read: Callable[[Path, HeadTarget], StepHead] | None = None,
+    own: Callable[[HeadTarget], StepHead] | None = None,
 ) -> DrafterSpec:
     """The spec of a drafter that grows trees with a trained head.
 
@@ -395,6 +396,7 @@ def stepwise_drafter(
         head: the kind of head, a `StepHead`.
         summary, num_draft_tokens: see `DrafterSpec`.
         read: reads a head from a published checkpoint; None: only heads that foredraft saved.
+        own: the head of a model that brings one; None: this kind comes with no model.
     """
 
     def build(context: DrafterContext) -> Drafter:
@@ -402,6 +404,8 @@ def stepwise_drafter(
         directory = named_folder(context, head.kind, "head")
         if read is not None and directory is not None and is_checkpoint(directory):
             return StepDrafter(read(directory, target), target, limits)
+        if own is not None and directory is None and target.has_own_layers:
+            return StepDrafter(own(target), target, limits)
         return StepDrafter(cast(StepHead, trained_head(context, head)), target, limits)
 
     return DrafterSpec(
@@ -412,6 +416,7 @@ def stepwise_drafter(
         needs=("parts", "cache_layers"),
         trained=head.kind,
         head=head,
+        is_models_own=own is not None,
     )
 
 

@@ -86,6 +86,9 @@ class GenerationFields(_Schema):
 Factors = Annotated[tuple[Factor, ...], BeforeValidator(_as_tuple)]
 
 
+Multipliers = Annotated[tuple[Multiplier, ...], BeforeValidator(_as_tuple)]
+
+
 class RopeFields(_Schema):
     """Rotary parameters, in the spelling of transformers 5 or in that of 4."""
 
@@ -99,6 +102,7 @@ class RopeFields(_Schema):
     attention_factor: Factor | None = None
     beta_fast: Factor | None = None
     beta_slow: Factor | None = None
+    alpha: Factor | None = None
     mscale: Factor | None = None
     mscale_all_dim: Factor | None = None
     truncate: bool = True
@@ -153,7 +157,9 @@ class DecoderFields(_Schema):
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     max_position_embeddings: Count
-    rms_norm_eps: Epsilon = Field(validation_alias=AliasChoices("rms_norm_eps", "norm_eps"))
+    rms_norm_eps: Epsilon = Field(
+        validation_alias=AliasChoices("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
+    )
     hidden_act: str = "silu"
     hidden_activation: str | None = None
     rope_theta: Theta | None = None
@@ -166,31 +172,62 @@ class DecoderFields(_Schema):
     tie_word_embeddings: bool | None = Field(
         default=None, validation_alias=AliasChoices("tie_embedding", "tie_word_embeddings")
     )
-    attention_bias: bool | None = None
+    attention_bias: bool | None = Field(
+        default=None, validation_alias=AliasChoices("attention_bias", "use_bias", "use_qkv_bias")
+    )
+    output_bias: bool | None = Field(default=None, validation_alias="attention_out_bias")
+    mlp_bias: bool | None = Field(
+        default=None, validation_alias=AliasChoices("mlp_bias", "use_bias")
+    )
+    use_qk_norm: bool | None = Field(
+        default=None, validation_alias=AliasChoices("use_qk_norm", "qk_layernorm")
+    )
+    use_parallel_residual: bool | None = None
     use_sliding_window: bool | None = None
     sliding_window: Count | None = None
-    sliding_window_pattern: Count | None = Field(
+    sliding_window_pattern: Count | str | None = Field(
         default=None,
         validation_alias=AliasChoices("sliding_window_pattern", "_sliding_window_pattern"),
     )
     max_window_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 28
-    layer_types: Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)] = None
+    layer_types: Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)] = Field(
+        default=None, validation_alias=AliasChoices("layer_types", "layers_block_type")
+    )
+    position_embedding_type: str | None = None
     no_rope_layers: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
     no_rope_layer_interval: Count | None = None
     embedding_multiplier: Multiplier = 1.0
     residual_multiplier: Multiplier = 1.0
     attention_multiplier: Scale | None = None
     logits_scaling: Factor = 1.0
+    logit_scale: Scale | None = Field(
+        default=None, validation_alias=AliasChoices("logit_scale", "lm_head_multiplier")
+    )
+    key_multiplier: Multiplier = 1.0
+    attention_in_multiplier: Multiplier = 1.0
+    attention_out_multiplier: Multiplier = 1.0
+    ssm_in_multiplier: Multiplier = 1.0
+    ssm_out_multiplier: Multiplier = 1.0
+    ssm_multipliers: Multipliers = (1.0,) * 5
+    mlp_multipliers: Multipliers = (1.0,) * 2
     query_pre_attn_scalar: Factor | None = None
     attn_logit_softcapping: Factor | None = None
     final_logit_softcapping: Factor | None = None
-    num_experts: Count | None = Field(
-        default=None, validation_alias=AliasChoices("num_local_experts", "num_experts")
+    num_experts: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None,
+        validation_alias=AliasChoices("num_local_experts", "num_experts", "n_routed_experts"),
     )
     num_experts_per_tok: Count | None = None
     moe_intermediate_size: Count | None = None
     norm_topk_prob: bool | None = None
     shared_expert_intermediate_size: Count | None = None
+    shared_intermediate_size: Count | None = None
+    n_shared_experts: Annotated[int, Field(ge=0, le=64)] | None = None
+    num_dense_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default=0, validation_alias=AliasChoices("first_k_dense_replace", "num_dense_layers")
+    )
+    use_expert_bias: bool | None = None
+    routed_scaling_factor: Scale = 1.0
     block_auto_adjust_ff_dim: bool = False
     block_ffn_dim_multiplier: Factor | None = 1.0
     block_multiple_of: Count = 256
@@ -203,6 +240,15 @@ class DecoderFields(_Schema):
     linear_num_key_heads: Count = 16
     linear_num_value_heads: Count = 32
     linear_heads_tiled: bool = False
+    mamba_n_heads: Count = 128
+    mamba_n_groups: Count = 1
+    mamba_d_state: Count = 256
+    mamba_d_head: Count | str | None = None
+    mamba_d_conv: Count = 4
+    mamba_expand: Count = 2
+    mamba_conv_bias: bool = True
+    mamba_d_ssm: Count | None = None
+    mamba_rms_norm: bool = True
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
 

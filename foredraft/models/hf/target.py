@@ -26,6 +26,7 @@ from foredraft.models.base import (
     Capabilities,
     HeadWeights,
     Join,
+    OwnLayers,
     ScoreRow,
     Scores,
     check_taps,
@@ -155,11 +156,18 @@ class HFTarget:
             )
         return self._parts
 
+    @property
+    def has_own_layers(self) -> bool:
+        return False
+
+    def own_layers(self) -> OwnLayers:
+        raise CapabilityError("layers that predict further tokens are run by the native decoder")
+
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
         """See `foredraft.models.base.HeadTarget`."""
         dtype = self.parts.dtype
         layers = self.cache.add_layers(head_config(weights).kv_shape, dtype)
-        return NativeHeadRunner(weights, layers, dtype, fused=False)
+        return NativeHeadRunner.of_head(weights, layers, dtype, fused=False)
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
         """See `foredraft.models.base.HeadTarget`."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from foredraft.cache.base import KVShape
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
-from foredraft.cache.states import StateCache
+from foredraft.cache.states import StateCache, StateShape
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.families import FAMILIES, RECURRENT_TYPES, Family
 from foredraft.models.files.json_files import parse_fields, read_json
@@ -30,8 +30,8 @@ from foredraft.models.files.schema import DecoderFields, RopeFields
 from foredraft.models.native.recurrent import Recurrent
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-"""``rope_type`` values. A dynamic one is plain as long as a text fits ``max_position_embeddings``,
-which is as long as it may be."""
+"""``rope_type`` values. A dynamic one is plain as long as a text fits ``max_position_embeddings``;
+for longer ones the longest that is allowed decides, for all texts."""
 
 
 _PLAIN = RopeFields()
@@ -47,6 +47,7 @@ class RotaryEmbedding:
         fields: its scaling.
         context: ``max_position_embeddings``.
         is_long: of longrope, whether the factors for long texts are meant.
+        longest: of dynamic, the longest text, if that is more than ``context``.
     """
 
     theta: float
@@ -54,6 +55,7 @@ class RotaryEmbedding:
     fields: RopeFields = _PLAIN
     context: int = 0
     is_long: bool = False
+    longest: int = 0
 
     @property
     def kind(self) -> str:
@@ -76,7 +78,7 @@ class RotaryEmbedding:
     def inverse_frequencies(self) -> Tensor:
         """Rotation speed of each pair of numbers, float32 [P / 2]."""
         exponent = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
-        inv_freq: Tensor = 1.0 / (self.theta**exponent)
+        inv_freq: Tensor = 1.0 / (self._base**exponent)
         if self.kind == "linear":
             return inv_freq / self._factor
         if self.kind == "llama3":
@@ -87,6 +89,16 @@ class RotaryEmbedding:
             factors = self.fields.long_factor if self.is_long else self.fields.short_factor
             return 1.0 / (torch.tensor(factors) * self.theta**exponent)
         return inv_freq
+
+    @property
+    def _base(self) -> float:
+        """Theta, which dynamic scaling stretches: by Hunyuan's alpha, or by the longest text."""
+        stretch = self.fields.alpha or 1.0
+        if self.kind != "dynamic" or self.size < 4:
+            return self.theta
+        if self.fields.alpha is None and self.longest > self.context:
+            stretch = self._factor * self.longest / self.context - (self._factor - 1)
+        return float(self.theta * stretch ** (self.size / (self.size - 2)))
 
     @property
     def _original_context(self) -> int:
@@ -135,7 +147,13 @@ def _yarn_amplitude(fields: RopeFields, factor: float) -> float:
     return scale(1.0)
 
 
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+    "clipped_silu": "clipped_silu",
+    "xielu": "xielu",
+}
 """Activations by their names in ``config.json``."""
 
 _MOST_LAYERS = 100_000
@@ -154,6 +172,7 @@ class LayerKind:
 
     Attributes:
         is_recurrent: it does not, but keeps a state of the text.
+        mixes_beside: it does both.
         rope: number of its rotary embedding; None: none.
         window: how many entries a token sees at most, its own included; None: all.
     """
@@ -161,6 +180,12 @@ class LayerKind:
     rope: int | None = 0
     window: int | None = None
     is_recurrent: bool = False
+    mixes_beside: bool = False
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it keeps a state of the text."""
+        return self.is_recurrent or self.mixes_beside
 
 
 USUAL_KIND = LayerKind()
@@ -174,13 +199,52 @@ class Experts:
         count: X.
         per_token: how many of them a token chooses.
         normalised: their weights are made to add up to 1.
-        shares: the last one is chosen by each token beside others, by a gate of its own.
+        num_shared: the last ones, which each token chooses beside others.
+        shared_gate: by the sigmoid of one more logit; else with weight 1.
+        scale: factor of the weights of the others.
+        num_dense: layers from the first on that have none, and a feed-forward part instead.
+        dense_size: of that part.
+        has_bias: the router has a bias.
     """
 
     count: int
     per_token: int
     normalised: bool
-    shares: bool = False
+    num_shared: int = 0
+    shared_gate: bool = False
+    scale: float = 1.0
+    num_dense: int = 0
+    dense_size: int = 0
+    has_bias: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the router."""
+        return self.count - self.num_shared + self.shared_gate
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors of what a layer's matrices give; weights have them once they are read.
+
+    Attributes:
+        inputs, key, output: of attention: of all that it reads, of keys beside that, and of what it
+            gives.
+        mixer: of Mamba-2's gates, x, B, C and steps.
+        mixer_output: of what it gives.
+        gate, down: of the feed-forward part.
+    """
+
+    inputs: float = 1.0
+    key: float = 1.0
+    output: float = 1.0
+    mixer: tuple[float, ...] = (1.0,) * 5
+    mixer_output: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
+
+
+NO_MULTIPLIERS = Multipliers()
 
 
 @dataclass(frozen=True)
@@ -199,6 +263,10 @@ class DecoderConfig:
         embedding_scale: factor of embeddings.
         residual_scale: factor of each part of a layer before it is added.
         experts: of the feed-forward parts; None: they are whole.
+        mlp_bias: whether feed-forward parts have biases.
+        has_head_norms: whether queries and keys are normalised, in a family that does so.
+        is_parallel: both parts of a layer read its input.
+        multipliers: of what matrices give.
         recurrent: its recurrent layers; None: there are none.
     """
 
@@ -217,6 +285,10 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     attention_bias: bool = False
     output_bias: bool = False
+    mlp_bias: bool = False
+    has_head_norms: bool = True
+    is_parallel: bool = False
+    multipliers: Multipliers = NO_MULTIPLIERS
     kinds: tuple[LayerKind, ...] = ()
     activation: str = "silu"
     query_scale: float | None = None
@@ -253,7 +325,11 @@ class DecoderConfig:
 
     @property
     def num_recurrent_layers(self) -> int:
-        return sum(kind.is_recurrent for kind in self.kinds)
+        return sum(kind.has_state for kind in self.kinds)
+
+    @property
+    def num_attending_layers(self) -> int:
+        return self.num_hidden_layers - sum(kind.is_recurrent for kind in self.kinds)
 
     def numbers(self) -> list[int]:
         """Of each layer its number among those that attend, or among the recurrent ones."""
@@ -271,8 +347,13 @@ class DecoderConfig:
 
     @property
     def kv_shape(self) -> KVShape:
-        num_layers = self.num_hidden_layers - self.num_recurrent_layers
-        return KVShape(num_layers, self.num_key_value_heads, self.head_dim)
+        return KVShape(self.num_attending_layers, self.num_key_value_heads, self.head_dim)
+
+    @property
+    def row_states(self) -> StateShape | None:
+        """What recurrent layers keep of a row; None: there are none."""
+        count = self.num_recurrent_layers
+        return self.recurrent.states(count) if self.recurrent and count else None
 
     def new_cache(
         self,
@@ -282,14 +363,23 @@ class DecoderConfig:
         memory: CacheMemory | int | None = None,
     ) -> KVCache:
         """A cache of its entries, and of its states; see there."""
-        shape, recurrent, count = self.kv_shape, self.recurrent, self.num_recurrent_layers
-        if recurrent is None or not count:
+        shape, states = self.kv_shape, self.row_states
+        if states is None:
             return KVCache(shape, dtype, device, max_length, memory)
-        return StateCache(shape, recurrent.states(count), dtype, device, max_length, memory)
+        return StateCache(shape, states, dtype, device, max_length, memory)
 
     @property
     def max_context(self) -> int:
         return self.max_position_embeddings
+
+    def feed_forward(self, index: int) -> tuple[int, int]:
+        """Numbers of a layer's experts (1: it has none), and rows of each one's gates."""
+        experts = self.experts
+        if experts is None:
+            return 1, self.intermediate_size
+        if index < experts.num_dense:
+            return 1, experts.dense_size
+        return experts.count, self.intermediate_size
 
     @property
     def num_matrix_parameters(self) -> int:
@@ -304,28 +394,41 @@ class DecoderConfig:
     def _matrix_parameters(self, num_experts: int) -> int:
         query = self.num_attention_heads * self.head_dim
         key_value = self.num_key_value_heads * self.head_dim
-        feed_forward = 3 * self.intermediate_size * num_experts
         num_recurrent, recurrent = self.num_recurrent_layers, self.recurrent
-        rows = (self.num_hidden_layers - num_recurrent) * (query + self.query_rows + 2 * key_value)
+        rows = self.num_attending_layers * (query + self.query_rows + 2 * key_value)
         if recurrent:
             rows += num_recurrent * (recurrent.num_inputs + recurrent.num_outputs)
-        rows += self.num_hidden_layers * feed_forward
+        rows += (2 + self.family.is_gated) * self._feed_forward_rows(num_experts)
         return (rows + self.vocab_size) * self.hidden_size
+
+    def _feed_forward_rows(self, num_experts: int) -> int:
+        num_dense = min(self.experts.num_dense, self.num_hidden_layers) if self.experts else 0
+        rows = (self.num_hidden_layers - num_dense) * self.intermediate_size * num_experts
+        return rows + (num_dense * self.experts.dense_size if self.experts else 0)
 
     @property
     def num_parameters(self) -> int:
         """Weights, with a tied head counted once."""
-        hidden, family = self.hidden_size, self.family
+        hidden, family, experts = self.hidden_size, self.family, self.experts
         key_value = self.num_key_value_heads * self.head_dim
         norms = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-        layer = hidden * sum(getattr(family.names, norm) is not None for norm in norms)
-        layer += self.experts.count * hidden if self.experts else 0
+        names = {getattr(family.names, norm) for norm in norms} - {None}
+        norm = hidden * (1 + family.norm_biases)
         bias = (self.query_rows + 2 * key_value) * self.attention_bias + hidden * self.output_bias
-        num_recurrent = self.num_recurrent_layers
-        others = self.num_hidden_layers * layer + hidden
-        others += (self.num_hidden_layers - num_recurrent) * (bias + sum(self.head_norm_sizes))
+        bias += self.num_attention_heads * (family.names.sinks is not None)
+        num_layers, num_recurrent = self.num_hidden_layers, self.num_recurrent_layers
+        others = num_layers * norm * len(names) + norm
+        others += num_layers * 4 * (family.names.activation is not None)
+        others += self.num_attending_layers * (bias + sum(self.head_norm_sizes))
         if self.recurrent:
             others += num_recurrent * self.recurrent.num_vector_parameters(hidden)
+        if self.mlp_bias:
+            count = experts.count if experts else 1
+            others += (1 + family.is_gated) * self._feed_forward_rows(count)
+            others += num_layers * count * hidden
+        if experts:
+            router = experts.num_logits * hidden + experts.has_bias * experts.num_logits
+            others += max(0, num_layers - experts.num_dense) * router
         if not self.tie_word_embeddings:
             others += self.vocab_size * hidden
         return self.num_matrix_parameters + others
@@ -333,7 +436,7 @@ class DecoderConfig:
     @property
     def head_norm_sizes(self) -> tuple[int, ...]:
         """Sizes of the norms of queries and of keys; empty: there are none."""
-        if self.family.head_norms is None:
+        if self.family.head_norms is None or not self.has_head_norms:
             return ()
         if self.family.head_norms == "each":
             return self.head_dim, self.head_dim
@@ -374,13 +477,22 @@ def read_config(directory: Path, max_context: int | None = None) -> DecoderConfi
     return _resolve(family, _parse(path, raw, family), max_context)
 
 
+_TEXT_TYPES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+"""Text parts that are a family under another name: positions of text alone are alike in all
+sections of their rotary embedding."""
+
+
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of the config of a model of text and images the part about text, where that is native."""
     text = raw.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+    if not isinstance(text, dict):
+        return raw
+    model_type = _TEXT_TYPES.get(str(text.get("model_type")), text.get("model_type"))
+    if model_type not in FAMILIES:
         return raw
     common = ("tie_word_embeddings", "eos_token_id", "quantization_config")
-    return {name: raw[name] for name in common if name in raw} | text
+    own = {name: raw[name] for name in common if name in raw}
+    return own | text | {"model_type": model_type}
 
 
 def check_fields(path: Path, raw: Mapping[str, Any]) -> None:
@@ -405,7 +517,16 @@ _OPTIONAL = frozenset(
         *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
         *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim"),
         *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
-        *("linear_heads_tiled", "shared_expert_intermediate_size"),
+        *("linear_heads_tiled", "shared_expert_intermediate_size", "num_dense_layers"),
+        *("first_k_dense_replace", "n_routed_experts", "n_shared_experts", "use_expert_bias"),
+        *("routed_scaling_factor", "use_qk_norm", "qk_layernorm", "mlp_bias", "use_bias"),
+        *("attention_out_bias", "use_qkv_bias", "use_parallel_residual", "logit_scale"),
+        *("layer_norm_eps", "norm_epsilon", "shared_intermediate_size", "layers_block_type"),
+        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+        *("mamba_expand", "mamba_conv_bias", "position_embedding_type", "lm_head_multiplier"),
+        *("mlp_multipliers", "key_multiplier", "attention_in_multiplier", "ssm_multipliers"),
+        *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier", "mamba_d_ssm"),
+        "mamba_rms_norm",
     }
 )
 """Fields that only some families heed."""
@@ -426,19 +547,13 @@ def _heeds(family: Family, key: str) -> bool:
 def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> DecoderConfig:
     context, ropes = _ropes(family, fields, max_context)
     bias = bool(fields.attention_bias)
-    experts = None
-    if family.names.router:
-        assert fields.num_experts
-        assert fields.num_experts_per_tok
-        normalised = bool(fields.norm_topk_prob)
-        shares = bool(family.names.shared_router)
-        counts = fields.num_experts + shares, fields.num_experts_per_tok + shares
-        experts = Experts(*counts, normalised, shares)
+    experts = _experts(family, fields)
+    output_bias = bias and family.output_bias
     return DecoderConfig(
         model_type=fields.model_type,
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
-        intermediate_size=fields.moe_intermediate_size or fields.feed_forward_size,
+        intermediate_size=_feed_forward_size(family, fields),
         num_hidden_layers=fields.num_hidden_layers,
         num_attention_heads=fields.num_attention_heads,
         num_key_value_heads=fields.num_key_value_heads or fields.num_attention_heads,
@@ -449,19 +564,74 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         tie_word_embeddings=bool(fields.tie_word_embeddings),
         eos_token_ids=fields.eos_token_id,
         attention_bias=bias,
-        output_bias=bias and family.output_bias,
+        output_bias=output_bias if fields.output_bias is None else fields.output_bias,
+        mlp_bias=bool(fields.mlp_bias),
+        has_head_norms=fields.use_qk_norm is not False,
+        is_parallel=family.is_parallel or bool(fields.use_parallel_residual),
+        multipliers=_multipliers(fields),
         kinds=_kinds(family, fields),
         activation=ACTIVATIONS[fields.hidden_activation or fields.hidden_act],
         query_scale=_query_scale(fields),
         attention_cap=fields.attn_logit_softcapping,
         logits_cap=fields.final_logit_softcapping,
-        logits_scale=1.0 / fields.logits_scaling,
+        logits_scale=fields.logit_scale or 1.0 / fields.logits_scaling,
         embedding_scale=(
             fields.hidden_size**0.5 if family.scales_embeddings else fields.embedding_multiplier
         ),
         residual_scale=fields.residual_multiplier,
         experts=experts,
         recurrent=_recurrent(family, fields),
+    )
+
+
+def _multipliers(fields: DecoderFields) -> Multipliers:
+    gate, down = fields.mlp_multipliers
+    return Multipliers(
+        inputs=fields.attention_in_multiplier,
+        key=fields.key_multiplier,
+        output=fields.attention_out_multiplier,
+        mixer=tuple(fields.ssm_in_multiplier * one for one in fields.ssm_multipliers),
+        mixer_output=fields.ssm_out_multiplier,
+        gate=gate,
+        down=down,
+    )
+
+
+def _has_experts(family: Family, fields: DecoderFields) -> bool:
+    """Some families have mixtures and whole feed-forward parts."""
+    return family.names.router is not None and fields.num_experts != 0
+
+
+def _feed_forward_size(family: Family, fields: DecoderFields) -> int:
+    if _has_experts(family, fields):
+        return fields.moe_intermediate_size or fields.feed_forward_size
+    return fields.shared_intermediate_size or fields.feed_forward_size
+
+
+def _shared_size(family: Family, fields: DecoderFields) -> int:
+    """Of what each token reads beside the experts that it chooses; 0: nothing."""
+    if not family.names.shared_down:
+        return 0
+    size = fields.shared_expert_intermediate_size or fields.shared_intermediate_size
+    return size or (fields.n_shared_experts or 0) * _feed_forward_size(family, fields)
+
+
+def _experts(family: Family, fields: DecoderFields) -> Experts | None:
+    if not _has_experts(family, fields):
+        return None
+    assert fields.num_experts
+    assert fields.num_experts_per_tok
+    num_shared = _shared_size(family, fields) // _feed_forward_size(family, fields)
+    return Experts(
+        fields.num_experts + num_shared,
+        fields.num_experts_per_tok + num_shared,
+        normalised=bool(fields.norm_topk_prob),
+        num_shared=num_shared,
+        shared_gate=family.names.shared_router is not None,
+        scale=fields.routed_scaling_factor,
+        num_dense=fields.num_dense_layers,
+        dense_size=fields.feed_forward_size,
+        has_bias=family.names.router_bias is not None and fields.use_expert_bias is not False,
     )
 
 
@@ -484,17 +654,18 @@ def _kinds(family: Family, fields: DecoderFields) -> tuple[LayerKind, ...]:
         is_local = _is_local(family, fields, index)
         rope = 1 if family.local_rope and is_local else 0
         window = fields.sliding_window if is_local else None
+        is_rotated = _is_rotated(family, fields, index)
         if window is not None and window >= fields.max_position_embeddings:
             window = None
-        kinds.append(LayerKind(rope if _is_rotated(fields, index) else None, window))
+        kinds.append(LayerKind(rope if is_rotated else None, window, False, family.mixes_beside))
     return () if set(kinds) == {USUAL_KIND} else tuple(kinds)
 
 
 def _is_recurrent(family: Family, fields: DecoderFields, index: int) -> bool:
-    if family.recurrent is None:
+    if family.recurrent is None or family.mixes_beside:
         return False
     if fields.layer_types is not None:
-        return fields.layer_types[index] == RECURRENT_TYPES[family.recurrent]
+        return fields.layer_types[index] in RECURRENT_TYPES[family.recurrent]
     if family.recurrent == "delta_net":
         return (index + 1) % fields.full_attention_interval != 0
     return fields.full_attn_idxs is not None and index not in fields.full_attn_idxs
@@ -505,6 +676,19 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
         return None
     if family.recurrent == "short_conv":
         return Recurrent("short_conv", fields.conv_L_cache, fields.hidden_size)
+    if family.recurrent == "mamba2":
+        all_heads = fields.mamba_d_ssm or fields.mamba_expand * fields.hidden_size
+        size = all_heads // fields.mamba_n_heads
+        given = fields.mamba_d_head
+        return Recurrent.mamba2(
+            fields.mamba_d_conv,
+            fields.mamba_n_groups,
+            fields.mamba_n_heads,
+            fields.mamba_d_state,
+            given if isinstance(given, int) else size,
+            fields.mamba_conv_bias,
+            fields.mamba_rms_norm,
+        )
     return Recurrent.delta_net(
         fields.linear_conv_kernel_dim,
         fields.linear_num_key_heads,
@@ -515,7 +699,11 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
     )
 
 
-def _is_rotated(fields: DecoderFields, index: int) -> bool:
+def _is_rotated(family: Family, fields: DecoderFields, index: int) -> bool:
+    if "position_embedding_type" in family.reads:
+        return fields.position_embedding_type == "rope"
+    if family.rotates_windows and fields.sliding_window is not None:
+        return _is_local(family, fields, index)
     if fields.no_rope_layers is not None:
         return bool(fields.no_rope_layers[index])
     interval = fields.no_rope_layer_interval
@@ -531,10 +719,12 @@ def _is_local(family: Family, fields: DecoderFields, index: int) -> bool:
     if family.windows == "upper":
         return index >= fields.max_window_layers
     if family.windows == "pattern":
-        assert fields.sliding_window_pattern is not None
-        return (index + 1) % fields.sliding_window_pattern != 0
+        pattern = fields.sliding_window_pattern  # such as LLLG
+        size = len(pattern) if isinstance(pattern, str) else pattern
+        assert size
+        return (index + 1) % size != 0
     if family.windows == "unrotated":
-        return not _is_rotated(fields, index)
+        return not _is_rotated(family, fields, index)
     return True
 
 
@@ -553,24 +743,31 @@ def _ropes(
 
     Longrope has other factors for texts beyond the original context. The longest text that is
     allowed decides once which of them apply: the original context unless more is asked for.
+    So it does where scaling is dynamic: up to the factor times the original context.
     Yarn and linear scaling extend the original context by their factor, also where a file's
     ``max_position_embeddings`` still is the original one, as model cards of Qwen2.5 advise.
     """
     context, ropes = fields.max_position_embeddings, []
-    thetas = [fields.rope_theta, fields.rope_local_base_freq][: 1 + family.local_rope]
+    thetas = [fields.rope_theta, fields.rope_local_base_freq or fields.rope_theta]
+    thetas = thetas[: 1 + family.local_rope]
     for rope, theta in zip(_rope_fields(family, fields), thetas, strict=True):
         is_long = False
         original = rope.original_max_position_embeddings or context
         if rope.rope_type == "longrope" and original < context:
             is_long = max_context is not None and max_context > original
             context = context if is_long else original
+        longest = 0
+        if rope.rope_type == "dynamic" and rope.alpha is None:
+            longest = min(max_context or 0, int(context * (rope.factor or 1.0)))
+            context = max(context, longest)
         is_known = rope.rope_type == "yarn" or rope.original_max_position_embeddings is not None
         if rope.rope_type in ("yarn", "linear") and is_known:
             context = max(context, int(original * (rope.factor or 1.0)))
         share = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
         size = int(fields.head_size * share)
         theta = rope.rope_theta or theta or 10000.0
-        ropes.append(RotaryEmbedding(theta, size, rope, fields.max_position_embeddings, is_long))
+        trained = fields.max_position_embeddings
+        ropes.append(RotaryEmbedding(theta, size, rope, trained, is_long, longest))
     return context, tuple(ropes)
 
 
@@ -597,10 +794,13 @@ def _rope_fields(family: Family, fields: DecoderFields) -> list[RopeFields]:
 def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) -> str | None:
     """The feature of this checkpoint that the decoder lacks, or None."""
     for name, neutral in family.neutral.items():
-        if raw.get(name) not in (None, neutral, []):
+        accepted = neutral if isinstance(neutral, tuple) else (neutral,)
+        if raw.get(name) not in (None, [], *accepted):
             return f"{name} is not implemented ({raw[name]!r:.80})"
     if (activation := fields.hidden_activation or fields.hidden_act) not in ACTIVATIONS:
         return f"activation {activation!r:.80} is not implemented"
+    if (activation == "xielu") != (family.names.activation is not None):
+        return f"activation {activation!r:.80} is not implemented in this family"
     if fields.quantization_config:
         return "quantised checkpoints are not implemented"
     return (
@@ -618,8 +818,8 @@ def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
         if listed is not None and len(listed) < num_layers:
             return f"{name} lists {len(listed)} layers, and there are {num_layers}"
     for kind in set(fields.layer_types or ()):
-        known = (_FULL, RECURRENT_TYPES[family.recurrent] if family.recurrent else _SLIDING)
-        if kind not in known:
+        others = RECURRENT_TYPES[family.recurrent] if family.recurrent else (_SLIDING,)
+        if kind not in (_FULL, *others) and not (family.recurrent and kind == "attention"):
             return f"layers of type {kind!r:.80} are not implemented"
     has_window = fields.sliding_window is not None and _has_windows(family, fields)
     if _SLIDING in (fields.layer_types or ()) and not has_window:
@@ -631,6 +831,8 @@ def _unsupported_recurrence(family: Family, fields: DecoderFields) -> str | None
     sizes = _recurrent(family, fields)
     if sizes is None:
         return None
+    if len(fields.ssm_multipliers) != 5 or len(fields.mlp_multipliers) != 2:
+        return "so many multipliers are not implemented"
     if not 2 <= sizes.window <= _MOST_CONVOLVED:
         return f"a convolution of {sizes.window} inputs is not implemented"
     if sizes.key_heads and sizes.value_heads % sizes.key_heads:
@@ -691,12 +893,12 @@ def _is_finite(rope: RotaryEmbedding) -> bool:
 
 
 def _unsupported_experts(family: Family, fields: DecoderFields) -> str | None:
-    if not family.names.router:
+    if not _has_experts(family, fields):
         return None
     count, chosen = fields.num_experts, fields.num_experts_per_tok
     if count is None or chosen is None or chosen > count:
         return f"{chosen} experts a token of {count} are not implemented"
-    shared, size = fields.shared_expert_intermediate_size, fields.moe_intermediate_size
-    if family.names.shared_router and shared != size:
+    shared, size = _shared_size(family, fields), _feed_forward_size(family, fields)
+    if shared % size:
         return f"a shared expert of {shared} beside others of {size} is not implemented"
     return None

@@ -39,7 +39,7 @@ from foredraft.kernels.interface import Forward, ForwardRow
 from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads, forward_size
 from foredraft.models.base import HeadRow
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.model import finished_logits
+from foredraft.models.native.model import finished_logits, xielu_numbers
 from foredraft.models.native.plan import ForwardPlan, plan_head
 from foredraft.models.native.quant import (
     GROUP_ROWS,
@@ -94,6 +94,7 @@ class FusedDecoder:
         self._most_threads = num_threads or min(torch.get_num_threads(), available_cpus())
         self._chooser = ThreadChooser(self._most_threads)
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
+        self._beside: list[interface.Layer] = []
         library = self._library = interface.declared(load_library(), "decoder")
         layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
         self._layers = (interface.Layer * len(layers))(*layers)
@@ -102,6 +103,7 @@ class FusedDecoder:
         self._unnormed = self._describe_model()
         self._unnormed.final_norm = self._vector(torch.ones_like(weights.final_norm_E))
         self._unnormed.logits_scale, self._unnormed.logits_cap = 1.0, 0.0
+        self._unnormed.layer_norms, self._unnormed.final_norm_bias = 0, None
         self._workspace = torch.empty(0)
         self._phase_seconds = (c_double * len(PHASES))()
         self._process, self._lock = os.getpid(), threading.Lock()
@@ -296,7 +298,14 @@ class FusedDecoder:
             norms_all_heads=config.family.head_norms == "all",
             activation=interface.ACTIVATIONS[config.activation],
             normalises_chances=experts is not None and experts.normalised,
-            shares_expert=experts is not None and experts.shares,
+            shared_experts=experts.num_shared if experts else 0,
+            shared_gate=experts is not None and experts.shared_gate,
+            sigmoid_chances=config.family.chances == "sigmoid",
+            chance_floor=config.family.chance_floor,
+            chance_scale=experts.scale if experts else 1.0,
+            layer_norms=config.family.layer_norms,
+            final_norm_bias=self._vector(weights.final_norm_bias_E),
+            norms_rotated=config.family.norms_rotated,
             query_scale=config.query_scale or 0.0,
             logits_cap=config.logits_cap or 0.0,
             logits_scale=config.logits_scale,
@@ -365,21 +374,54 @@ class FusedDecoder:
             attention_post_norm=self._vector_of_norm(layer.attention_post_norm_E),
             mlp_post_norm=self._vector_of_norm(layer.mlp_post_norm_E),
             router=None if layer.router_XE is None else self._router(layer.router_XE),
+            router_bias=self._vector(layer.router_bias_X),
+            attention_norm_bias=self._vector(layer.attention_norm_bias_E),
+            mlp_norm_bias=self._vector(layer.mlp_norm_bias_E),
+            sinks=self._vector(layer.sinks_H),
+            down_bias=self._vector(layer.down_bias),
+            activation=None
+            if layer.activation_4 is None
+            else self._vector(torch.tensor(xielu_numbers(layer.activation_4))),
             rope=-1 if layer.kind.rope is None else layer.kind.rope,
             view=self._windows.index(layer.kind.window or 0),
             number=self._numbers[index],
         )
         if layer.mixer is not None:
-            self._describe_mixer(described, layer.mixer)
+            self._describe_mixer(self._mixing(described, layer), layer.mixer)
         if index not in self._weights.no_attention:
             for number, part in enumerate(_qkv_parts(layer.qkv_weight)):
                 described.qkv[number] = self._matrix(part)
                 described.qkv_rows[number] = part.shape[0]
         described.gate, described.up = self._gate_up(layer)
+        if layer.gate_up_bias is not None:
+            begin = self._vector(layer.gate_up_bias)
+            assert begin is not None
+            described.gate_bias = described.up_bias = begin
+            if described.gate.data:
+                described.up_bias = begin + 4 * (len(layer.gate_up_bias) // layer.num_gate_parts)
+            else:
+                described.gate_bias = None
         return described
+
+    def _mixing(self, described: interface.Layer, layer: LayerWeights) -> interface.Layer:
+        """Where a recurrent part is described: a layer by itself where it lies beside attention."""
+        if layer.beside_in is None or layer.beside_out is None:
+            return described
+        beside = interface.Layer(
+            attention_norm=described.attention_norm,
+            output=self._matrix(layer.beside_out),
+            number=described.number,
+        )
+        for number, part in enumerate(_qkv_parts(layer.beside_in)):
+            beside.qkv[number], beside.qkv_rows[number] = self._matrix(part), part.shape[0]
+        self._beside.append(beside)
+        described.beside = addressof(beside)
+        return beside
 
     def _describe_mixer(self, described: interface.Layer, mixer: MixerWeights) -> None:
         described.convolution = self._vector(mixer.conv_C1K[:, 0].T)
+        described.convolution_bias = self._vector(mixer.bias_C)
+        described.skips = self._vector(mixer.skips_H)
         if mixer.gates_GE is None:
             return
         assert mixer.log_decay_H is not None
@@ -391,6 +433,9 @@ class FusedDecoder:
     def _gate_up(self, layer: LayerWeights) -> tuple[interface.Matrix, interface.Matrix]:
         """Gate and up, which lie one below the other, of one expert behind those of another."""
         weight = layer.gate_up_weight
+        if not self._config.family.is_gated:
+            assert not isinstance(weight, StackedMatrix)
+            return interface.Matrix(), self._matrix(weight)
         if isinstance(weight, Tensor):
             parts: Sequence[Matrix] = weight.chunk(2 * layer.num_experts)
         else:
@@ -454,7 +499,9 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
     """What work memory depends on."""
     recurrent, sizes = config.recurrent, dict[str, int]()
     if recurrent and config.num_recurrent_layers:
-        sizes = {name: value for name, value in vars(recurrent).items() if name != "kind"}
+        left_out = ("kind", "has_bias", "has_norm")
+        sizes = {name: value for name, value in vars(recurrent).items() if name not in left_out}
+        sizes["is_mamba"] = recurrent.kind == "mamba2"
     return {
         "hidden": config.hidden_size,
         "feed_forward": config.intermediate_size,
@@ -463,6 +510,11 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "num_experts": config.experts.count if config.experts else 0,
         "chosen_experts": config.experts.per_token if config.experts else 0,
+        "dense_feed_forward": config.experts.dense_size * (config.experts.num_dense > 0)
+        if config.experts
+        else 0,
+        "is_parallel": config.is_parallel,
+        "keeps_inputs": config.is_parallel or config.family.mixes_beside,
         "attention_cap": config.attention_cap or 0.0,
         "gates_attention": config.family.gates_attention,
         "recurrent": interface.RecurrentSizes(**sizes),

@@ -367,7 +367,7 @@ class GraphedDecoder(EagerDecoder):
     def fits(self, plan: ForwardPlan) -> bool:
         """Whether ``plan`` is run as a recording."""
         config = self._config
-        return config.experts is None and config.recurrent is None and fits_grid(plan)
+        return not unusual(config) and fits_grid(plan)
 
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
         return choose_bucket(plan, block_size, taps)
@@ -441,14 +441,22 @@ class GraphedDecoder(EagerDecoder):
         per_group = self._config.num_attention_heads // self._config.num_key_value_heads
         return bias_BTC.repeat(1, per_group, 1)[:, None]
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None or self._config.family.norm_offset:
-            return super()._norm(x, weight)
+    def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        family = self._config.family
+        if weight is None or family.norm_offset or family.layer_norms:
+            return super()._norm(x, weight, bias)
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
     def _attend(
-        self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+        self,
+        query_RHD: Tensor,
+        keys_GCD: Tensor,
+        values_GCD: Tensor,
+        mask_RC: Tensor | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
+        if sinks_H is not None:
+            return super()._attend(query_RHD, keys_GCD, values_GCD, mask_RC, sinks_H)
         bias = None
         if mask_RC is not None:
             zeros_RC = torch.zeros(mask_RC.shape, dtype=query_RHD.dtype, device=mask_RC.device)
@@ -509,7 +517,9 @@ class _GridRun:
         query_THD: Tensor,
         key_TGD: Tensor,
         value_TGD: Tensor,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
+        assert sinks_H is None
         store, bucket = self._store, self._bucket
         written = (self._inputs.blocks, slice(None), self._inputs.offsets)
         store.keys[:, index][written] = key_TGD
@@ -707,12 +717,25 @@ def _has_kernels(device: torch.device) -> bool:
     return is_large and importlib.util.find_spec("triton") is not None
 
 
+def unusual(config: DecoderConfig) -> str | None:
+    """What of a model is run by `EagerDecoder` alone; None: nothing."""
+    family = config.family
+    features = {
+        "mixtures of experts": config.experts is not None,
+        "recurrent layers": config.recurrent is not None,
+        "norms that subtract the mean": family.layer_norms,
+        "layers whose parts read one input": config.is_parallel,
+        "feed-forward parts without gates, or with biases": not family.is_gated or config.mlp_bias,
+        "attention sinks": family.names.sinks is not None,
+        "norms behind rotary embedding": family.norms_rotated,
+    }
+    return next((name for name, is_there in features.items() if is_there), None)
+
+
 def why_not_paged(config: DecoderConfig, weights: DecoderWeights) -> str | None:
     """What of a model the kernels do not know; None: nothing."""
-    if config.experts:
-        return "mixtures of experts"
-    if config.recurrent:
-        return "recurrent layers"
+    if reason := unusual(config):
+        return reason
     if not all(isinstance(m, Tensor) for x in weights.layers for m in _matrices(x)):
         return "weights in few bits"
     if not isinstance(weights.head_VE, Tensor):

@@ -26,7 +26,7 @@ from foredraft.models.base import HeadRow, HeadWeights, Join, ModelShape
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig, RotaryEmbedding
 from foredraft.models.native.cpu import FusedDecoder, PreparedForward
-from foredraft.models.native.model import EagerDecoder, HandedDecoder, rms_norm
+from foredraft.models.native.model import EagerDecoder, HandedDecoder, layer_norm, rms_norm
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Int8Matrix, rows_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
@@ -70,9 +70,11 @@ class NativeParts:
 
     @torch.no_grad()
     def norm(self, hidden_TE: Tensor) -> Tensor:
-        config = self._config
-        offset = config.family.norm_offset
-        return rms_norm(hidden_TE, self._weights.final_norm_E, config.rms_norm_eps, offset)
+        config, weights = self._config, self._weights
+        weight_E, eps = weights.final_norm_E, config.rms_norm_eps
+        if config.family.layer_norms:
+            return layer_norm(hidden_TE, weight_E, weights.final_norm_bias_E, eps)
+        return rms_norm(hidden_TE, weight_E, eps, config.family.norm_offset)
 
     @torch.no_grad()
     def logits(self, normed_TE: Tensor) -> Tensor:
@@ -117,29 +119,43 @@ class NativeHeadRunner:
     queries, keys and values are handed in runs in plain torch.
 
     Args:
-        head: the layers.
+        config: of a model of the layers.
+        weights: of that model.
         layers: cache layers of their entries.
-        dtype: of the weights that are not packed.
         fused: run them by the fused kernel.
+        decoder: runs them; None: one that is made here.
     """
 
     def __init__(
-        self, head: HeadWeights, layers: StoredLayers, dtype: torch.dtype, fused: bool
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        layers: StoredLayers,
+        fused: bool,
+        decoder: EagerDecoder | None = None,
     ) -> None:
         self.layers = layers
+        self._input_dtype = torch.float32 if fused else weights.dtype
+        self._device = weights.device
+        self._last = config.num_hidden_layers - 1
+        self._decoder = decoder or _new_decoder(config, weights, fused)
+        self._norm_E, self._norm_eps = weights.final_norm_E, config.rms_norm_eps
+        self._prepared = _prepared(self._decoder, layers) if fused else None
+
+    @classmethod
+    def of_head(
+        cls, head: HeadWeights, layers: StoredLayers, dtype: torch.dtype, fused: bool
+    ) -> NativeHeadRunner:
+        """For a trained head.
+
+        Args:
+            dtype: of the weights that are not packed.
+        """
         config, is_handed = head_config(head), _is_handed(head)
         fused = fused and not is_handed
         weights = _decoder_weights(head, dtype, packed=fused)
-        self._input_dtype = torch.float32 if fused else dtype
-        self._device = weights.device
-        self._last = config.num_hidden_layers - 1
-        self._decoder = (
-            HandedDecoder(config, weights, head.norm_E is not None)
-            if is_handed
-            else _new_decoder(config, weights, fused)
-        )
-        self._norm_E, self._norm_eps = weights.final_norm_E, config.rms_norm_eps
-        self._prepared = _prepared(self._decoder, layers) if fused else None
+        handed = HandedDecoder(config, weights, head.norm_E is not None) if is_handed else None
+        return cls(config, weights, layers, fused, handed)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         if self._last < 0:

@@ -91,11 +91,13 @@ class Run(Protocol):
         query_THD: Tensor,
         key_TGD: Tensor,
         value_TGD: Tensor,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Store layer ``index``'s keys and values, and attend to what each token sees; [T, H D].
 
         Args:
             window: how many entries a token sees, its own included; None: all.
+            sinks_H: scores of something without a value that each token sees, too; None: no.
         """
         ...
 
@@ -165,12 +167,14 @@ class EagerDecoder:
         """The last layer's output [T, E], and that of the tapped ones."""
         tapped: dict[int, Tensor] = {}
         for index in layers:
-            layer = self._weights.layers[index]
+            layer, input_TE = self._weights.layers[index], hidden_TE
             if index not in self._weights.no_attention:
-                mix = self._recurrent if layer.mixer else self._attention
+                mix = self._recurrent if layer.kind.is_recurrent else self._attention
                 part_TE = mix(run, self._numbers[index], layer, hidden_TE)
+                if layer.kind.mixes_beside:
+                    part_TE = part_TE + self._recurrent(run, self._numbers[index], layer, hidden_TE)
                 hidden_TE = self._add(hidden_TE, part_TE, layer.attention_post_norm_E)
-            part_TE = self._mlp(layer, hidden_TE)
+            part_TE = self._mlp(layer, input_TE if self._config.is_parallel else hidden_TE)
             hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
             if index in taps:
                 tapped[index] = hidden_TE
@@ -182,7 +186,8 @@ class EagerDecoder:
 
     def _head(self, hidden_NE: Tensor) -> Tensor:
         """Float32 logits [N, V] of the last layer's output."""
-        return self.logits(self._norm(hidden_NE, self._weights.final_norm_E))
+        weights = self._weights
+        return self.logits(self._norm(hidden_NE, weights.final_norm_E, weights.final_norm_bias_E))
 
     def _rotations(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Cosines and signed sines [T, P] for `rotate`, in the weights' dtype."""
@@ -196,10 +201,12 @@ class EagerDecoder:
             found.append((torch.cat((cos_TF, cos_TF), 1), torch.cat((-sin_TF, sin_TF), 1)))
         return found
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Without a weight there is no norm."""
         if weight is None:
             return x
+        if self._config.family.layer_norms:
+            return layer_norm(x, weight, bias, self._config.rms_norm_eps)
         return rms_norm(x, weight, self._config.rms_norm_eps, self._config.family.norm_offset)
 
     def _head_norm(self, x_THD: Tensor, weight: Tensor | None) -> Tensor:
@@ -209,21 +216,28 @@ class EagerDecoder:
         return self._norm(x_THD.flatten(1), weight).view(x_THD.shape)
 
     def _attention(self, run: Run, index: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
-        normed_TE = self._norm(hidden_TE, layer.attention_norm_E)
+        normed_TE = self._attention_input(layer, hidden_TE)
         qkv = self._linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
         return self._attended(run, index, layer, qkv)
+
+    def _attention_input(self, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
+        return self._norm(hidden_TE, layer.attention_norm_E, layer.attention_norm_bias_E)
 
     def _recurrent(self, run: Run, number: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
         """What recurrent layer ``number`` adds; [T, E]."""
         mixer, sizes = layer.mixer, self._config.recurrent
         assert mixer is not None
         assert sizes is not None
-        normed_TE = self._norm(hidden_TE, layer.attention_norm_E)
-        inputs_TI = self._linear(normed_TE, layer.qkv_weight)
+        normed_TE = self._attention_input(layer, hidden_TE)
+        beside = layer.beside_in, layer.beside_out
+        read, written = (layer.qkv_weight, layer.output_weight) if None in beside else beside
+        assert read is not None
+        assert written is not None
+        inputs_TI = self._linear(normed_TE, read)
         gates_TG = None if mixer.gates_GE is None else self._linear(normed_TE, mixer.gates_GE)
         eps = self._config.rms_norm_eps
         mixed_TM = mixed(sizes, number, mixer, inputs_TI, gates_TG, run.states, eps)
-        return self._linear(mixed_TM, layer.output_weight)
+        return self._linear(mixed_TM, written)
 
     def _attended(self, run: Run, index: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
         """All of attention [T, E] behind queries, keys and values [T, (H + 2G) D].
@@ -239,6 +253,8 @@ class EagerDecoder:
             qkv, gates_TX = torch.cat((query.flatten(1), key_value), -1), gates.flatten(1)
         heads = qkv.view(len(qkv), -1, config.head_dim)
         turned, value_TGD = torch.split(heads, [num_query + num_kv, num_kv], 1)
+        if layer.kind.rope is not None and config.family.norms_rotated:
+            turned = rotate(turned, *run.rotations[layer.kind.rope])
         if layer.query_norm_D is not None:
             query_THD, key_TGD = torch.split(turned, [num_query, num_kv], 1)
             normed = (
@@ -246,10 +262,11 @@ class EagerDecoder:
                 self._head_norm(key_TGD, layer.key_norm_D),
             )
             turned = torch.cat(normed, 1)
-        if layer.kind.rope is not None:
+        if layer.kind.rope is not None and not config.family.norms_rotated:
             turned = rotate(turned, *run.rotations[layer.kind.rope])
         query_THD, key_TGD = torch.split(turned, [num_query, num_kv], 1)
-        attended = run.attend(index, layer.kind.window, query_THD, key_TGD, value_TGD)
+        window, sinks_H = layer.kind.window, layer.sinks_H
+        attended = run.attend(index, window, query_THD, key_TGD, value_TGD, sinks_H)
         if gates_TX is not None:
             attended = attended * gates_TX.sigmoid()
         return self._linear(attended, layer.output_weight, layer.output_bias)
@@ -258,17 +275,28 @@ class EagerDecoder:
         return F.linear(x, as_tensor(weight, x.dtype), bias)
 
     def _attend(
-        self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+        self,
+        query_RHD: Tensor,
+        keys_GCD: Tensor,
+        values_GCD: Tensor,
+        mask_RC: Tensor | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attention of one row's tokens over its entries; [R, H, D]."""
-        return self._sees(query_RHD.transpose(0, 1), keys_GCD, values_GCD, mask_RC).transpose(0, 1)
+        query_HRD = query_RHD.transpose(0, 1)
+        return self._sees(query_HRD, keys_GCD, values_GCD, mask_RC, sinks_H).transpose(0, 1)
 
     def _sees(
-        self, query_HRD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+        self,
+        query_HRD: Tensor,
+        keys_GCD: Tensor,
+        values_GCD: Tensor,
+        mask_RC: Tensor | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         """Values by the softmax of scores; [H, R, D]."""
         cap, scale = self._config.attention_cap, self._config.query_scale
-        if cap is None:
+        if cap is None and sinks_H is None:
             return F.scaled_dot_product_attention(
                 *(query_HRD[None], keys_GCD[None], values_GCD[None]),
                 attn_mask=mask_RC,
@@ -277,42 +305,86 @@ class EagerDecoder:
             )[0]
         shared = len(query_HRD) // len(keys_GCD)
         keys, values = (x.repeat_interleave(shared, 0) for x in (keys_GCD, values_GCD))
-        return capped_attention(query_HRD, keys, values, mask_RC, scale, cap)
+        return capped_attention(query_HRD, keys, values, mask_RC, scale, cap, sinks_H)
 
     def _mlp(self, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
-        normed_TE = self._norm(hidden_TE, layer.mlp_norm_E)
+        normed_TE = self._norm(hidden_TE, layer.mlp_norm_E, layer.mlp_norm_bias_E)
         if layer.router_XE is not None:
             return self._mixture(layer, layer.router_XE, normed_TE)
-        return self._feed_forward(normed_TE, layer.gate_up_weight, layer.down_weight)
+        return self._feed_forward(
+            normed_TE,
+            *(layer.gate_up_weight, layer.gate_up_bias, layer.down_weight, layer.down_bias),
+            layer.activation_4,
+        )
 
-    def _feed_forward(self, normed_TE: Tensor, gate_up_weight: Stack, down_weight: Stack) -> Tensor:
-        gate, up = self._linear(normed_TE, gate_up_weight).chunk(2, dim=-1)
-        activated = F.silu(gate) if self._config.activation == "silu" else _gelu_tanh(gate)
-        return self._linear(activated * up, down_weight)
+    def _feed_forward(
+        self,
+        normed_TE: Tensor,
+        gate_up_weight: Stack,
+        gate_up_bias: Tensor | None,
+        down_weight: Stack,
+        down_bias: Tensor | None,
+        activation_4: Tensor | None = None,
+    ) -> Tensor:
+        gates = self._linear(normed_TE, gate_up_weight, gate_up_bias)
+        if self._config.family.is_gated:
+            gate, up = gates.chunk(2, dim=-1)
+            activated = gated(self._config.activation, gate, up)
+        elif activation_4 is not None:
+            activated = xielu(gates, *xielu_numbers(activation_4))
+        else:
+            activated = activate(self._config.activation, gates)
+        return self._linear(activated, down_weight, down_bias)
 
     def _mixture(self, layer: LayerWeights, router_XE: Tensor, normed_TE: Tensor) -> Tensor:
         """What each token's likeliest experts give, by their chances; in the order of experts."""
-        experts = self._config.experts
+        experts, none = self._config.experts, [None] * layer.num_experts
         assert experts is not None
-        logits_TX, shares = self._linear(normed_TE, router_XE).float(), experts.shares
-        chances_TX = logits_TX[:, : experts.count - shares].softmax(-1)
-        chances_TK, chosen_TK = chances_TX.topk(experts.per_token - shares)
-        if experts.normalised:
-            chances_TK = chances_TK / chances_TK.sum(-1, keepdim=True)
-        if shares:
-            chances_TK = torch.cat((chances_TK, logits_TX[:, -1:].sigmoid()), 1)
-            chosen_TK = F.pad(chosen_TK, (0, 1), value=experts.count - 1)
+        chances_TK, chosen_TK = self._chosen(layer, self._linear(normed_TE, router_XE).float())
         chances_TK = chances_TK.to(normed_TE.dtype)
         gate_up, down = (
             as_tensor(weight, normed_TE.dtype).chunk(experts.count)
             for weight in (layer.gate_up_weight, layer.down_weight)
         )
+        gate_up_bias, down_bias = (
+            none if bias is None else bias.chunk(experts.count)
+            for bias in (layer.gate_up_bias, layer.down_bias)
+        )
         sums_TE = torch.zeros_like(normed_TE)
         for expert in sorted({*chosen_TK.flatten().tolist()}):
             tokens, places = (chosen_TK == expert).nonzero(as_tuple=True)
-            part = self._feed_forward(normed_TE[tokens], gate_up[expert], down[expert])
+            part = self._feed_forward(
+                normed_TE[tokens],
+                *(gate_up[expert], gate_up_bias[expert], down[expert], down_bias[expert]),
+            )
             sums_TE.index_add_(0, tokens, part * chances_TK[tokens, places, None])
         return sums_TE
+
+    def _chosen(self, layer: LayerWeights, logits_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [T, K] and numbers of each token's experts."""
+        experts, family, bias_X = self._config.experts, self._config.family, layer.router_bias_X
+        assert experts is not None
+        count = experts.count - experts.num_shared
+        own_TX, gate_T1 = logits_TX[:, :count], logits_TX[:, count:].sigmoid()
+        if family.chances == "sigmoid":
+            chances_TX = ranked_TX = own_TX.sigmoid()
+            if bias_X is not None:
+                ranked_TX = chances_TX + bias_X.float()
+        else:
+            biased_TX = own_TX if bias_X is None else own_TX + bias_X.float()
+            chances_TX = ranked_TX = biased_TX.softmax(-1)
+        chosen_TK = ranked_TX.topk(experts.per_token - experts.num_shared).indices
+        chances_TK = chances_TX.gather(1, chosen_TK)
+        if experts.normalised:
+            chances_TK = chances_TK / (chances_TK.sum(-1, keepdim=True) + family.chance_floor)
+        chances_TK = chances_TK * experts.scale
+        if experts.num_shared:
+            if not experts.shared_gate:
+                gate_T1 = torch.ones_like(chances_TK[:, :1])
+            shared_S = torch.arange(count, experts.count, device=chosen_TK.device)
+            chances_TK = torch.cat((chances_TK, gate_T1.expand(-1, len(shared_S))), 1)
+            chosen_TK = torch.cat((chosen_TK, shared_S.expand(len(chosen_TK), -1)), 1)
+        return chances_TK, chosen_TK
 
 
 class _RowRun:
@@ -324,7 +396,7 @@ class _RowRun:
         cache: Entries,
         rotations: Sequence[tuple[Tensor, Tensor]],
         masks: Mapping[int | None, list[Tensor | None]],
-        attend_row: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+        attend_row: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
         states: Sequence[tuple[range, RowStates]],
     ) -> None:
         self.rotations, self.states = rotations, states
@@ -346,6 +418,7 @@ class _RowRun:
         query_THD: Tensor,
         key_TGD: Tensor,
         value_TGD: Tensor,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         outputs = []
         blocks_T, offsets_T = self._written
@@ -359,7 +432,8 @@ class _RowRun:
                 _make_finite(keys_GCD[:, end - num_nodes :])
                 _make_finite(values_GCD[:, end - num_nodes :])
             query_RHD = query_THD[_slice(row)]
-            outputs.append(self._attend_row(query_RHD, keys_GCD, values_GCD, mask).flatten(1))
+            attended_RHD = self._attend_row(query_RHD, keys_GCD, values_GCD, mask, sinks_H)
+            outputs.append(attended_RHD.flatten(1))
         return torch.cat(outputs)
 
 
@@ -375,21 +449,30 @@ def capped_attention(
     values: Tensor,
     mask: Tensor | None,
     scale: float | None,
-    cap: float,
+    cap: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention [..., R, D] whose scores s become c tanh(s / c).
 
     Args:
         mask: where what is seen is True, or numbers to add; None: all is seen.
         scale: None: 1 / root of D.
+        cap: c; None: scores stay.
+        sinks_H: a score that each token has beside, of something without a value.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = cap * torch.tanh(query @ keys.transpose(-1, -2) * (scale / cap))
+    scores = query @ keys.transpose(-1, -2) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
     elif mask is not None:
         scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+    if sinks_H is None:
+        return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+    sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, sinks), -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return weights.to(values.dtype) @ values
 
 
 def finished_logits(logits_NV: Tensor, config: DecoderConfig) -> Tensor:
@@ -401,8 +484,39 @@ def finished_logits(logits_NV: Tensor, config: DecoderConfig) -> Tensor:
     return logits_NV
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+def activate(name: str, x: Tensor) -> Tensor:
+    """One of `foredraft.models.native.config.ACTIVATIONS`."""
+    if name == "relu2":
+        return F.relu(x).square()
+    return F.silu(x) if name == "silu" else F.gelu(x, approximate="tanh")
+
+
+def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """What a feed-forward part multiplies; that of gpt-oss is clipped."""
+    if name != "clipped_silu":
+        return activate(name, gate) * up
+    gate, up = gate.clamp(max=CLIP), up.clamp(-CLIP, CLIP)
+    return (up + 1) * (gate * torch.sigmoid(gate * CLIPPED_STEEPNESS))
+
+
+def xielu_numbers(activation_4: Tensor) -> list[float]:
+    """What `xielu` takes, of what is learned."""
+    above, below, slope, least = activation_4.float().tolist()
+    return [_softplus(above), slope + _softplus(below), slope, least]
+
+
+def xielu(x: Tensor, above: float, below: float, slope: float, least: float) -> Tensor:
+    """arXiv 2411.13010: a parabola above 0, a bent exponential below, and a slope."""
+    bent = (torch.expm1(x.clamp(max=least)) - x) * below
+    return torch.where(x > 0, above * x * x, bent) + slope * x
+
+
+def _softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+CLIP, CLIPPED_STEEPNESS = 7.0, 1.702
+"""Of gpt-oss."""
 
 
 def _make_finite(entries_GND: Tensor) -> None:
@@ -485,11 +599,11 @@ class FixedShapeDecoder(EagerDecoder):
 
     name = "fixed-shape"
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         norm = super()._norm
         if weight is None:
             return x
-        return _in_blocks(x, lambda block: norm(block, weight))
+        return _in_blocks(x, lambda block: norm(block, weight, bias))
 
     def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
         weight = as_tensor(weight, x.dtype)
@@ -499,7 +613,12 @@ class FixedShapeDecoder(EagerDecoder):
         return _in_blocks(normed_TE, super().logits)
 
     def _attend(
-        self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+        self,
+        query_RHD: Tensor,
+        keys_GCD: Tensor,
+        values_GCD: Tensor,
+        mask_RC: Tensor | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         rows = []
         for i, query_HD in enumerate(query_RHD):
@@ -508,7 +627,8 @@ class FixedShapeDecoder(EagerDecoder):
             keys_GND, values_GND = _padded(seen_keys_GND), _padded(values_GCD[:, seen])
             entries_N = torch.arange(keys_GND.shape[1], device=query_HD.device)
             mask_N = entries_N < seen_keys_GND.shape[1]
-            rows.append(self._sees(query_HD[:, None], keys_GND, values_GND, mask_N[None])[:, 0])
+            seen_HRD = self._sees(query_HD[:, None], keys_GND, values_GND, mask_N[None], sinks_H)
+            rows.append(seen_HRD[:, 0])
         return torch.stack(rows)
 
 
@@ -565,6 +685,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     if offset:
         return (scaled * (offset + weight.float())).to(x.dtype)
     return (weight * scaled.to(x.dtype)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Computed in float32; the mean is subtracted first."""
+    x_mean = x.float() - x.float().mean(-1, keepdim=True)
+    scaled = weight.float() * (x_mean * torch.rsqrt(x_mean.square().mean(-1, keepdim=True) + eps))
+    return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
 
 
 def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:

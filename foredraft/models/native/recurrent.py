@@ -1,10 +1,12 @@
 """Recurrent layers: their sizes, their weights, and what they compute, in torch.
 
-Two kinds. A short convolution (LFM2) sees the last few tokens, channel by channel, between two
+Three kinds. A short convolution (LFM2) sees the last few tokens, channel by channel, between two
 gates. A gated delta net (Qwen3-Next, arXiv 2412.06464) convolves queries, keys and values likewise
 and keeps a matrix for each head: S <- decay S + k (beta (v - decay S'k))', of which q reads S'q.
+Mamba-2 (arXiv 2405.21060) does so without the correction: S <- decay S + k (beta v)', with its C, B
+and x as q, k and v and its step as beta; what is read has a share of v added.
 
-Both run token by token, so that the order of additions does not depend on what is read together
+All run token by token, so that the order of additions does not depend on what is read together
 (see `foredraft.cache.states`).
 
 Shape legend: T tokens of the forward, R tokens of a row, N elements of a row (logged tokens, then
@@ -15,7 +17,7 @@ H value heads, D key size, V value size, M outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -27,7 +29,7 @@ from foredraft.cache.store import Entries
 from foredraft.core.errors import ConfigError
 from foredraft.models.native.plan import ForwardPlan
 
-RecurrentKind = Literal["short_conv", "delta_net"]
+RecurrentKind = Literal["short_conv", "delta_net", "mamba2"]
 _TINY = 1e-6
 """Added to the squares of queries and keys before they are brought to length 1."""
 
@@ -39,8 +41,10 @@ class Recurrent:
     Attributes:
         window: K.
         channels: C.
-        key_heads, value_heads, key_size, value_size: G, H, D, V of a delta net; else 0.
+        key_heads, value_heads, key_size, value_size: G, H, D, V; 0 of short convolutions.
         is_tiled: value heads h, h + G, h + 2 G ... share a key head, and not neighbours.
+        has_bias: of the convolution.
+        has_norm: of outputs.
     """
 
     kind: RecurrentKind
@@ -51,6 +55,8 @@ class Recurrent:
     key_size: int = 0
     value_size: int = 0
     is_tiled: bool = False
+    has_bias: bool = False
+    has_norm: bool = True
 
     @classmethod
     def delta_net(
@@ -74,6 +80,20 @@ class Recurrent:
             is_tiled=is_tiled,
         )
 
+    @classmethod
+    def mamba2(
+        cls,
+        window: int,
+        groups: int,
+        heads: int,
+        state_size: int,
+        head_size: int,
+        has_bias: bool,
+        has_norm: bool,
+    ) -> Recurrent:
+        net = cls.delta_net(window, groups, heads, state_size, head_size)
+        return replace(net, kind="mamba2", has_bias=has_bias, has_norm=has_norm)
+
     @property
     def num_inputs(self) -> int:
         """Rows of the input projection: also two gates of a convolution, or the one of values."""
@@ -88,13 +108,26 @@ class Recurrent:
 
     @property
     def num_gates(self) -> int:
-        """Numbers that a delta net takes from a token beside the input projection."""
+        """Numbers that a token has beside its channels: a beta and a decay of each head."""
         return 2 * self.value_heads
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows of the matrix that these are computed with: Mamba-2 has one number for both."""
+        return self.value_heads * (1 if self.kind == "mamba2" else 2)
+
+    @property
+    def norm_size(self) -> int:
+        """Of the norm of outputs: of each head, or of all."""
+        if not self.has_norm:
+            return 0
+        return self.num_outputs if self.kind == "mamba2" else self.value_size
 
     def num_vector_parameters(self, hidden_size: int) -> int:
         """Weights of a layer outside of its projections."""
-        gates = self.num_gates * (hidden_size + 1)
-        return self.window * self.channels + gates + self.value_size
+        gates = self.gate_rows * hidden_size + self.num_gates
+        skips = self.value_heads if self.kind == "mamba2" else 0
+        return (self.window + self.has_bias) * self.channels + gates + self.norm_size + skips
 
     def states(self, num_layers: int) -> StateShape:
         """The numbers that so many layers keep."""
@@ -109,10 +142,12 @@ class MixerWeights:
 
     Attributes:
         conv_C1K: of the convolution, the last one for the token itself.
-        gates_GE: [2 H, E] of a delta net, beta's rows first.
+        gates_GE: [2 H, E] of a delta net, beta's rows first; [H, E] of Mamba-2.
         log_decay_H: logarithm of the decay's factor.
         step_bias_H: added to the decay's input.
-        norm_V: of each head's output.
+        norm_V: of each head's output; [M] of Mamba-2.
+        bias_C: of the convolution.
+        skips_H: the share of a head's value that is added to what it reads.
     """
 
     conv_C1K: Tensor
@@ -120,6 +155,8 @@ class MixerWeights:
     log_decay_H: Tensor | None = None
     step_bias_H: Tensor | None = None
     norm_V: Tensor | None = None
+    bias_C: Tensor | None = None
+    skips_H: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -209,17 +246,22 @@ def _convolved(
             path.append(before[path[-1]] if path[-1] >= 0 else path[-1] - 1)
         places.append([size + at for at in reversed(path)])
     seen_NKC = torch.cat((window_KC, elements_NC))[torch.tensor(places, device=window_KC.device)]
-    return (seen_NKC * weights.conv_C1K[:, 0].float().T).sum(1)
+    sum_NC = (seen_NKC * weights.conv_C1K[:, 0].float().T).sum(1)
+    return sum_NC if weights.bias_C is None else sum_NC + weights.bias_C.float()
 
 
 @dataclass(frozen=True)
 class _DeltaNet:
-    """A gated delta net's layer for one row."""
+    """A layer of a gated delta net, or of Mamba-2, for one row."""
 
     sizes: Recurrent
     number: int
     weights: MixerWeights
     eps: float
+
+    @property
+    def _is_mamba(self) -> bool:
+        return self.sizes.kind == "mamba2"
 
     def run(self, inputs_RI: Tensor, gates_RG: Tensor, states: RowStates) -> Tensor:
         sizes, number = self.sizes, self.number
@@ -227,10 +269,11 @@ class _DeltaNet:
         assert self.weights.log_decay_H is not None
         assert self.weights.step_bias_H is not None
         own_RC, outer_RM = inputs_RI[:, :channels], inputs_RI[:, channels:]
-        beta_RH, step_RH = gates_RG.chunk(2, -1)
-        rate_H = self.weights.log_decay_H.float().exp()
-        decay_RH = (-rate_H * F.softplus(step_RH + self.weights.step_bias_H.float())).exp()
-        own_RW = torch.cat((own_RC, beta_RH.sigmoid(), decay_RH), -1)
+        step_RH = gates_RG[:, -sizes.value_heads :] + self.weights.step_bias_H.float()
+        step_RH = F.softplus(step_RH)
+        decay_RH = (-self.weights.log_decay_H.float().exp() * step_RH).exp()
+        beta_RH = step_RH if self._is_mamba else gates_RG[:, : sizes.value_heads].sigmoid()
+        own_RW = torch.cat((own_RC, beta_RH, decay_RH), -1)
         states.new_LTW[number] = own_RW[states.first_logged :]
         elements_NW = torch.cat((states.old_LTW[number], own_RW))
         values_S = states.state.values_LS[number]
@@ -260,39 +303,54 @@ class _DeltaNet:
         read = []
         for element, parent in enumerate(before):
             matrix_HDV = left[parent] * decay_NH1[element, :, :, None]
-            key_HD1 = key_NHD[element, :, :, None]
-            seen_HV = (matrix_HDV * key_HD1).sum(1)
-            delta_HV = (value_NHV[element] - seen_HV) * beta_NH1[element]
+            key_HD1, delta_HV = key_NHD[element, :, :, None], value_NHV[element]
+            if not self._is_mamba:
+                delta_HV = delta_HV - (matrix_HDV * key_HD1).sum(1)
+            delta_HV = delta_HV * beta_NH1[element]
             matrix_HDV = matrix_HDV + key_HD1 * delta_HV[:, None]
             if is_chain and element == parent + 1:
                 left.pop(parent)  # a chain: nobody else goes on from there
             left[element] = matrix_HDV
             if element >= states.num_old:
-                read.append((matrix_HDV * query_NHD[element, :, :, None]).sum(1))
+                read_HV = (matrix_HDV * query_NHD[element, :, :, None]).sum(1)
+                if self.weights.skips_H is not None:
+                    read_HV += self.weights.skips_H.float()[:, None] * value_NHV[element]
+                read.append(read_HV)
             if (save := saves.get(element + 1)) is not None:
                 save.values_LS[self.number, -matrix_HDV.numel() :] = matrix_HDV.flatten()
         return torch.stack(read)
 
     def _heads(self, convolved_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [N, H, D] of length 1, the former scaled, and values [N, H, V]."""
+        """Queries and keys [N, H, D], and values [N, H, V].
+
+        Those of a delta net are brought to length 1, and the former scaled.
+        """
         sizes = self.sizes
         keys = sizes.key_heads * sizes.key_size
         parts = [keys, keys, sizes.channels - 2 * keys]
         query, key, value = torch.split(convolved_NC, parts, -1)
         shared = sizes.value_heads // sizes.key_heads
 
-        def of_length_1(x: Tensor) -> Tensor:
+        def by_heads(x: Tensor, scale: float = 1.0) -> Tensor:
             x_NGD = x.view(len(x), sizes.key_heads, sizes.key_size)
-            length = (x_NGD.square().sum(-1, keepdim=True) + _TINY).rsqrt()
+            if not self._is_mamba:
+                x_NGD = x_NGD * (x_NGD.square().sum(-1, keepdim=True) + _TINY).rsqrt() * scale
             if sizes.is_tiled:
-                return (x_NGD * length).repeat(1, shared, 1)
-            return (x_NGD * length).repeat_interleave(shared, 1)
+                return x_NGD.repeat(1, shared, 1)
+            return x_NGD.repeat_interleave(shared, 1)
 
-        query_NHD = of_length_1(query) * sizes.key_size**-0.5
-        return query_NHD, of_length_1(key), value.view(len(value), -1, sizes.value_size)
+        query_NHD = by_heads(query, sizes.key_size**-0.5)
+        return query_NHD, by_heads(key), value.view(len(value), -1, sizes.value_size)
 
     def _finished(self, read_RHV: Tensor, outer_RM: Tensor) -> Tensor:
-        """Normed by head, and gated; [R, M]."""
+        """Normed by head, and gated; [R, M]. Mamba-2 gates first, and norms by group."""
+        if self._is_mamba:
+            gated_RM = read_RHV.flatten(1) * F.silu(outer_RM)
+            if self.weights.norm_V is None:
+                return gated_RM
+            by_group = gated_RM.view(len(gated_RM), self.sizes.key_heads, -1)
+            scale = (by_group.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+            return (by_group * scale).flatten(1) * self.weights.norm_V.float()
         assert self.weights.norm_V is not None
         scale = (read_RHV.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         normed_RHV = read_RHV * scale * self.weights.norm_V.float()

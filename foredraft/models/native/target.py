@@ -11,8 +11,16 @@ from torch import Tensor
 
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory
-from foredraft.core.errors import ConfigError
-from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
+from foredraft.core.errors import CapabilityError, ConfigError
+from foredraft.models.base import (
+    Capabilities,
+    HeadWeights,
+    Join,
+    OwnLayers,
+    ScoreRow,
+    Scores,
+    check_taps,
+)
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
@@ -26,6 +34,7 @@ from foredraft.models.native.draft_layers import (
 )
 from foredraft.models.native.early_exit import ShallowView, resumption
 from foredraft.models.native.model import DecoderFactory, EagerDecoder, scored
+from foredraft.models.native.mtp import Layout, layout_of, own_config, read_own_layers
 from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import tensor_of
 from foredraft.models.native.weights import Bits, DecoderWeights, fit, load_weights
@@ -44,6 +53,7 @@ class NativeTarget:
         kept: what is kept of the model between processes.
         checkpoint: what the weights were read from; None: they are made up, or a part of others.
         cache_dtype: of keys and values, torch.int8 for the fused decoder; None: as the weights.
+        bits: form in which they were read.
     """
 
     def __init__(
@@ -56,7 +66,9 @@ class NativeTarget:
         kept: KeptFiles = NOTHING_KEPT,
         checkpoint: Checkpoint | None = None,
         cache_dtype: torch.dtype | None = None,
+        bits: Bits = None,
     ) -> None:
+        self._checkpoint, self._bits = checkpoint, bits
         self.config, self.weights = config, weights
         self.kept = kept
         self.decoder = new_decoder(config, weights)
@@ -107,6 +119,7 @@ class NativeTarget:
         return cls(
             *(config, weights, new_decoder, max_context, cache_memory, kept, checkpoint),
             cache_dtype=cache_dtype,
+            bits=bits,
         )
 
     @property
@@ -154,7 +167,26 @@ class NativeTarget:
 
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
-        return NativeHeadRunner(weights, layers, self.weights.dtype, self.decoder.reads_packed)
+        packed = self.decoder.reads_packed
+        return NativeHeadRunner.of_head(weights, layers, self.weights.dtype, packed)
+
+    @property
+    def _own_layout(self) -> Layout | None:
+        tensors = self._checkpoint.tensors if self._checkpoint else {}
+        return layout_of(tensors, self.num_layers)
+
+    @property
+    def has_own_layers(self) -> bool:
+        return self._own_layout is not None
+
+    def own_layers(self) -> OwnLayers:
+        layout, checkpoint = self._own_layout, self._checkpoint
+        if layout is None or checkpoint is None:
+            raise CapabilityError("the model brings no layers that predict further tokens")
+        config = own_config(self.config)
+        layers = self.cache.add_layers(config.kv_shape, self.weights.dtype)
+        where = self.weights, self._bits, layers, self.decoder.reads_packed
+        return read_own_layers(layout, checkpoint, config, *where)
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
         return native_join(weight_EK, table_VE, eps, self.weights.dtype, self.decoder.reads_packed)

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models import families
 from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Pace, Progress, SilentProgress
@@ -54,7 +56,7 @@ from foredraft.models.native.quant import (
     tensor_of,
     to_tensors,
 )
-from foredraft.models.native.recurrent import MixerWeights
+from foredraft.models.native.recurrent import MixerWeights, Recurrent
 from foredraft.models.native.source_blocks import stacked_blocks
 
 AS_STORED: Literal["file"] = "file"
@@ -80,6 +82,7 @@ class LayerWeights:
     The feed-forward matrices of a mixture hold those of all X experts, one below the other.
 
     Attributes:
+        num_experts: X; 1: there are none.
         kind: how it attends.
     """
 
@@ -96,13 +99,18 @@ class LayerWeights:
     attention_post_norm_E: Tensor | None = None
     mlp_post_norm_E: Tensor | None = None
     router_XE: Tensor | None = None
+    router_bias_X: Tensor | None = None
+    attention_norm_bias_E: Tensor | None = None
+    mlp_norm_bias_E: Tensor | None = None
+    sinks_H: Tensor | None = None
+    gate_up_bias: Tensor | None = None  # [2F], or [X 2F]
+    down_bias: Tensor | None = None  # [E], or [X E]
+    activation_4: Tensor | None = None  # of xIELU, see `foredraft.models.native.model.xielu`
+    num_experts: int = 1
     kind: LayerKind = USUAL_KIND
     mixer: MixerWeights | None = None
-
-    @property
-    def num_experts(self) -> int:
-        """X; 1 where there are no experts."""
-        return 1 if self.router_XE is None else len(self.router_XE)
+    beside_in: Stack | None = None  # projections of a recurrent part beside attention
+    beside_out: Matrix | None = None
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All that there are, by their fields and layouts (see `quant.to_tensors`)."""
@@ -111,7 +119,7 @@ class LayerWeights:
         return {
             key: tensor
             for name, matrix in found.items()
-            if matrix is not None and name not in ("kind", "mixer")
+            if matrix is not None and name not in ("kind", "mixer", "num_experts")
             for key, tensor in to_tensors(prefix + name, matrix).items()
         } | {f"{prefix}{_MIXER}{name}": tensor for name, tensor in mixer.items()}
 
@@ -124,6 +132,12 @@ class LayerWeights:
             own["mixer"] = replace(self.mixer, **named)
         return replace(self, **own)
 
+    @property
+    def num_gate_parts(self) -> int:
+        """Matrices of as many rows in ``gate_up_weight``."""
+        is_gated = self.gate_up_weight.shape[0] != self.down_weight.shape[1]
+        return (1 + is_gated) * self.num_experts
+
     def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
         """The same layer with other matrices.
 
@@ -135,8 +149,10 @@ class LayerWeights:
             self,
             qkv_weight=new("qkv_weight", self.qkv_weight, 1),
             output_weight=new("output_weight", self.output_weight, 1),
-            gate_up_weight=new("gate_up_weight", self.gate_up_weight, 2 * self.num_experts),
+            gate_up_weight=new("gate_up_weight", self.gate_up_weight, self.num_gate_parts),
             down_weight=new("down_weight", self.down_weight, self.num_experts),
+            beside_in=None if self.beside_in is None else new("beside_in", self.beside_in, 1),
+            beside_out=None if self.beside_out is None else new("beside_out", self.beside_out, 1),
         )
 
 
@@ -160,6 +176,7 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm_E: Tensor
     head_VE: Matrix
+    final_norm_bias_E: Tensor | None = None
     no_attention: frozenset[int] = frozenset()
     screen_VE: PackedMatrix | None = None
     states_dtype: torch.dtype | None = None
@@ -178,6 +195,8 @@ class DecoderWeights:
         """Every distinct tensor but the screen's; `with_tensors` takes them by these names."""
         found = to_tensors(_EMBEDDING_FIELD, self.embedding_VE)
         found |= {"final_norm_E": self.final_norm_E}
+        if self.final_norm_bias_E is not None:
+            found |= {"final_norm_bias_E": self.final_norm_bias_E}
         if self.head_VE is not self.embedding_VE:
             found |= to_tensors("head_VE", self.head_VE)
         for index, layer in enumerate(self.layers):
@@ -248,24 +267,31 @@ def load_weights(
     """
     checkpoint = Checkpoint.of(source)
     config, unused = fit(checkpoint, config)
-    checkpoint.warn_of_unused(unused)
+    checkpoint.warn_of_unused(_without_own_layers(unused, config.num_hidden_layers))
     name = f"weights-{dtype}-{bits}".replace("torch.", "")
-    recipe = recipe_of(sys.modules[__name__], quant, config)
+    recipe = recipe_of(sys.modules[__name__], quant, families, config)
     states_dtype = dtype if bits == AS_STORED else None
     if bits is None:  # a checkpoint is read as fast as a copy of it
         kept = NOTHING_KEPT
     if (tensors := kept.tensors(name, recipe)) is not None:
-        outline = _assemble(_Reader(checkpoint, dtype, "meta", bits=None), config)
+        outline = _assemble(Reader(checkpoint, dtype, "meta", bits=None), config)
         return replace(outline.with_tensors(tensors), states_dtype=states_dtype)
     if progress is not None and bits is not None:
         progress.stage("laying out the weights for this machine")
     elif progress is not None and checkpoint.num_bytes >= _MUCH_TO_READ:
         progress.stage("reading the weights")
-    reader = _Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
+    reader = Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
     weights = replace(_assemble(reader, config), states_dtype=states_dtype)
     reader.raise_problems()
     kept.keep(name, recipe, weights.tensors(), instead_of="weights-*")
     return weights
+
+
+def _without_own_layers(names: Iterable[str], num_layers: int) -> list[str]:
+    """Without those of layers that predict further tokens, which are read where they draft."""
+    names, behind = [*names], f"model.layers.{num_layers}."
+    own = ("mtp.", "model.mtp_layers.", *([behind] if f"{behind}eh_proj.weight" in names else []))
+    return [name for name in names if not name.startswith(own)]
 
 
 def rounded(weights: DecoderWeights, bits: int) -> DecoderWeights:
@@ -333,7 +359,7 @@ def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, f
             f"weight files hold {num_stored} layers. Correct config.json, or get the whole "
             "checkpoint again"
         )
-    outline = _Reader(checkpoint, torch.float32, "meta", bits=None)
+    outline = Reader(checkpoint, torch.float32, "meta", bits=None)
     _assemble(outline, config)
     outline.raise_problems()
     unused = checkpoint.tensors.keys() - outline.taken
@@ -357,121 +383,389 @@ def _is_tied(checkpoint: Checkpoint) -> bool:
     return torch.equal(read_tensor(head, _HEAD), read_tensor(embedding, _EMBEDDING))
 
 
-def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
+def _assemble(reader: Reader, config: DecoderConfig) -> DecoderWeights:
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding_VE = reader.take_table(_EMBEDDING, vocab, hidden)
     if config.tie_word_embeddings:
         head_VE = reader.as_head(embedding_VE, _EMBEDDING)
     else:
         head_VE = reader.as_head(reader.take_table(_HEAD, vocab, hidden), _HEAD)
-    layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
-    final_norm_E = reader.take(f"{config.family.names.final_norm}.weight", hidden)
-    return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
+    layers = [
+        assemble_layer(reader, config, index, f"model.layers.{index}.")
+        for index in range(config.num_hidden_layers)
+    ]
+    names = config.family.names
+    final_norm_E = reader.take(f"{names.final_norm}.weight", hidden)
+    bias_E = reader.take(f"{names.final_norm}.bias", hidden) if config.family.norm_biases else None
+    return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE, bias_E)
 
 
-def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> LayerWeights:
-    hidden, names, feed_forward = config.hidden_size, config.family.names, config.intermediate_size
-    query = config.num_attention_heads * config.head_dim
-    key_value = config.num_key_value_heads * config.head_dim
-    prefix = f"model.layers.{index}."
-    num_experts = config.experts.count if config.experts else 1
-    shares = config.experts is not None and config.experts.shares
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of a checkpoint that becomes some rows of a matrix.
 
-    def norm(name: str | None, size: int = hidden) -> Tensor | None:
-        return None if name is None else reader.take(f"{prefix}{name}.weight", size)
+    Attributes:
+        rows: that it becomes.
+        shape: as stored; None: so many rows.
+        change: makes them of it; None: they are there.
+        scale: of all rows, or of each; None: they stay.
+    """
 
-    def stacked(parts: Sequence[str], rows: Sequence[int], kind: str) -> list[tuple[str, int]]:
-        """Names and rows; what has one name for several matrices has the rows of all."""
-        rows = rows if len(parts) == len(rows) else [sum(rows)]
-        return [(f"{prefix}{name}.{kind}", count) for name, count in zip(parts, rows, strict=True)]
+    name: str
+    rows: int
+    shape: tuple[int, ...] | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+    scale: Tensor | float | None = None
 
-    def single(parts: list[tuple[str, int]], num_inputs: int, num_parts: int = 1) -> Matrix:
-        matrix = reader.take_matrix(parts, num_inputs, num_parts)
+    @property
+    def is_stored(self) -> bool:
+        """Whether the rows are as they are stored."""
+        return self.change is None and self.scale is None
+
+    def times(self, factor: float) -> _Part:
+        """The same rows times a factor."""
+        return self if factor == 1.0 else replace(self, scale=factor)
+
+
+def assemble_layer(reader: Reader, config: DecoderConfig, index: int, prefix: str) -> LayerWeights:
+    """A layer of a checkpoint.
+
+    Args:
+        index: of the layer that it is like.
+        prefix: of its names.
+    """
+    return _Layer(reader, config, index, prefix).weights()
+
+
+class _Layer:
+    """Reads a layer; see `assemble_layer`."""
+
+    def __init__(self, reader: Reader, config: DecoderConfig, index: int, prefix: str) -> None:
+        self._reader, self._config, self._prefix = reader, config, prefix
+        self._family, self._names = config.family, config.family.names
+        self._kind = config.kind(index)
+        self._num_experts, self._feed_forward = config.feed_forward(index)
+        experts = config.experts
+        self._experts = experts if experts and index >= experts.num_dense else None
+
+    def weights(self) -> LayerWeights:
+        names = self._names
+        return LayerWeights(
+            attention_norm_E=self._norm(names.attention_norm),
+            attention_norm_bias_E=self._norm_bias(names.attention_norm),
+            **self._mixing(),
+            mlp_norm_E=self._norm(names.mlp_norm),
+            mlp_norm_bias_E=self._norm_bias(names.mlp_norm),
+            **self._mlp(),
+            attention_post_norm_E=self._norm(names.attention_post_norm),
+            mlp_post_norm_E=self._norm(names.mlp_post_norm),
+            **(self._router() if self._experts else {}),
+            num_experts=self._num_experts,
+            kind=self._kind,
+        )
+
+    def _mixing(self) -> dict[str, Any]:
+        if self._kind.is_recurrent:
+            return self._recurrent()
+        found = self._attention()
+        if self._kind.mixes_beside:
+            beside = self._recurrent()
+            found |= {
+                "mixer": beside["mixer"],
+                "beside_in": beside["qkv_weight"],
+                "beside_out": beside["output_weight"],
+            }
+        return found
+
+    def _norm(self, name: str | None, size: int | None = None) -> Tensor | None:
+        if name is None:
+            return None
+        return self._reader.take(f"{self._prefix}{name}.weight", size or self._config.hidden_size)
+
+    def _norm_bias(self, name: str | None) -> Tensor | None:
+        if name is None or not self._family.norm_biases:
+            return None
+        return self._reader.take(f"{self._prefix}{name}.bias", self._config.hidden_size)
+
+    def _parts(self, names: Sequence[str], rows: Sequence[int], kind: str) -> list[_Part]:
+        """What has one name for several matrices has the rows of all."""
+        rows = rows if len(names) == len(rows) else [sum(rows)]
+        pairs = zip(names, rows, strict=True)
+        return [_Part(f"{self._prefix}{name}.{kind}", count) for name, count in pairs]
+
+    def _single(self, parts: Sequence[_Part], num_inputs: int, num_parts: int = 1) -> Matrix:
+        matrix = self._reader.take_matrix(parts, num_inputs, num_parts)
         assert not isinstance(matrix, StackedMatrix)
         return matrix
 
-    def of_experts(
-        parts: Sequence[str], shared: Sequence[str], rows: Sequence[int]
-    ) -> list[tuple[str, int]]:
-        count = num_experts - shares
-        named = [[name.format(expert=expert) for name in parts] for expert in range(count)]
-        named += [[*shared]] if shares else []
-        return [part for names in named for part in stacked(names, rows, "weight")]
+    def _attention(self) -> dict[str, Any]:
+        config, names, take = self._config, self._names, self._reader.take
+        hidden = config.hidden_size
+        size, key_value = config.head_dim, config.num_key_value_heads * config.head_dim
+        rows = (config.query_rows, key_value, key_value)
+        query_norm, key_norm = config.head_norm_sizes or (0, 0)
+        times = config.multipliers
 
-    kind, mixer = config.kind(index), None
-    qkv_rows: tuple[int, ...] = (config.query_rows, key_value, key_value)
-    query_norm, key_norm = config.head_norm_sizes or (0, 0)
-    if kind.is_recurrent:
-        assert config.recurrent is not None
-        sizes = config.recurrent
-        mixer = _assemble_mixer(reader, config, prefix)
-        names = replace(
-            names,
-            qkv=names.recurrent_in,
-            output=names.recurrent_out,
-            query_norm=None,
-            key_norm=None,
+        (out,) = self._parts([names.output], [hidden], "weight")
+
+        def qkv(kind: str) -> list[_Part]:
+            parts = self._parts(names.qkv, rows, kind)
+            by = times.inputs if kind == "weight" else 1.0
+            if len(parts) == len(rows):
+                factors = (by, by * times.key, by)
+                parts = [part.times(by) for part, by in zip(parts, factors, strict=True)]
+            if not self._family.is_paired:
+                return parts
+            change = partial(_halves, size=size, rotated=config.ropes[0].size)
+            return [replace(part, change=change) for part in parts[:2]] + parts[2:]
+
+        return {
+            "qkv_weight": self._reader.take_matrix(qkv("weight"), hidden),
+            "qkv_bias": self._reader.take_stacked(qkv("bias")) if config.attention_bias else None,
+            "query_norm_D": self._norm(names.query_norm, query_norm) if query_norm else None,
+            "key_norm_D": self._norm(names.key_norm, key_norm) if key_norm else None,
+            "output_weight": self._single(
+                [out.times(times.output)], config.num_attention_heads * size
+            ),
+            "output_bias": (
+                take(f"{self._prefix}{names.output}.bias", hidden) if config.output_bias else None
+            ),
+            "sinks_H": (
+                take(f"{self._prefix}{names.sinks}", config.num_attention_heads)
+                if names.sinks
+                else None
+            ),
+        }
+
+    # ---- feed-forward parts
+
+    def _mlp(self) -> dict[str, Any]:
+        config, names, family, count = self._config, self._names, self._family, self._num_experts
+        hidden, rows = config.hidden_size, self._feed_forward
+        if self._experts is None and names.dense_down:
+            names = replace(names, gate_up=names.dense_gate_up, down=names.dense_down)
+        gates = [rows, rows] if family.is_gated else [rows]
+
+        def parts(up: bool, kind: str) -> list[_Part]:
+            own = [*names.gate_up] if up else [names.down]
+            each = gates if up else [hidden]
+            if self._experts is not None:
+                return self._of_experts(own, each, kind)
+            first, *others = self._parts(own, each, kind)
+            times = config.multipliers
+            return [first.times(times.gate if up else times.down), *others]
+
+        return {
+            "gate_up_weight": self._reader.take_matrix(
+                parts(True, "weight"), hidden, len(gates) * count
+            ),
+            "down_weight": self._single(parts(False, "weight"), rows, count),
+            "gate_up_bias": (
+                self._reader.take_stacked(parts(True, "bias")) if config.mlp_bias else None
+            ),
+            "down_bias": (
+                self._reader.take_stacked(parts(False, "bias")) if config.mlp_bias else None
+            ),
+            "activation_4": self._activation(names.activation) if names.activation else None,
+        }
+
+    def _activation(self, name: str) -> Tensor:
+        learned = ("alpha_p", "alpha_n", "beta", "eps")
+        parts = [_Part(f"{self._prefix}{name}.{one}", 1) for one in learned]
+        return self._reader.take_stacked(parts)
+
+    def _of_experts(self, names: Sequence[str], rows: Sequence[int], kind: str) -> list[_Part]:
+        experts, is_up = self._experts, rows[0] == self._feed_forward and len(rows) > 1
+        assert experts is not None
+        count = experts.count - experts.num_shared
+        before, each, _ = names[0].partition(".{expert}")
+        fused = f"{self._prefix}{before}.{'gate_up' if is_up else 'down'}_proj"
+        inputs = self._config.hidden_size if is_up else self._feed_forward
+        shape = (count, sum(rows), inputs)
+        if each and self._reader.has(fused):  # as transformers 5 holds them
+            parts = [_Part(fused, count * sum(rows), shape)]
+        elif each:
+            of_each = [[name.format(expert=expert) for name in names] for expert in range(count)]
+            parts = [part for own in of_each for part in self._parts(own, rows, kind)]
+        elif self._family.has_transposed_experts:
+            parts = [self._transposed(names[0], sum(rows), count, is_up, kind)]
+        else:
+            parts = [_Part(f"{self._prefix}{names[0]}.{kind}", count * sum(rows), shape)]
+        return parts + (self._shared(is_up, experts.num_shared) if experts.num_shared else [])
+
+    def _transposed(self, name: str, rows: int, count: int, is_up: bool, kind: str) -> _Part:
+        if kind == "bias":
+            change = partial(_unwoven, count=count) if is_up else None
+            return _Part(f"{self._prefix}{name}_bias", count * rows, (count, rows), change)
+        inputs = self._config.hidden_size if is_up else self._feed_forward
+        turn = partial(_turned, is_woven=is_up)
+        return _Part(f"{self._prefix}{name}", count * rows, (count, inputs, rows), turn)
+
+    def _shared(self, is_up: bool, count: int) -> list[_Part]:
+        """What each token reads, as so many experts."""
+        names, rows, hidden = self._names, self._feed_forward, self._config.hidden_size
+        if not is_up:
+            cut = partial(_cut_inputs, count=count)
+            name = f"{self._prefix}{names.shared_down}.weight"
+            return [_Part(name, count * hidden, (hidden, count * rows), cut)]
+        parts = self._parts(names.shared_gate_up, [count * rows] * 2, "weight")
+        if count == 1:
+            return parts
+        if len(parts) == 1:
+            return [replace(parts[0], change=partial(_cut_gates, count=count))]
+        return [
+            _Part(part.name, rows, (count * rows, hidden), partial(_nth, number=i, count=count))
+            for i in range(count)
+            for part in parts
+        ]
+
+    def _router(self) -> dict[str, Any]:
+        experts, names, prefix = self._experts, self._names, self._prefix
+        assert experts is not None
+        count = experts.count - experts.num_shared
+        parts = [_Part(f"{prefix}{names.router}.weight", count)]
+        if experts.shared_gate:
+            parts.append(_Part(f"{prefix}{names.shared_router}.weight", 1))
+        has_bias = experts.has_bias
+        return {
+            "router_XE": self._reader.take_stacked(parts, self._config.hidden_size),
+            "router_bias_X": (
+                self._reader.take(f"{prefix}{names.router_bias}", count) if has_bias else None
+            ),
+        }
+
+    # ---- recurrent layers
+
+    def _recurrent(self) -> dict[str, Any]:
+        names, hidden, sizes = self._names, self._config.hidden_size, self._config.recurrent
+        assert sizes is not None
+        rows = (sizes.channels, sizes.num_inputs - sizes.channels)
+        inputs = self._parts(names.recurrent_in, rows, "weight")
+        (out,) = self._parts([names.recurrent_out], [hidden], "weight")
+        out = out.times(self._config.multipliers.mixer_output)
+        if self._family.interleaved:
+            inputs = [replace(inputs[0], change=partial(_by_kind, sizes=sizes))]
+        if sizes.kind == "mamba2":
+            inputs = [self._of_mamba(slice(None, -sizes.value_heads))]
+        return {
+            "qkv_weight": self._reader.take_matrix(inputs, hidden),
+            "qkv_bias": None,
+            "query_norm_D": None,
+            "key_norm_D": None,
+            "output_weight": self._single([out], sizes.num_outputs),
+            "output_bias": None,
+            "mixer": self._mixer(sizes),
+        }
+
+    def _of_mamba(self, rows: slice) -> _Part:
+        """Some rows of its input projection, in the order of a delta net's."""
+        sizes, (name,) = self._config.recurrent, self._names.recurrent_in
+        assert sizes is not None
+        order = mamba_order(sizes)[rows]
+        shape = (sizes.num_inputs + sizes.value_heads, self._config.hidden_size)
+        name, times = f"{self._prefix}{name}.weight", self._config.multipliers.mixer
+        scale = None
+        if set(times) != {1.0}:
+            keys, outputs = sizes.key_heads * sizes.key_size, sizes.num_outputs
+            counts = torch.tensor([outputs, outputs, keys, keys, sizes.value_heads])
+            scale = torch.tensor(times).repeat_interleave(counts)[order]
+        return _Part(name, len(order), shape, lambda stored: stored[order], scale)
+
+    def _mixer(self, sizes: Recurrent) -> MixerWeights:
+        names, prefix, reader = self._names, self._prefix, self._reader
+        conv, (channels, heads) = prefix + names.convolution, (sizes.channels, sizes.value_heads)
+        part = conv.rpartition(".")[0]
+        order = None
+        if sizes.kind == "mamba2":
+            order = mamba_order(sizes)[:channels] - sizes.num_outputs
+
+        def channelwise(kind: str, *shape: int) -> Tensor:
+            change = None if order is None else (lambda stored: stored[order])
+            stored = _Part(f"{conv}.{kind}", channels, (channels, *shape), change)
+            return reader.take_stacked([stored], *shape)
+
+        conv_C1K = channelwise("weight", 1, sizes.window)
+        if sizes.kind == "short_conv":
+            return MixerWeights(conv_C1K)
+        is_mamba = sizes.kind == "mamba2"
+        if is_mamba:
+            gates = [self._of_mamba(slice(-heads, None))]
+        else:
+            gates = self._parts(names.recurrent_gates, [heads] * 2, "weight")
+        if self._family.interleaved:
+            gates = [replace(gates[0], change=partial(_by_kind, sizes=sizes, is_gates=True))]
+        return MixerWeights(
+            conv_C1K,
+            reader.take_stacked(gates, self._config.hidden_size),
+            reader.take(f"{part}.A_log", heads),
+            reader.take(f"{part}.dt_bias", heads),
+            (
+                reader.take(f"{prefix}{names.recurrent_norm}.weight", sizes.norm_size)
+                if sizes.has_norm
+                else None
+            ),
+            bias_C=channelwise("bias") if sizes.has_bias else None,
+            skips_H=reader.take(f"{part}.D", heads) if is_mamba else None,
         )
-        qkv_rows = (sizes.channels, sizes.num_inputs - sizes.channels)
-        query = sizes.num_outputs
-    has_bias = config.attention_bias and mixer is None
-    return LayerWeights(
-        attention_norm_E=norm(names.attention_norm),
-        qkv_weight=reader.take_matrix(stacked(names.qkv, qkv_rows, "weight"), hidden),
-        qkv_bias=(reader.take_stacked(stacked(names.qkv, qkv_rows, "bias")) if has_bias else None),
-        query_norm_D=norm(names.query_norm, query_norm),
-        key_norm_D=norm(names.key_norm, key_norm),
-        output_weight=single(stacked([names.output], [hidden], "weight"), query),
-        output_bias=(
-            reader.take(f"{prefix}{names.output}.bias", hidden)
-            if config.output_bias and mixer is None
-            else None
-        ),
-        mlp_norm_E=norm(names.mlp_norm),
-        gate_up_weight=reader.take_matrix(
-            of_experts(names.gate_up, names.shared_gate_up, (feed_forward, feed_forward)),
-            *(hidden, 2 * num_experts),
-        ),
-        down_weight=single(
-            of_experts([names.down], [names.shared_down], [hidden]), feed_forward, num_experts
-        ),
-        attention_post_norm_E=norm(names.attention_post_norm),
-        mlp_post_norm_E=norm(names.mlp_post_norm),
-        router_XE=(
-            reader.take_stacked(
-                [
-                    (f"{prefix}{names.router}.weight", num_experts - shares),
-                    *([(f"{prefix}{names.shared_router}.weight", 1)] if shares else []),
-                ],
-                hidden,
-            )
-            if names.router
-            else None
-        ),
-        kind=kind,
-        mixer=mixer,
+
+
+def _halves(rows: Tensor, size: int, rotated: int) -> Tensor:
+    """Rows of heads in which neighbours turn as those in which halves do."""
+    heads = rows.reshape(-1, size, *rows.shape[1:])
+    order = torch.arange(size)
+    order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
+    return heads[:, order].flatten(0, 1)
+
+
+def _turned(stored: Tensor, is_woven: bool) -> Tensor:
+    """[X, inputs, outputs] as [X outputs, inputs]; of woven rows gates come first."""
+    rows = stored.transpose(1, 2)
+    if is_woven:
+        rows = torch.cat((rows[:, ::2], rows[:, 1::2]), 1)
+    return rows.flatten(0, 1)
+
+
+def _unwoven(stored: Tensor, count: int) -> Tensor:
+    """Biases of gates and others that take turns: gates first."""
+    return stored.reshape(count, -1, 2).transpose(1, 2).flatten()
+
+
+def _nth(stored: Tensor, number: int, count: int) -> Tensor:
+    return stored.chunk(count)[number]
+
+
+def _cut_inputs(stored: Tensor, count: int) -> Tensor:
+    """[E, n F] as n matrices [E, F] that are added up."""
+    return torch.cat(stored.chunk(count, 1))
+
+
+def _cut_gates(stored: Tensor, count: int) -> Tensor:
+    """[2 n F, E], gates first, as n matrices [2 F, E]."""
+    gates, others = (half.chunk(count) for half in stored.chunk(2))
+    return torch.cat([part for pair in zip(gates, others, strict=True) for part in pair])
+
+
+def _by_kind(stored: Tensor, sizes: Recurrent, is_gates: bool = False) -> Tensor:
+    """Rows that lie by key head, as all queries, all keys, all values and all gates."""
+    shared = sizes.value_heads // sizes.key_heads
+    values = shared * sizes.value_size
+    parts = [sizes.key_size, sizes.key_size, values, values]
+    by_head = stored.reshape(sizes.key_heads, -1, stored.shape[-1])
+    each = torch.split(by_head, [shared, shared] if is_gates else parts, 1)
+    return torch.cat([part.flatten(0, 1) for part in each])
+
+
+def mamba_order(sizes: Recurrent) -> Tensor:
+    """Rows of Mamba-2's input projection (gates, x, B, C, steps): C, B, x, gates, steps."""
+    keys, outputs = sizes.key_heads * sizes.key_size, sizes.num_outputs
+    gates, x, b, c, steps = torch.split(
+        torch.arange(sizes.num_inputs + sizes.value_heads),
+        [outputs, outputs, keys, keys, sizes.value_heads],
     )
+    return torch.cat((c, b, x, gates, steps))
 
 
-def _assemble_mixer(reader: _Reader, config: DecoderConfig, prefix: str) -> MixerWeights:
-    names, sizes = config.family.names, config.recurrent
-    assert sizes is not None
-    shape = sizes.channels, 1, sizes.window
-    conv_C1K = reader.take(f"{prefix}{names.convolution}.weight", *shape)
-    if sizes.kind == "short_conv":
-        return MixerWeights(conv_C1K)
-    heads, part = sizes.value_heads, prefix + names.convolution.rpartition(".")[0]
-    gates = [(f"{prefix}{name}.weight", heads) for name in names.recurrent_gates]
-    return MixerWeights(
-        conv_C1K,
-        reader.take_stacked(gates, config.hidden_size),
-        reader.take(f"{part}.A_log", heads),
-        reader.take(f"{part}.dt_bias", heads),
-        reader.take(f"{prefix}{names.recurrent_norm}.weight", sizes.value_size),
-    )
-
-
-class _Reader:
+class Reader:
     """Hands out tensors by name and collects everything that is wrong, to report it at once.
 
     On the meta device it reads nothing, and finds what is missing or misshapen all the same.
@@ -497,27 +791,32 @@ class _Reader:
         self._problems: list[str] = []
         self.taken: set[str] = set()
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+        return name in self._checkpoint.tensors
+
     def take(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""
-        return self.take_stacked([(name, shape[0])], *shape[1:])
+        return self.take_stacked([_Part(name, shape[0])], *shape[1:])
 
-    def take_stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
-        """Named tensors of so many rows each, one below the other; nothing if one is not there."""
+    def take_stacked(self, parts: Sequence[_Part], *columns: int) -> Tensor:
+        """Tensors one below the other; nothing if one is not there."""
         are_there = self._are_there(parts, *columns)
-        num_rows = sum(rows for _, rows in parts) if are_there else 0
+        num_rows = sum(part.rows for part in parts) if are_there else 0
         stacked = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
         first = 0
-        for name, rows in parts:
+        for part in parts:
             if num_rows and not stacked.is_meta:
-                self._copy(name, stacked[first : first + rows])
-            first += rows
+                self._copy(part, stacked[first : first + part.rows])
+            first += part.rows
         return stacked
 
-    def _are_there(self, parts: Sequence[tuple[str, int]], *columns: int) -> bool:
-        problems = [self._problem(name, (rows, *columns)) for name, rows in parts]
+    def _are_there(self, parts: Sequence[_Part], *columns: int) -> bool:
+        problems = [self._problem(part.name, part.shape or (part.rows, *columns)) for part in parts]
         self._problems += filter(None, problems)
         self._pace.add(self._bytes_at_hand)
-        found = {name for name, _ in parts if name in self._checkpoint.tensors} - self.taken
+        names = {part.name for part in parts}
+        found = {name for name in names if name in self._checkpoint.tensors} - self.taken
         self._bytes_at_hand = sum(self._checkpoint.tensors[name].num_bytes for name in found)
         self.taken |= found
         return not any(problems)
@@ -526,44 +825,41 @@ class _Reader:
         """Embeddings or a head: one tensor of this shape, quantised where all are as stored."""
         if self._bits != AS_STORED:
             return self.take(name, *shape)
-        matrix = self.take_matrix([(name, shape[0])], shape[1])
+        matrix = self.take_matrix([_Part(name, shape[0])], shape[1])
         assert not isinstance(matrix, StackedMatrix)
         return matrix
 
-    def take_matrix(
-        self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int = 1
-    ) -> Stack:
-        """Named weights, one below the other, in the form that was asked for.
+    def take_matrix(self, parts: Sequence[_Part], num_inputs: int, num_parts: int = 1) -> Stack:
+        """Weights, one below the other, in the form that was asked for.
 
         Args:
-            parts: names and numbers of rows.
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.quant.PackedMatrix.of_weight`.
         """
-        names = [name for name, _ in parts]
         if self._bits == AS_STORED:
             return self._as_stored(parts, num_inputs, num_parts)
         weight = self.take_stacked(parts, num_inputs)
-        return self._packed(weight, names, num_parts, self._bits)
+        return self._packed(weight, parts, num_parts, self._bits)
 
     def as_head(self, weight: Matrix, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
         if self._bits is None or isinstance(weight, PackedMatrix) or self._bits == AS_STORED:
             return weight
-        return self._packed(weight, [name], 1, max(self._bits, _HEAD_BITS))
+        parts = [_Part(name, weight.shape[0])]
+        return self._packed(weight, parts, 1, max(self._bits, _HEAD_BITS))
 
-    def _as_stored(
-        self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int
-    ) -> Stack:
+    def _as_stored(self, parts: Sequence[_Part], num_inputs: int, num_parts: int) -> Stack:
         if not self._are_there(parts, num_inputs):
             return torch.empty(0, num_inputs)
-        tensors = [self._checkpoint.tensors[name] for name, _ in parts]
+        tensors = [self._checkpoint.tensors[part.name] for part in parts]
         return matrix_as_stored(tensors, num_parts, self._shelf)
 
-    def _packed(self, weight: Tensor, names: Sequence[str], num_parts: int, bits: Bits) -> Matrix:
+    def _packed(self, weight: Tensor, parts: Sequence[_Part], num_parts: int, bits: Bits) -> Matrix:
         if bits is None or bits == AS_STORED or self._problems:
             return weight
-        kind = PACKED[bits]
+        kind, names = PACKED[bits], [part.name for part in parts]
+        if not all(part.is_stored for part in parts):
+            return kind.of_weight(weight, num_parts, self._shelf)
         if self._bits == Int4Matrix.bits and issubclass(kind, QuantisedMatrix):
             blocks = stacked_blocks(self._checkpoint.directory, names, weight)
             if blocks and (blocks.minima_RB is not None) == (kind is Int4Matrix):
@@ -585,9 +881,15 @@ class _Reader:
             return f"{name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read"
         return None
 
-    def _copy(self, name: str, place: Tensor) -> None:
+    def _copy(self, part: _Part, place: Tensor) -> None:
+        name = part.name
         tensor = read_tensor(self._checkpoint.tensors[name], name)
+        if part.change is not None:
+            tensor = part.change(tensor.reshape(part.shape or (part.rows, *place.shape[1:])))
         place.copy_(tensor.reshape(place.shape))
+        if part.scale is not None:
+            each = part.scale if isinstance(part.scale, float) else part.scale.to(place)
+            place.mul_(each if isinstance(each, float) or place.dim() == 1 else each[:, None])
         # A sum is one pass; it is finite unless an element is not (or the weights are absurd
         # enough to overflow float32, which is as fatal). In pieces, as it converts to float32.
         for piece in torch.split(place, _CHECKED_ROWS):
