@@ -9,6 +9,7 @@
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
 # make gpu: what steps cost on a GPU, and whether company changes bits; GPU_PARTS=steps,bits for some
+# make tour: the tour as a folder that a double click opens, recorded on the default model (TOUR_PAIR="1.5b.gguf 0.5b.gguf" too)
 # make docs: build the documentation's site in site/, with a page of all tables of results
 # Each target but clean makes its own virtual environment in .venv first.
 
@@ -22,7 +23,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-real lint types example docs heads heads-gpu kinds gpu clean
+.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-real lint types example docs tour heads heads-gpu kinds gpu clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -120,6 +121,12 @@ docs: $(VENV)/.installed
 	$(PIP) --quiet --editable '.[docs]'
 	$(BIN)/python -m benchmarks report docs/results --into docs/results/index.md
 	$(BIN)/python -m zensical build --strict
+
+# The served page's tour without a server; TOUR_OUT=site/tour puts it beside the documentation.
+TOUR_OUT ?= tour
+TOUR_PAIR ?=
+tour: $(VENV)/.installed
+	$(BIN)/python -m tools.tour.make --out '$(TOUR_OUT)' $(if $(TOUR_PAIR),--pair $(TOUR_PAIR))
 
 # Heads of the default model, from nothing: text of its own, then each kind; see docs/extend/training.md.
 # Whatever is interrupted goes on when it is run again.

@@ -36,21 +36,23 @@ from foredraft.llm import LLM
 from foredraft.models.base import offered
 from foredraft.models.files.progress import Progress, SilentProgress
 
-_MOST_DRAFTED = 3
-"""Default nodes a step: enough to test each depth often. Longer drafts are mostly rejected, which
-costs time and adds no evidence."""
+_FEW_DRAFTED, _MOST_DRAFTED = 3, 16
+"""Default nodes a step: few test each depth often, as longer drafts are mostly rejected; every
+other group of replies has as many as the drafter makes, for mistakes that only depth shows."""
 _TEXTS_AT_ONCE, _FEWEST_TEXTS = 16, 4
 _BITS_TEXTS, _BITS_TOKENS = 6, 48
+_NOISE_TEXTS, _NOISE_TOKENS = 6, 32
 _SHORT_PROMPTS = 0.4
 """Share of the prompts, the shortest ones, for texts that have to read theirs anew each time."""
 _LONGER, _PREEMPTED_TEXTS = 32, 3
 """Tokens of a reply beyond those that the engine finds room for before it begins."""
 _FAULT_TEXTS, _FAULT_TOKENS = (4, 4, 8, 16, 32, 64), 64
 """Texts of each look for a planted fault; it ends when one has found it."""
-_PARAMETER_TEXTS, _PARAMETER_TOKENS = 2, 24
+_PARAMETER_TEXTS, _PARAMETER_TOKENS = 3, 32
 _TINY_CHUNK = 16
 _CUT = 3
 """Tokens that a prompt loses at each turn."""
+_MORE = "give it a longer --time-limit, or a larger --detect"
 _SEED_STEP = 1_000_003
 """Between the seeds of two texts."""
 
@@ -273,13 +275,15 @@ class OwnAudit:
         self.tolerance = self._measured_tolerance()
         self._progress.stage("Looking at drafted replies")
         seen, margins, law = Seen(), Margins(self.tolerance), LawTests(self.seed)
-        view = self._view(self._num_drafts, seen, self.llm.options.prefix_caching)
+        prefixes = self.llm.options.prefix_caching
+        views = [self._view(number, seen, prefixes) for number in self._depths]
         num_texts, share = 0, 0.0
         while True:
             number = _TEXTS_AT_ONCE
             if num_texts >= self.options.texts and share > 0.0:  # no more than are missing
                 number = min(number, max(_FEWEST_TEXTS, ceil(num_texts / share) - num_texts))
-            replies = self._replies(view, num_texts, number, self.tokens)
+            replies = self._replies(views[0], num_texts, number, self.tokens)
+            views.append(views.pop(0))
             self._look(replies, seen, margins, law)
             num_texts += len(replies)
             share = self._share_done(margins, law)
@@ -311,7 +315,7 @@ class OwnAudit:
     def _measured_tolerance(self) -> float:
         """Four times the largest noise seen, in nats of the law."""
         view = self._view(None)
-        replies = self._replies(view, 0, 2, _BITS_TOKENS)
+        replies = self._replies(view, 0, _NOISE_TEXTS, _NOISE_TOKENS)
         with self.llm.engine.lock:
             noise = max(self._plain.noise(each.prompt, each.result.token_ids) for each in replies)
         return 4.0 * noise / (self.params.temperature or 1.0)
@@ -368,7 +372,7 @@ class OwnAudit:
             )
             return Level("margins", Finding.DIFFERENT, said, figures, evidence)
         if not seen.num_drafted:
-            said = "nothing was drafted, so nothing was looked at"
+            said = "nothing was drafted, so nothing was looked at: name another --drafter"
             return Level("margins", Finding.INCONCLUSIVE, said, figures)
         if not self._is_keyed:
             said = f"each of {margins.tokens} tokens is possible by its plain law"
@@ -382,7 +386,7 @@ class OwnAudit:
         verdict = margins.finding
         if below > options.detect:
             verdict = Finding.INCONCLUSIVE
-            said += f"; {options.detect:.1e} was asked for"
+            said += f"; {options.detect:.1e} was asked for: {_MORE}"
         return Level("margins", verdict, said, figures, evidence)
 
     def _law_level(self, law: LawTests, figures: Mapping[str, Any]) -> Level:
@@ -404,7 +408,7 @@ class OwnAudit:
             return Level("law", Finding.DIFFERENT, said, figures)
         said = f"{law.count} tokens fit their laws; a shift of {found:.1%} would have been seen"
         if found > options.detect and not self._is_keyed:
-            said += f", and {options.detect:.1%} was asked for"
+            said += f", and {options.detect:.1%} was asked for: {_MORE}"
             return Level("law", Finding.INCONCLUSIVE, said, figures)
         if self._is_keyed:
             said += " by these tests alone; the margins see each token"
@@ -425,9 +429,13 @@ class OwnAudit:
             params, margins = replace(base, **changed), Margins(self.tolerance)
             texts, tokens, prompts = _PARAMETER_TEXTS, _PARAMETER_TOKENS, self.short_prompts
             first = number * texts  # no two settings may draw with the same noise
-            for reply in self._replies(view, first, texts, tokens, params, prompts):
-                own = replace(params, seed=reply.result.seed)
-                self.look_at(reply, own, margins, law, seen)
+            try:
+                for reply in self._replies(view, first, texts, tokens, params, prompts):
+                    own = replace(params, seed=reply.result.seed)
+                    self.look_at(reply, own, margins, law, seen)
+            except ForedraftError as error:  # such as a reply that breaks its grammar
+                margins.structural += 1
+                evidence.append({"parameter": name, "error": str(error)})
             rows.append({"parameter": name, **margins.figures})
             evidence += [{"parameter": name, **asdict(each)} for each in margins.examples]
             self._progress.advance((number + 1) / len(settings))
@@ -457,7 +465,10 @@ class OwnAudit:
         said = f"{found} of {len(rows)} planted faults were found"
         missed = [str(row["fault"]) for row in rows if row["found_by"] is None]
         if missed:
-            said += f"; not found: {', '.join(missed)}"
+            said += (
+                f"; not found: {', '.join(missed)}; so few drafts may be accepted or refused here "
+                "that the mistake hardly shows: try another --drafter or --temperature"
+            )
         verdict = Finding.INCONCLUSIVE if missed else Finding.ALL_FOUND
         return Level("planted faults", verdict, said, {"faults": rows, "found": found})
 
@@ -496,9 +507,19 @@ class OwnAudit:
         asked = self.llm.options.num_draft_tokens
         if asked:
             return asked
+        return min(_FEW_DRAFTED, self._most_drafts)
+
+    @property
+    def _most_drafts(self) -> int:
         if self._drafter is not None:
             return _MOST_DRAFTED
-        return min(_MOST_DRAFTED, drafter_spec(self.llm.drafter_name).num_draft_tokens)
+        return drafter_spec(self.llm.drafter_name).num_draft_tokens
+
+    @property
+    def _depths(self) -> list[int]:
+        """Nodes a step of the replies that are scored, in turns."""
+        asked = self.llm.options.num_draft_tokens
+        return [asked] if asked else [*{self._num_drafts, self._most_drafts}]
 
     def _load_options(self, drafts: int | None, prefix_caching: bool = False) -> Any:
         """Options of a view: no drafts for None, as many as pay for -1."""
@@ -610,6 +631,7 @@ def parameter_settings(llm: LLM) -> dict[str, dict[str, Any]]:
     """Every sampling parameter that affects the distribution, each by itself."""
     vocab = llm.target.vocab_size
     some = [*range(0, vocab, max(1, vocab // 2000))]
+    end = vocab // 2  # ends a reply as soon as it may
     settings: dict[str, dict[str, Any]] = {
         "temperature 0": {"temperature": 0.0},
         "temperature 1.3": {"temperature": 1.3},
@@ -622,9 +644,10 @@ def parameter_settings(llm: LLM) -> dict[str, dict[str, Any]]:
         "frequency_penalty": {"frequency_penalty": 0.7},
         "logit_bias": {"logit_bias": dict.fromkeys(some[:50], 3.0)},
         "allowed_token_ids": {"allowed_token_ids": some},
-        "min_tokens": {"min_tokens": 8},
+        "top_p, penalties": {"top_p": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 0.5},
+        "min_tokens": {"min_tokens": 20, "stop_token_ids": [end], "logit_bias": {end: 60.0}},
     }
     if llm.tokenizer is not None:
         settings["bad_words"] = {"bad_words": ["the", "and", "is"]}
-        settings["grammar"] = {"grammar": Grammar.regex("[a-z ,]{8,60}[.]")}
+        settings["grammar"] = {"grammar": Grammar.regex("[a-z]{2,9}( [a-z]{2,9}){40,80}")}
     return settings

@@ -1,4 +1,4 @@
-"""Reports of an audit: one sentence, Markdown for people, and JSON for programs."""
+"""The report of an audit: one sentence, its levels, and JSON."""
 
 from __future__ import annotations
 
@@ -77,64 +77,19 @@ class AuditReport:
             ],
         }
 
-    def markdown(self, origin: Mapping[str, Any]) -> str:
-        """A page for people.
-
-        Args:
-            origin: command, versions and machine; see `foredraft.bench.report.provenance`.
-        """
-        lines = [f"# {self.sentence}", "", "| level | verdict | what was found |", "|---|---|---|"]
-        lines += [f"| {each.name} | {each.verdict} | {each.said} |" for each in self.levels]
-        for level in self.levels:
-            lines += _tables(level)
-        machine = origin["machine"]
-        lines += [
-            "",
-            "## Made with",
-            "",
-            f"`{origin['command']}`",
-            "",
-            f"{origin['date']}, foredraft {machine['versions']['foredraft']} "
-            f"(revision {origin['revision']}), {machine['cpu']}, {machine['cores']} cores, "
-            f"seed {self.seed}, {self.seconds:.0f} s.",
-        ]
-        return "\n".join([*lines, ""])
-
     def json(self) -> str:
         """Figures, command, versions and machine, as one JSON object."""
         return json.dumps(provenance(self.seed) | self.as_dict(), default=str)
 
-    def write(self, json_file: str | None, page: str | None) -> None:
-        """Write the named files.
+    def write(self, path: str | None) -> None:
+        """Write the JSON to a file, if one is named.
 
         Raises:
-            ConfigError: a file cannot be written.
+            ConfigError: it cannot be written.
         """
-        texts = {
-            json_file: self.json() + "\n",
-            page: self.markdown(provenance(self.seed)),
-        }
-        for path, text in texts.items():
-            if path is not None:
-                try:
-                    Path(path).write_text(text, encoding="utf-8")
-                except OSError as error:
-                    raise ConfigError(f"cannot write {path}: {error}") from error
-
-
-def _tables(level: Level) -> list[str]:
-    """A level's rows of figures and its evidence, each as a table."""
-    lines: list[str] = []
-    found = {name: rows for name, rows in level.figures.items() if _is_table(rows)}
-    if level.evidence:
-        found["evidence"] = level.evidence
-    for name, rows in found.items():
-        columns = [*rows[0]]
-        lines += ["", f"## {level.name}: {name}", "", f"| {' | '.join(columns)} |"]
-        lines += ["|" + "---|" * len(columns)]
-        lines += [f"| {' | '.join(str(row.get(key, '')) for key in columns)} |" for row in rows]
-    return lines
-
-
-def _is_table(rows: object) -> bool:
-    return isinstance(rows, list) and bool(rows) and isinstance(rows[0], Mapping)
+        if path is None:
+            return
+        try:
+            Path(path).write_text(self.json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error}") from error

@@ -50,6 +50,7 @@ class Gain:
         break_even: the acceptance rate at which drafting neither gains nor loses; None: nothing is
             drafted.
         totals: by prompt: milliseconds of plain decoding for the tokens written, and those taken.
+        joules: of a token, prefill included; None where the machine does not tell it.
     """
 
     setting: Setting
@@ -67,6 +68,7 @@ class Gain:
     holds: float
     break_even: float | None
     totals: Mapping[int, tuple[float, float]]
+    joules: float | None = None
 
     @classmethod
     def of(cls, recording: Recording, plain: Recording) -> Gain:
@@ -99,6 +101,7 @@ class Gain:
             sum(accepted) / drafted if drafted else 0.0,
             (step_ms / plain_ms - 1.0) / nodes if nodes else None,
             totals,
+            recording.joules,
         )
 
     def gain_on(self, prompts: Collection[int]) -> float:
@@ -220,7 +223,8 @@ class Gains:
     def table(self) -> Table:
         """One row for each drafter and load."""
         rows = [self._shown(each) for found in self.by_load.values() for each in found]
-        return Table("", rows, _COLUMNS, "measured here")
+        energy = {"J/token": "{joules:.2f}"} if any(row["joules"] for row in rows) else {}
+        return Table("", rows, _COLUMNS | energy, "measured here")
 
     def _shown(self, each: Gain) -> dict[str, Any]:
         row = each.as_dict()

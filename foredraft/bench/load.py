@@ -16,6 +16,7 @@ from typing import Protocol
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import RowStep, StepRecord
 from foredraft.llm import LLM
+from foredraft.system.machine import energy_joules
 
 TURN_S = 0.12
 """Seconds of its own time that a contender runs before the next one."""
@@ -89,11 +90,22 @@ class ServedStep:
 
 @dataclass
 class Served:
-    """Results of a contender under a load so far."""
+    """Results of a contender under a load so far.
+
+    Attributes:
+        joules: of the processor during its turns; None where it is not told.
+    """
 
     seconds: float = 0.0
     finished: list[Finished] = field(default_factory=list)
     steps: list[ServedStep] = field(default_factory=list)
+    joules: float | None = None
+
+    @property
+    def token_joules(self) -> float | None:
+        """Of a token, prefill included."""
+        tokens = sum(step.committed for step in self.steps)
+        return self.joules / tokens if self.joules and tokens else None
 
 
 class Server(Protocol):
@@ -220,7 +232,11 @@ def serve(
     while busy:
         beside()
         for contender in [*busy]:
-            if not contender.turn(TURN_S):
+            before = energy_joules()
+            goes_on, after = contender.turn(TURN_S), energy_joules()
+            if before is not None and after is not None:
+                contender.served.joules = (contender.served.joules or 0.0) + max(0, after - before)
+            if not goes_on:
                 busy.remove(contender)
             finished = len(contender.served.finished)
             for _ in range(finished - ended[contender.name]):

@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """One user message and what kind of task it is."""
+    """A conversation's user messages, and what kind of task it is."""
 
     id: str
     category: str
     text: str
+    more: tuple[str, ...] = ()
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """The first message, and those that follow the model's answers."""
+        return self.text, *self.more
 
 
 @cache
@@ -38,7 +44,7 @@ def load_prompts(path: str | None, limit: int | None = None) -> list[BenchPrompt
     """Prompts of a JSON-lines file (``id``, ``category``, ``turns``), or the built-in ones.
 
     Args:
-        path: the file; only the first turn of each line is used.
+        path: the file.
         limit: at most this many, taken evenly over the categories.
 
     Raises:
@@ -102,7 +108,9 @@ def _read(path: Path) -> list[BenchPrompt]:
             continue
         try:
             entry = json.loads(line)
-            prompts.append(BenchPrompt(str(entry["id"]), entry["category"], entry["turns"][0]))
+            first, *more = entry["turns"]
+            name = entry["id"] if "id" in entry else entry["question_id"]  # as in SPEED-Bench
+            prompts.append(BenchPrompt(str(name), entry["category"], first, tuple(more)))
         except (ValueError, LookupError, TypeError) as error:
             lacking = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(

@@ -81,6 +81,7 @@ class Recording:
         first_ms: until the first token of a request that joins the others, the median.
         requests_per_s: that ended.
         reason: why the controller drafted nothing in its last step, if it did not.
+        joules: of a token, where the machine tells it.
     """
 
     setting: Setting
@@ -91,6 +92,7 @@ class Recording:
     first_ms: float
     requests_per_s: float
     reason: str = ""
+    joules: float | None = None
 
     def num_different(self, plain: Recording) -> int:
         """Prompts whose text is not the plain one."""
@@ -180,6 +182,7 @@ class Runner(OurServer):
             1e3 * median(each.first_s for each in served.finished),
             len(served.finished) / served.seconds,
             "" if plan is None or plan.budgets else plan.reason,
+            served.token_joules,
         )
 
 

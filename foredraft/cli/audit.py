@@ -48,9 +48,6 @@ def audit(
     ] = None,
     as_json: o.Json = False,
     output: o.Output = None,
-    page: Annotated[
-        str | None, typer.Option("--report", help="Also write a Markdown page to this file.")
-    ] = None,
 ) -> None:
     """Find out whether speculation is lossless here: this model, drafter and parameters.
 
@@ -64,19 +61,18 @@ def audit(
 
         foredraft audit
 
-        foredraft audit --drafter blend --temperature 0.8 --coupling drawn --report audit.md
+        foredraft audit --drafter blend --temperature 0.8 --coupling drawn --output audit.json
 
         foredraft audit --endpoint http://127.0.0.1:8000 --keep answers.jsonl
     """
     from foredraft.bench.report import check_outputs
 
     check_outputs(output)
-    check_outputs(page)
     if server.endpoint is None:
         report = _own(load, params, options)
     else:
         report = _of_server(load, replace(server, seed=params.seed or 0), options, api_key)
-    _give(report, as_json, output, page)
+    _give(report, as_json, output)
 
 
 def _own(load: LoadOptions, params: SamplingParams, options: AuditOptions) -> AuditReport:
@@ -108,13 +104,13 @@ def _of_server(
         return ServerAudit(endpoint, plain, options, server, progress).report()
 
 
-def _give(report: AuditReport, as_json: bool, output: str | None, page: str | None) -> None:
-    """Print the findings, write the requested files, and exit with their status."""
+def _give(report: AuditReport, as_json: bool, output: str | None) -> None:
+    """Print the findings, write the requested file, and exit with their status."""
     if as_json:
         typer.echo(report.json())
     else:
         _show(report)
-    report.write(output, page)
+    report.write(output)
     raise typer.Exit(report.exit_code)
 
 

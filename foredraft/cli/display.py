@@ -251,16 +251,28 @@ class PromptProgress(RichProgress):
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over ``total`` pieces of work; call the yielded function after each piece."""
+    """A bar over ``total`` pieces of work; call the yielded function after each piece.
+
+    Off a terminal there is a line for each tenth of the work.
+    """
+    console, done = Console(stderr=True), 0
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=total)
-        yield lambda text: progress.update(task, advance=1, description=text)
+
+        def advance(text: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, advance=1, description=text)
+            if not console.is_terminal and 10 * done // total > 10 * (done - 1) // total:
+                console.print(f"{done} of {total}: {text}", markup=False, soft_wrap=True)
+
+        yield advance
 
 
 @contextmanager

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
 from foredraft.system.timing_lock import measuring
 
 if TYPE_CHECKING:
     from foredraft.bench.record import Setting
+    from foredraft.bench.report import Report
     from foredraft.llm import LLM
 
 _USUAL = ("self_draft", "suffix")
+_USUAL_TOKENS = 48
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Contest:
             repeated.
         prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
         limit: at most this many prompts in all.
+        acceptance: draft lengths with commas, such as 1,2,4,8: acceptance lengths by category, by
+            the protocol of SPEED-Bench, instead of gains.
+        golden: write the acceptance lengths into this file, as InferenceX keeps them.
+        acceptance_length: the gain of a drafter with this acceptance length on this machine; no
+            drafter runs.
     """
 
     loads: str = "1,4,16"
@@ -38,6 +47,9 @@ class Contest:
     variants: Sequence[str] = ()
     prompts: str | None = None
     limit: int | None = None
+    acceptance: str | None = None
+    golden: Path | None = None
+    acceptance_length: float | None = None
 
 
 _LOADED = o.model(
@@ -51,10 +63,12 @@ _LOADED = o.model(
 @o.with_options
 def measure(
     load: Annotated[LoadOptions, _LOADED],
-    params: Annotated[SamplingParams, o.sampling(shown=("temperature",), max_tokens=48, seed=0)],
+    params: Annotated[
+        SamplingParams, o.sampling(shown=("temperature",), max_tokens=_USUAL_TOKENS, seed=0)
+    ],
     contest: Annotated[
         Contest,
-        o.Derived("Measured", shown=("loads", "drafters", "prompts", "limit")),
+        o.Derived("Measured", shown=("loads", "drafters", "prompts", "limit", "acceptance")),
     ],
     as_json: o.Json = False,
     output: o.Output = None,
@@ -74,6 +88,8 @@ def measure(
         foredraft measure --prompts mine.jsonl --loads 1,8 --temperature 0.7
 
         foredraft measure --drafters auto,suffix --output here.json
+
+        foredraft measure --acceptance 1,2,4,8 --prompts speed-bench.jsonl --golden golden.yaml
     """
     from foredraft.bench.gains import Gains, gains_report
     from foredraft.bench.record import Work, num_requests, record, recorded_settings
@@ -83,7 +99,13 @@ def measure(
     check_outputs(output)
     loads = sorted({*o.numbers("--loads", contest.loads, int, low=1)})
     named = _named(contest)  # reports errors before the model is loaded
+    if contest.acceptance:
+        _acceptance(load, params, contest).give(output, as_json=as_json)
+        return
     llm = o.load_llm(replace(load, max_batch_size=max(loads)))
+    if contest.acceptance_length is not None:
+        _synthetic(llm, contest.acceptance_length, loads).give(output, as_json=as_json)
+        return
     work = Work.of(llm, contest.prompts, contest.limit, params)
     settings = recorded_settings(llm, named or _usable(llm, contest.drafters))
     total = num_requests(work, loads, 1 + len(settings))
@@ -94,6 +116,49 @@ def measure(
     report.give(output, as_json=as_json)
     if report.facts["num_different"] and (llm.plan is None or llm.plan.is_exact):
         raise typer.Exit(1)
+
+
+def _acceptance(load: LoadOptions, params: SamplingParams, contest: Contest) -> Report:
+    """Acceptance lengths of the named drafters, or of those that suit most texts."""
+    from foredraft.bench.acceptance import (
+        CAP,
+        acceptance_report,
+        converse,
+        figures,
+        write_golden,
+    )
+    from foredraft.bench.prompts import load_prompts
+    from foredraft.bench.record import AUTO
+    from foredraft.cli.display import progress_bar
+
+    lengths = o.numbers("--acceptance", contest.acceptance or "", int, low=1)
+    prompts = load_prompts(contest.prompts, contest.limit)
+    named = _named(contest)
+    if params.max_tokens == _USUAL_TOKENS:
+        params = replace(params, max_tokens=CAP)
+    llm = o.load_llm(load)
+    drafters = [each for each in named or _usable(llm, contest.drafters) if each.drafter != AUTO]
+    settings = [replace(each, num_draft_tokens=n) for each in drafters for n in lengths]
+    rows: list[dict[str, Any]] = []
+    with progress_bar(len(settings) * len(prompts)) as advance:
+        for setting in settings:
+            rows += figures(setting, converse(llm, setting, prompts, params, advance))
+    about = {"model": llm.name, "temperature": params.temperature, "max_tokens": params.max_tokens}
+    if contest.golden:
+        said = f"output_len: {params.max_tokens} | temp {params.temperature:g}"
+        write_golden(contest.golden, llm.name or "model", rows, said)
+    return acceptance_report(rows, about)
+
+
+def _synthetic(llm: LLM, length: float, loads: Sequence[int]) -> Report:
+    from foredraft.bench.acceptance import synthetic_report
+    from foredraft.models.timing import measure_cost
+    from foredraft.speculation import USUAL_CONTEXT
+
+    if length < 1:
+        raise ConfigError(f"--acceptance-length is {length:g}; a step commits at least one token")
+    cost = llm.cost or measure_cost(llm.target)
+    return synthetic_report(length, cost, loads, USUAL_CONTEXT)
 
 
 def _named(contest: Contest) -> list[Setting]:

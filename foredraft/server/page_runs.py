@@ -130,16 +130,10 @@ class Lanes:
         return {
             "model": plan.name if plan else "model",
             "number_format": plan.number_format if plan else "",
-            "decoder": plan.decoder if plan else "",
-            "device": plan.device if plan else "cpu",
             "drafter": name,
             "active": tuple(llm.policy.drafters) or (name,),
             "drafters": self.drafters,
-            "num_draft_tokens": drafter_spec(name).num_draft_tokens,
             "curve": [(n, round(ms, 3)) for n, ms in cost.times(_CURVE, 128)],
-            "vocab_size": llm.target.vocab_size,
-            "max_tokens": MAX_TOKENS,
-            "max_draft_tokens": MAX_DRAFT_TOKENS,
         }
 
     @cached_property

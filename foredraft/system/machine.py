@@ -77,3 +77,16 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def energy_joules(zones: Path = Path("/sys/class/powercap")) -> float | None:
+    """Energy of the processor's packages since some time, in joules; None where none is told.
+
+    Linux tells it of Intel and AMD processors (RAPL), mostly to root alone. Counters begin anew
+    after some kilojoules.
+    """
+    try:
+        found = [int((zone / "energy_uj").read_text()) for zone in zones.glob("intel-rapl:?")]
+    except (OSError, ValueError):
+        return None
+    return sum(found) / 1e6 if found else None

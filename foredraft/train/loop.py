@@ -186,7 +186,9 @@ class Trainer:
             for n in trained
             for window in windows_of(numbers[n], self._texts[numbers[n]], options.sequence)
         ]
-        self._evaluation = self._evaluation_batches([numbers[n] for n in held_out])
+        apart = [numbers[n] for n in held_out]
+        self._evaluation = self._evaluation_batches(apart[::2])  # chooses the checkpoint
+        self._reported = self._evaluation_batches(apart[1::2]) or self._evaluation
         order = digest_of([self._texts[n] for n in numbers])
         order = f"{order} {options.batch_tokens} {options.sequence} {options.seed}"
         if self.counters.order not in ("", order):  # other texts or batches: a new epoch begins
@@ -232,21 +234,23 @@ class Trainer:
         """Texts to measure on: greedy ones and others, as evenly as there are."""
         greedy = [n for n in held_out if self._texts[n].temperature == 0]
         sampled = [n for n in held_out if self._texts[n].temperature != 0]
-        options, most = self._options, self._options.num_held_out
+        options, most = self._options, -(-self._options.num_held_out // 2)
         chosen = greedy[: max(most // 2, most - len(sampled))]
         chosen += sampled[: most - len(chosen)]
         windows = [windows_of(n, self._texts[n], options.sequence)[0] for n in sorted(chosen)]
         return batches_of(windows, options.batch_tokens, 0, 0)
 
     @torch.no_grad()
-    def measure(self, module: HeadModule) -> HeldOutAcceptance:
-        """Acceptance of a head on held-out text."""
-        learner, depth = self._learner, self._options.depth
+    def measure(
+        self, module: HeadModule, batches: Sequence[Sequence[Window]] = ()
+    ) -> HeldOutAcceptance:
+        """Acceptance of a head on held-out text: on that which chooses, unless others are given."""
+        learner, depth, batches = self._learner, self._options.depth, batches or self._evaluation
         module = module.to(self._target.device).eval()
         rows = NameableTokens.of(module, self._target, torch.float32)
-        temperatures = {self._texts[w.text].temperature for b in self._evaluation for w in b}
+        temperatures = {self._texts[w.text].temperature for b in batches for w in b}
         count, head_RE = AcceptanceCount(depth, temperatures != {0.0}), rows.head_RE
-        for windows in self._evaluation:
+        for windows in batches:
             self._monitor.pause()
             batch = self._load(windows)
             with learner.autocast():
@@ -279,17 +283,19 @@ class Trainer:
         self._curves.add(self._line(self._status()) | acceptance.as_dict())
         if acceptance.score > self.counters.best:
             self.counters.best, self._acceptance = acceptance.score, acceptance
-            self._keep_best(acceptance)
+            self._keep_best()
         self.save()
         elapsed = time.monotonic() - began
         self.counters.last_measuring_s = elapsed
         self.counters.measuring_s += elapsed
         self._monitor.evaluated(self._status(acceptance))
 
-    def _keep_best(self, acceptance: HeldOutAcceptance) -> None:
+    def _keep_best(self) -> None:
+        """Write the head, with its acceptance on held-out text that chose nothing."""
         module, identity = self._learner.kept, self._target.identity
         with self._learner.autocast():
             training_of(module).calibrate(self._load(windows).texts for windows in self._evaluation)
+        acceptance = self.measure(module, self._reported)
         provenance, measured = self._provenance(), acceptance.as_dict()
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         card = model_card(module.kind, identity, num_parameters, provenance, measured)

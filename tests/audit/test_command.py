@@ -18,7 +18,6 @@ from foredraft.core.errors import ConfigError
         (("--plain-endpoint", "http://127.0.0.1:1"), "goes with an endpoint"),
         (("--endpoint", "localhost:8000"), "no address"),
         (("--output", "/no/such/place/audit.json"), "no folder"),
-        (("--report", "/no/such/place/audit.md"), "no folder"),
     ],
 )
 def test_what_cannot_be_used_is_said_at_once(options: tuple[str, ...], says: str) -> None:

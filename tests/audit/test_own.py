@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch import Tensor
 
-from foredraft.audit.faults import FAULTS, Fault, planted
+from foredraft.audit.faults import FAULTS, Fault, TokenRule, planted
 from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.own import AuditedReply, OwnAudit, _shortened
 from foredraft.audit.plain import Margins
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
+from foredraft.core.rules.base import Rules
+from foredraft.core.rules.row import RowRules
+from foredraft.core.sampling import Law, law_of
+from foredraft.core.tree import ROOT
+from foredraft.core.verify import recorded
 from foredraft.drafters.base import Drafter
+from foredraft.engine import turn
 from foredraft.engine.request import Request
 from foredraft.engine.scheduler import Scheduler
 from foredraft.llm import LLM
@@ -108,8 +118,8 @@ def test_an_engine_with_a_fault_is_different(name: str, tmp_path: Path) -> None:
     assert report.exit_code == EXIT_DIFFERENT
     assert "DIFFERENT" in report.sentence
     assert "tamper" not in report.sentence
-    report.write(str(tmp_path / "audit.json"), str(tmp_path / "audit.md"))
-    assert (tmp_path / "audit.md").read_text().startswith(f"# {report.sentence}")
+    report.write(str(tmp_path / "audit.json"))
+    assert json.loads((tmp_path / "audit.json").read_text())["sentence"] == report.sentence
 
 
 def test_a_difference_that_only_preemption_makes_is_found(
@@ -213,3 +223,64 @@ def test_reports_of_one_seed_are_the_same() -> None:
     assert first.sentence == second.sentence
     assert [*first.levels] == [*second.levels]
     assert all(level.verdict != Finding.DIFFERENT for level in first.levels)
+
+
+# ------------------------------------------------ mistakes that the audit does not plant by itself
+
+
+def top_p_first(rules: RowRules) -> Rules:
+    """The rules with the parameter top_p heeded before penalties, not behind them."""
+
+    class Wrong:
+        filters_only, scale, bans = False, None, True
+
+        def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
+            kept_V = law_of(logits_V, SamplingParams(temperature=1.0, top_p=rules.params.top_p))
+            masked_V = logits_V.masked_fill(kept_V.logits_V == -math.inf, -math.inf)
+            late = replace(rules, params=replace(rules.params, top_p=1.0))
+            return late.law(masked_V, text, drafted)
+
+    return cast(Rules, Wrong())
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        (lambda rules: replace(rules, token_bans=()), "min_tokens"),
+        (lambda rules: replace(rules, grammar=None), "grammar"),
+        (top_p_first, "top_p, penalties"),
+    ],
+    ids=["min_tokens", "grammar", "order"],
+)
+def test_a_rule_that_drafted_rows_do_not_heed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Any, found: str
+) -> None:
+    save_checkpoint(tmp_path / "tiny", NATIVE_CONFIGS["llama-tied"]())
+    llm = LLM.load(str(tmp_path / "tiny"), drafter="self_draft", max_batch_size=16)
+    assert OwnAudit(llm, SEEDED).parameters().verdict == Finding.SAME_BITS
+    law = turn._law
+
+    def faulty(tree: Any, scores: Any, rules: Rules, text: Any, node: int) -> Law:
+        wrong = changed(rules) if node != ROOT and isinstance(rules, RowRules) else rules
+        return law(tree, scores, wrong, text, node)
+
+    monkeypatch.setattr(turn, "_law", faulty)
+    level = OwnAudit(llm, SEEDED).parameters()
+    assert level.verdict == Finding.DIFFERENT
+    assert found in level.said
+
+
+def test_a_mistake_at_a_depth_that_few_drafts_have_is_found() -> None:
+    audit = new_audit(SEEDED, Chosen(CHAIN), replace(SMALL, plant_faults=False))
+    audit.llm.options = replace(audit.llm.options, num_draft_tokens=None)
+    audit._drafter = TableDrafter(nearly(SHARPNESS, 1, 0.95), Chosen((ROOT, *range(7))))
+    view = audit.llm.with_drafter
+
+    def faulty(*arguments: object, **options: object) -> LLM:
+        llm = view(*arguments, **options)  # type: ignore[arg-type]
+        llm.policy.rule = recorded(TokenRule(lambda probability, depth: depth == 5))
+        return llm
+
+    audit.llm.with_drafter = faulty  # type: ignore[method-assign, assignment]
+    assert sorted(audit._depths) == [3, 16]
+    assert audit.margins_and_law()[0].verdict == Finding.DIFFERENT

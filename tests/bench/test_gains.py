@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from foredraft.bench.gains import Gain, Gains, gains_report
+from foredraft.bench.load import Served, ServedStep
 from foredraft.bench.record import (
     PLAIN,
     Recording,
@@ -21,6 +23,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
+from foredraft.system.machine import energy_joules
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +144,19 @@ def test_auto_is_chosen_unless_something_is_clearly_better(
     llm: LLM, work: Work, gains: dict[str, float], chosen: str
 ) -> None:
     assert settled(llm, work, gains).choice(1).setting.flags == chosen
+
+
+def test_energy_is_shown_where_the_machine_tells_it(llm: LLM, work: Work, tmp_path: Path) -> None:
+    assert energy_joules(tmp_path) is None
+    for name, micro in (("intel-rapl:0", "1500000\n"), ("intel-rapl:1", "500000\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(micro)
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the first
+    assert energy_joules(tmp_path) == 2.0
+    step = ServedStep(1.0, 0.0, 1.0, 1.0, 1, 0, 4, True)
+    assert Served(steps=[step], joules=2.0).token_joules == 0.5
+    assert Served().token_joules is None
+    gains = settled(llm, work, {"none": 1.0})
+    assert "J/token" not in gains.table().columns
+    told = replace(gains, by_load={1: [replace(gains.by_load[1][0], joules=0.5)]})
+    assert "J/token" in told.table().columns

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from foredraft.cli.display import RichProgress
+from foredraft.cli.display import RichProgress, progress_bar
 
 
 def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
@@ -91,3 +91,12 @@ def test_loading_is_not_said_where_it_is_quick_or_something_else_is() -> None:
         progress.stage("Fetching tiny")
         progress._begin_waiting()
     assert out.getvalue() == "Fetching tiny …\n"
+
+
+def test_a_bar_says_each_tenth_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(40) as advance:
+        for number in range(40):
+            advance(f"[bold]{number}")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10
+    assert lines[0] == "4 of 40: [bold]3"

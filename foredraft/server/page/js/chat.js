@@ -3,7 +3,7 @@ import { choice, h, number, s, slider } from "./dom.js";
 import { drafterChoice, laneOf } from "./drafters.js";
 import { run } from "./api.js";
 import { legend, MadeText, PACES, Player } from "./text.js";
-import { getInfo, keepRun, record } from "./store.js";
+import { keepRun, record } from "./store.js";
 
 const IDEAS = [
   ["Edit code", "Rename the variable total to result and keep everything else:\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"],
@@ -105,7 +105,7 @@ export class Chat {
   #request() {
     const temperature = this.temperature.value;
     // An odd number, so that the first is the reader's.
-    return { messages: this.messages.slice(-15), lanes: [laneOf(this.drafter)], temperature, coupling: temperature ? this.coupling.value : "seeded", seed: Math.floor(Math.random() * 1e9), max_tokens: Math.min(256, getInfo()?.max_tokens ?? 256) };
+    return { messages: this.messages.slice(-15), lanes: [laneOf(this.drafter)], temperature, coupling: temperature ? this.coupling.value : "seeded", seed: Math.floor(Math.random() * 1e9), max_tokens: 256 };
   }
 
   #running(abort) {

@@ -1,12 +1,10 @@
 // The file of `foredraft measure --output`: the gain of each drafter, by the number of requests at once.
 import { h, number } from "../dom.js";
-import { table } from "./audit.js";
 
 export const isPlan = (file) => Array.isArray(file.plans) && file.plans.every((plan) => Array.isArray(plan.outlooks));
 
 export function planView(report) {
   return h("article", { class: "plan" }, report.plans.map((plan) => machine(plan)),
-    Array.isArray(report.checks) && report.checks.length ? h("section", { class: "tile" }, h("h2", {}, "Predicted, and measured"), table("Predicted, and measured", report.checks)) : null,
     h("p", { class: "note" }, [report.about, report.command, report.date].filter((text) => typeof text === "string").join(" · ")));
 }
 
