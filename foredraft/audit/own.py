@@ -277,18 +277,19 @@ class OwnAudit:
         seen, margins, law = Seen(), Margins(self.tolerance), LawTests(self.seed)
         prefixes = self.llm.options.prefix_caching
         views = [self._view(number, seen, prefixes) for number in self._depths]
-        num_texts, share = 0, 0.0
+        num_texts, share, turns = 0, 0.0, 0
         while True:
-            number = _TEXTS_AT_ONCE
+            number = _TEXTS_AT_ONCE // len(self._depths)
             if num_texts >= self.options.texts and share > 0.0:  # no more than are missing
                 number = min(number, max(_FEWEST_TEXTS, ceil(num_texts / share) - num_texts))
             replies = self._replies(views[0], num_texts, number, self.tokens)
             views.append(views.pop(0))
+            turns += 1
             self._look(replies, seen, margins, law)
             num_texts += len(replies)
             share = self._share_done(margins, law)
             self._progress.advance(min(share, num_texts / self.options.texts))
-            is_enough = share >= 1.0 and num_texts >= self.options.texts
+            is_enough = share >= 1.0 and num_texts >= self.options.texts and turns >= len(views)
             if is_enough or margins.structural or self._is_late(0.55):
                 break
         figures = {
@@ -519,7 +520,7 @@ class OwnAudit:
     def _depths(self) -> list[int]:
         """Nodes a step of the replies that are scored, in turns."""
         asked = self.llm.options.num_draft_tokens
-        return [asked] if asked else [*{self._num_drafts, self._most_drafts}]
+        return [asked] if asked else sorted({self._num_drafts, self._most_drafts})
 
     def _load_options(self, drafts: int | None, prefix_caching: bool = False) -> Any:
         """Options of a view: no drafts for None, as many as pay for -1."""
