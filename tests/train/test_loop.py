@@ -81,7 +81,7 @@ def test_what_chooses_a_checkpoint_is_not_what_is_reported(
     head = load_head(tmp_path / "head", LinearHead, target.identity)
     score = trainer.measure(head, trainer._reported).score
     info = json.loads((tmp_path / "head" / "head.json").read_text())
-    assert info["measured"]["score"] == pytest.approx(score, abs=1e-6)
+    assert info["measured"]["score"] == pytest.approx(score, abs=1e-4)
 
 
 def test_output_rows_are_the_most_frequent_of_texts_for_training(
