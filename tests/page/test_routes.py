@@ -103,6 +103,7 @@ def test_a_lane_drafts_with_what_was_asked_for(client: TestClient) -> None:
 def test_info_says_what_runs_here(client: TestClient) -> None:
     told = client.get("/page/info").json()
     assert told["drafter"] == "suffix"
+    assert told["active"] == ["suffix"], "with auto there may be several"
     assert set(told["drafters"]) >= {"suffix", "none", "ngram"}
     assert not {"eagle", "draft_model", "table"} & set(told["drafters"]), "they need something"
     assert [n for n, _ in told["curve"]] == sorted(n for n, _ in told["curve"])
@@ -111,6 +112,9 @@ def test_info_says_what_runs_here(client: TestClient) -> None:
 
 def test_a_forward_is_timed(client: TestClient) -> None:
     assert client.post("/page/forward", json={"num_tokens": 8}).json()["ms"] > 0
+    assert client.post("/page/forward", json={"num_tokens": 80}).json()["ms"] > 0, (
+        "the tour asks it"
+    )
     assert client.post("/page/forward", json={"num_tokens": 10**6}).status_code == 400
 
 
