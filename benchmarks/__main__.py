@@ -13,6 +13,7 @@ from benchmarks.against_llama_cpp import gguf
 from benchmarks.busy import busy
 from benchmarks.cluster import cluster
 from benchmarks.contexts import contexts
+from benchmarks.curves import curves
 from benchmarks.drafters import drafters
 from benchmarks.grammar import grammar
 from benchmarks.memory import memory
@@ -35,8 +36,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load", "prefix-hits", "affinity",
-                  "same-text")  # fmt: skip
+_TIMES_NOTHING = ("report", "curves", "quality", "gguf", "priors", "serve-load", "prefix-hits",
+                  "affinity", "same-text")  # fmt: skip
 
 
 @app.callback()
@@ -58,7 +59,7 @@ def _alone(command: Callable[..., None]) -> Callable[..., None]:
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster, affinity),
     *(prefix, prefix_hits, contexts, grammar, quality, gguf, same_text, memory, priors, revisions),
-    report,
+    *(report, curves),
 )
 for command in COMMANDS:
     name = command.__name__.replace("_", "-")

@@ -13,7 +13,7 @@ import typer
 from benchmarks.compare import comparison_report, summaries
 from benchmarks.contenders import our_contenders
 from benchmarks.course import ENTERED, Course, Field, run_course, variants_of
-from benchmarks.plots import plot_lines
+from benchmarks.plots import check_plot, plot_lines
 from foredraft.bench.prompts import load_prompts
 from foredraft.bench.report import check_outputs
 from foredraft.cli import options as o
@@ -40,7 +40,8 @@ def contexts(
     A prompt is texts of --prompts one after another, up to its length, and a task. Lengths that
     leave no room for a reply are left out.
     """
-    check_outputs(output, plot)
+    check_outputs(output)
+    check_plot(plot)
     counts = o.numbers("--lengths", lengths, int, low=50)
     llm = o.load_llm(load)
     contenders = our_contenders(llm, load, variants_of(entered, load.draft_model))

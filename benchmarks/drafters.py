@@ -21,7 +21,7 @@ from benchmarks.course import (
 )
 from benchmarks.noisy_model import add_noise
 from benchmarks.peers import LLAMA_PEERS, open_contender, peer_names
-from benchmarks.plots import plot_speedups
+from benchmarks.plots import check_plot, plot_speedups
 from benchmarks.random_model import load_llm
 from benchmarks.trial_log import TrialLog
 from foredraft.bench.report import check_outputs
@@ -85,7 +85,8 @@ def drafters(
     text is compared with the plain one. The exit status is 1 if one of ours differs; with coupling
     "drawn" texts may.
     """
-    check_outputs(output, plot)
+    check_outputs(output)
+    check_plot(plot)
     params = course.params()
     _check(load, others, course)
     llm, variants, contenders = _loaded(load, entered, others)

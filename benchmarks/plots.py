@@ -7,7 +7,37 @@ from typing import Any
 
 from benchmarks.compare import Summary
 from benchmarks.forwards import StepFigure
-from foredraft.bench.report import pyplot
+from foredraft.bench.report import check_outputs
+from foredraft.core.errors import ConfigError
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as problem:
+        raise ConfigError(
+            f"plots need matplotlib: pip install 'foredraft[plots]' ({problem})"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def check_plot(path: str | None) -> None:
+    """Find out before a long measurement whether its picture can be drawn.
+
+    Raises:
+        ConfigError: there is no folder for it, or matplotlib is not installed.
+    """
+    if path:
+        check_outputs(path)
+        pyplot()
 
 
 def plot_speedups(rows: Sequence[Summary], path: str) -> None:
@@ -71,3 +101,29 @@ def _save_lines(figure: Any, axis: Any, x_label: str, y_label: str, path: str) -
     axis.legend(fontsize="small")
     figure.savefig(path, dpi=150)
     pyplot().close(figure)
+
+
+def plot_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: str) -> None:
+    """Loss, and tokens a step on held-out text, over tokens seen: a line for each head.
+
+    Args:
+        curves: lines of each head's file, by its name.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    pictures = {
+        "loss": "loss in training",
+        "committed_greedy": "tokens a step, greedy",
+        "committed_sampled": "tokens a step, temperature 1",
+    }
+    for axis, (key, title) in zip(axes, pictures.items(), strict=True):
+        for name, lines in curves.items():
+            points = [(line["tokens"] / 1000, line[key]) for line in lines if key in line]
+            style = {"linewidth": 0.8} if key == "loss" else {"marker": "."}
+            axis.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
+        axis.set_title(title, loc="left", fontsize="medium")
+        axis.set_xlabel("thousand tokens seen")
+    axes[0].set_yscale("log")
+    axes[1].legend(fontsize="small")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

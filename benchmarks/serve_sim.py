@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Annotated, Any
 
 import torch
@@ -17,7 +18,7 @@ from benchmarks.peers import peer_names
 from benchmarks.random_model import load_llm
 from benchmarks.serving import ServingFigure, figure
 from foredraft.bench.load import Load, OurServer, Served, Server, serve
-from foredraft.bench.prompts import repeated_prompts
+from foredraft.bench.prompts import encoded_prompts
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cache.base import Cache
 from foredraft.cli import options as o
@@ -118,7 +119,7 @@ def serve_sim(
     load = replace(load, max_batch_size=most)
     llm = load_llm(load, random_weights)
     ours = _contenders(llm, load, o.names(drafter))
-    ids = repeated_prompts(llm, demand.prompts, max(demand.num, most), demand.tokens)
+    ids = _repeated_prompts(llm, demand.prompts, max(demand.num, most), demand.tokens)
     theirs = _peers(llm, peers, most, max(map(len, ids)) + demand.tokens)
     figures, forwards = _serve_all(llm, [*ours, *theirs], demand.loads(ids), demand.rounds)
     _report(llm, demand, figures, forwards).give(output)
@@ -345,3 +346,20 @@ def grow_cache(cache: Cache, num_slots: int, num_entries: int) -> None:
     finally:
         for slot in slots:
             cache.free(slot)
+
+
+def _repeated_prompts(llm: LLM, path: str | None, num: int, tokens: int) -> list[list[int]]:
+    """Token ids of so many prompts, over and over if there are fewer that fit the context.
+
+    Args:
+        tokens: of a reply.
+
+    Raises:
+        ConfigError: no prompt fits.
+    """
+    room = llm.target.max_context - tokens
+    limit = None if llm.tokenizer is not None and path is None else num
+    fitting = [ids for _, ids in encoded_prompts(llm, path, limit) if len(ids) <= room]
+    if not fitting:
+        raise ConfigError(f"no prompt leaves room for {tokens} tokens in the context")
+    return [*islice(cycle(fitting), num)]

@@ -10,7 +10,7 @@ import typer
 from benchmarks.course import Forwards, Rounds, timed
 from benchmarks.forwards import own_steppers, step_report
 from benchmarks.peers import LLAMA_PEERS, open_stepper, peer_names
-from benchmarks.plots import plot_steps
+from benchmarks.plots import check_plot, plot_steps
 from benchmarks.random_files import random_file
 from benchmarks.random_model import load_llm
 from benchmarks.variants import load_variants
@@ -66,7 +66,8 @@ def step(
     floor is the time to read all weights once at the measured bandwidth, or to make all products at
     the measured rate.
     """
-    check_outputs(output, plot)
+    check_outputs(output)
+    check_plot(plot)
     if ways.stored is None:
         _step(load, forwards, ways, rounds, output, plot)
         return

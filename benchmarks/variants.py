@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 
 from foredraft.core.errors import ConfigError
-from foredraft.kernels.instructions import available, switched_to
+from foredraft.kernels.instructions import SWITCH, available
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
 
@@ -73,10 +74,24 @@ def load_variants(
     )
     for name, weights, cache, count in ways:
         asked = replace(options, weights=weights, cache_dtype=cache, threads=count)
-        with switched_to(name) if name else nullcontext():
+        with _switched_to(name) if name else nullcontext():
             llm = load(asked)
         parts = [name, weights if formats else None]
         parts += [f"{cache} cache"] if caches else []
         parts += [f"{count or 'own'} threads"] if threads else []
         found.append(Variant(" ".join(filter(None, parts)) or "target", llm))
     return found
+
+
+@contextmanager
+def _switched_to(name: str) -> Iterator[None]:
+    """Kernels that are loaded meanwhile are of this instruction set."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before

@@ -9,7 +9,6 @@ import json
 import random
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,23 +71,6 @@ def encoded_prompts(
         ids = [draw.randrange(3, 1000) for _ in range(64)]
         encoded.append((BenchPrompt(f"random-{number}", "random", ""), ids))
     return encoded
-
-
-def repeated_prompts(llm: LLM, path: str | None, num: int, tokens: int) -> list[list[int]]:
-    """Token ids of so many prompts, over and over if there are fewer that fit the context.
-
-    Args:
-        tokens: of a reply.
-
-    Raises:
-        ConfigError: no prompt fits.
-    """
-    room = llm.target.max_context - tokens
-    limit = None if llm.tokenizer is not None and path is None else num
-    fitting = [ids for _, ids in encoded_prompts(llm, path, limit) if len(ids) <= room]
-    if not fitting:
-        raise ConfigError(f"no prompt leaves room for {tokens} tokens in the context")
-    return [*islice(cycle(fitting), num)]
 
 
 def prompt_ids(llm: LLM, prompt: BenchPrompt) -> list[int]:

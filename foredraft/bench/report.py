@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.instructions import SWITCH
-from foredraft.system.extras import needs_extra
 from foredraft.system.machine import describe_machine
 
 
@@ -144,33 +143,15 @@ def _revision() -> str | None:
     return described.stdout.strip()
 
 
-def check_outputs(output: str | None, plot: str | None = None) -> None:
+def check_outputs(*paths: str | None) -> None:
     """Find out before a long measurement whether its results can be kept.
 
     Raises:
-        ConfigError: a file's folder is not there, or matplotlib is not installed for a plot.
+        ConfigError: a file's folder is not there.
     """
-    for path in filter(None, (output, plot)):
+    for path in filter(None, paths):
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
-    if plot:
-        pyplot()
-
-
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as problem:
-        raise needs_extra("plots need", "plots", problem) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def write_json(path: str, figures: dict[str, Any], seed: int) -> None:

@@ -17,7 +17,6 @@ from typer.core import TyperGroup
 
 from foredraft.cli import options as o
 from foredraft.cli.display import say
-from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.train.options import Rates, TableOptions, TrainOptions, WriteOptions
 
@@ -247,27 +246,19 @@ def write_text(
 @o.with_options
 def compare(
     heads: Annotated[list[Path], typer.Argument(help="Folders of heads and tables, of any kinds.")],
-    plot: Annotated[
-        str | None, typer.Option(help="Draw their curves over tokens seen to this file.")
-    ] = None,
     as_json: o.Json = False,
     output: o.Output = None,
 ) -> None:
     """Trained heads side by side: size, text, acceptance by depth, and whether it still rises.
 
-    foredraft train compare heads/* --plot heads.png
+    foredraft train compare heads/*
     """
     from foredraft.bench.report import Report, Table, check_outputs
-    from foredraft.train.curves import draw_curves, read_compared
+    from foredraft.train.curves import read_compared
 
-    check_outputs(output, plot)
+    check_outputs(output)
     compared = [head for folder in heads for head in read_compared(folder)]
     compared.sort(key=lambda head: -head.measured.get("committed_greedy", 0.0))
-    if plot is not None:
-        drawn = {head.name: head.curves for head in compared if head.curves}
-        if not drawn:
-            raise ConfigError("none of these folders has training/curves.jsonl to draw")
-        draw_curves(drawn, plot)
     rows = [_row(head) for head in compared]
     explained = (
         "tokens/step: tokens that a chain of drafts would commit.",

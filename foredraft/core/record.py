@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,8 +76,7 @@ class SpeculationStats:
             self.plain_reason = reason
 
 
-@dataclass(frozen=True)
-class RowStep:
+class RowStep(NamedTuple):
     """One row's part of a step, or of a chunk of its prompt.
 
     Drafters get it with the tensors and the text of the step. Controllers and traces get plain
@@ -117,8 +116,8 @@ class RowStep:
     plain_reason: str = ""
     path: Sequence[int] = ()
     tokens: Sequence[int] = ()
-    logits_NV: Tensor = field(default=_NOTHING, repr=False, compare=False)
-    taps: Mapping[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    logits_NV: Tensor = _NOTHING
+    taps: Mapping[int, Tensor] = MappingProxyType({})
 
     @property
     def num_tokens(self) -> int:
@@ -132,16 +131,11 @@ class RowStep:
 
     def hidden(self, layer: int) -> Tensor:
         """Outputs [end - context, E] of a tapped layer for the tokens that stay: read, accepted."""
-        return self.taps[layer][self._kept]
-
-    @cached_property
-    def _kept(self) -> slice | Tensor:
-        """Rows of the tokens that stay: `hidden` is asked for several layers of one step."""
         nodes = [self.num_read + node for node in self.path]
         end = self.num_read + len(nodes)
         if nodes == [*range(self.num_read, end)]:
-            return slice(0, end)
-        return torch.tensor([*range(self.num_read), *nodes])
+            return self.taps[layer][:end]
+        return self.taps[layer][torch.tensor([*range(self.num_read), *nodes])]
 
 
 @dataclass(frozen=True)

@@ -155,10 +155,6 @@ def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftCh
     return SharedChoices(seed, num_tokens, params.temperature)
 
 
-Observation = RowStep
-"""Its name until this version: drafters of other packages import it from here."""
-
-
 class Drafter(Protocol):
     """Guesses ahead for a batch of rows.
 

@@ -242,7 +242,7 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     prompt_logprobs: PromptLogprobs | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _committed: tuple[int, ...] = ()
+    _tokens_now: tuple[int, ...] = ()
     _sent: tuple[int, int, int] = (0, 0, 0)  # ids, accepted, drafted in its events so far
 
     def __post_init__(self) -> None:
@@ -257,11 +257,11 @@ class Request:
             self.prompt_logprobs = PromptLogprobs(self.params.prompt_logprobs, self.num_prompt)
 
     @property
-    def committed(self) -> tuple[int, ...]:
+    def tokens_now(self) -> tuple[int, ...]:
         """All tokens so far, as they are now: copied once after each step at most."""
-        if len(self._committed) != len(self.tokens):
-            self._committed = tuple(self.tokens)
-        return self._committed
+        if len(self._tokens_now) != len(self.tokens):
+            self._tokens_now = tuple(self.tokens)
+        return self._tokens_now
 
     @property
     def generated(self) -> list[int]:
@@ -358,7 +358,7 @@ class Request:
         """
         return DraftRow.of(
             self.request_id,
-            self.committed,
+            self.tokens_now,
             self.draft_params,
             budget,
             self.seed,

@@ -75,7 +75,7 @@ class Turn:
         """The row's part of the step for its drafter, from row number ``index`` of the forward."""
         row = scores[index]
         logits_NV = row.logits_NV[:0] if self.wants_prompt_logprobs else row.logits_NV
-        return self._row(self.proposal, self.request.committed, logits_NV, row.taps)
+        return self._row(self.proposal, self.request.tokens_now, logits_NV, row.taps)
 
     def _row(self, proposal: Proposal, *of_the_step: Any) -> RowStep:
         return RowStep(
@@ -190,7 +190,7 @@ class Turn:
         drawn = scores.draws[0] if scores.draws else None
         if drawn is not None and not proposal.tree.tokens and rule is verify:
             return Verdict((), drawn.token, "bonus")  # as `verify` would say, sooner
-        laws = partial(_law, proposal.tree, scores, request.rules, request.committed)
+        laws = partial(_law, proposal.tree, scores, request.rules, request.tokens_now)
         return rule(proposal, laws, VerifyChoices(request.seed, len(request.tokens)))
 
     def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:

@@ -7,12 +7,11 @@ that switches its macro on.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,20 +174,6 @@ def choose(
     near = difflib.get_close_matches(asked, [*known, OFF], 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise KernelUnavailable(f"{SWITCH} is {asked!r}{hint} (here it may be: {here}, {OFF})")
-
-
-@contextlib.contextmanager
-def switched_to(name: str) -> Iterator[None]:
-    """Kernels that are loaded meanwhile are of this instruction set."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[SWITCH]
-        else:
-            os.environ[SWITCH] = before
 
 
 def beyond(

@@ -6,7 +6,6 @@ from foredraft.core.errors import ConfigError
 
 EXTRAS = {
     "transformers": ("hf", "models that our own decoder does not know, and custom_generate"),
-    "matplotlib": ("plots", "pictures of trainings"),
     "opentelemetry-exporter-otlp-proto-http": ("otel", "spans (serve --otlp-traces-endpoint)"),
 }
 """Packages that a plain installation lacks: the extra of each, and its purpose."""

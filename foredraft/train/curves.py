@@ -1,4 +1,4 @@
-"""Loss and acceptance over tokens seen: JSON lines, pictures of them, and heads side by side."""
+"""Loss and acceptance over tokens seen: JSON lines, and heads side by side."""
 
 from __future__ import annotations
 
@@ -57,43 +57,6 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
         except ValueError:  # a kill in the middle of the last one
             continue
     return lines
-
-
-def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> bool:
-    """Draw loss, and tokens a step on held-out text, over tokens seen: a line for each head.
-
-    Args:
-        curves: lines of each head's file, by its name.
-        path: of the picture.
-
-    Returns:
-        False where matplotlib is not installed: there is no picture then.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    pictures = {
-        "loss": "loss in training",
-        "committed_greedy": "tokens a step, greedy",
-        "committed_sampled": "tokens a step, temperature 1",
-    }
-    for axis, (key, title) in zip(axes, pictures.items(), strict=True):
-        for name, lines in curves.items():
-            points = [(line["tokens"] / 1000, line[key]) for line in lines if key in line]
-            style = {"linewidth": 0.8} if key == "loss" else {"marker": "."}
-            axis.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
-        axis.set_title(title, loc="left", fontsize="medium")
-        axis.set_xlabel("thousand tokens seen")
-    axes[0].set_yscale("log")
-    axes[1].legend(fontsize="small")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return True
 
 
 # ---------------------------------------------------------------------------- side by side

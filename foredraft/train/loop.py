@@ -16,7 +16,7 @@ from foredraft.drafters.trained import META
 from foredraft.train.acceptance import AcceptanceCount, HeldOutAcceptance
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
 from foredraft.train.capture import Capture
-from foredraft.train.curves import Curves, draw_curves, read_curves
+from foredraft.train.curves import Curves
 from foredraft.train.folder import (
     Counters,
     check_out,
@@ -164,8 +164,6 @@ class Trainer:
                 self.save()
                 saved_at = time.monotonic()
         self.save()
-        lines = {self._job.out.name: read_curves(self._curves_path)}
-        draw_curves(lines, self._curves_path.with_suffix(".png"))
         return self._status()
 
     @property

@@ -17,7 +17,7 @@ import foredraft.system.files
 from foredraft.core.errors import CapabilityError, ConfigError, TrainingError
 from foredraft.drafters.trained import load_head
 from foredraft.models.table import TableModel
-from foredraft.train.curves import draw_curves, read_curves
+from foredraft.train.curves import read_curves
 from foredraft.train.heads.base import Prediction, TextBatch
 from foredraft.train.learner import take_over
 from foredraft.train.target import TrainingTarget
@@ -302,5 +302,3 @@ def test_curves_survive_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "curves.jsonl"
     path.write_text(json.dumps({"tokens": 1, "loss": 2.0}) + '\n{"tokens": 2, "lo')
     assert read_curves(path) == [{"tokens": 1, "loss": 2.0}]
-    drawn = draw_curves({"head": read_curves(path)}, tmp_path / "curves.png")
-    assert drawn == (tmp_path / "curves.png").exists()
