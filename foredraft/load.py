@@ -8,7 +8,7 @@ cost the loading of the target.
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 
 _AS_STORED = "file"
-_K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 _BITS: dict[str, Bits] = {"int8": 8, "int4": 4, _AS_STORED: "file"}
 _TILES = 16
 
@@ -564,10 +563,12 @@ def _native_weights(
     return weights, (f"the file's own formats are not kept: {problem}",)
 
 
-def _check_activations(options: LoadOptions, weights: str, formats: Iterable[str]) -> None:
+def _check_activations(options: LoadOptions, weights: str, formats: Sequence[str]) -> None:
     """Whether there are matrices that activations of 8 bits are for."""
+    from foredraft.models.native.weights import FORMS
+
     in_the_file = weights == _AS_STORED and any(
-        name in _K_QUANTS or name.startswith("Q4") for name in formats
+        form.takes_eight for name, form in FORMS.items() if name in formats
     )
     if options.activations == "int8" and weights != "int4" and not in_the_file:
         raise ConfigError(
@@ -579,8 +580,11 @@ def _check_activations(options: LoadOptions, weights: str, formats: Iterable[str
 def _activation_bits(options: LoadOptions, weights: str, formats: Sequence[str]) -> int:
     """Of "auto": 8 where most weights are in a K-quant, for those stay nearer to float32 than
     llama.cpp's products of them (docs/decisions/0002-cpu-kernel.md)."""
+    from foredraft.models.native.weights import FORMS
+
     if options.activations == "auto" and weights == _AS_STORED:
-        return 8 if formats[0] in _K_QUANTS else 16
+        form = FORMS.get(formats[0])
+        return 8 if form and form.takes_eight and form.steps else 16
     return 8 if options.activations == "int8" else 16
 
 

@@ -39,13 +39,21 @@ from foredraft.models.native.quant import (
     Blocks,
     Centred4Matrix,
     Centred5Matrix,
+    Fp4Matrix,
     Int4Matrix,
     Int5Matrix,
     Int8Matrix,
+    Iq4Matrix,
     Matrix,
+    Nested2Matrix,
+    Nested3Matrix,
     Nested4Matrix,
     Nested5Matrix,
     Nested6Matrix,
+    NestedIq2Matrix,
+    NestedIq3Matrix,
+    NestedIq3SMatrix,
+    NestedIq4Matrix,
     PackedMatrix,
     QuantisedMatrix,
     Shelf,
@@ -925,6 +933,18 @@ FORMS: Mapping[str, type[QuantisedMatrix]] = {
     "Q4_K": Nested4Matrix,
     "Q5_K": Nested5Matrix,
     "Q6_K": Nested6Matrix,
+    "Q2_K": Nested2Matrix,
+    "TQ1_0": Nested2Matrix,
+    "TQ2_0": Nested2Matrix,
+    "Q3_K": Nested3Matrix,
+    "IQ4_NL": Iq4Matrix,
+    "MXFP4": Fp4Matrix,
+    "IQ4_XS": NestedIq4Matrix,
+    "IQ3_S": NestedIq3SMatrix,
+    "IQ3_XXS": NestedIq3Matrix,
+    "IQ2_S": NestedIq2Matrix,
+    "IQ2_XS": NestedIq2Matrix,
+    "IQ2_XXS": NestedIq2Matrix,
 }
 """The packed form of each format of GGUF files."""
 
@@ -1047,6 +1067,9 @@ def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks
     def tensor(numbers: Numbers) -> Tensor:
         return torch.from_numpy(numbers.reshape(num_rows, -1))
 
+    if scales.dtype == np.float32:  # powers of two
+        scales = _as_halves(scales, integers)
+
     integers = np.ascontiguousarray(integers).view(np.int8)
     rows = Blocks(
         torch.from_numpy(integers.reshape(num_rows, -1, block_inputs)),
@@ -1056,3 +1079,11 @@ def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks
         minimum_steps_RS=None if found.minimum_step is None else tensor(found.minimum_step),
     )
     return rows.from_minimum() if form is Int4Matrix and rows.minima_RB is None else rows
+
+
+def _as_halves(scales_S: Numbers, integers_SK: Numbers) -> Numbers:
+    """Powers of two as float16; infinite where that does not hold one that weights need."""
+    with np.errstate(over="ignore"):
+        halves_S = scales_S.astype(np.float16)
+    halves_S[(halves_S != scales_S) & integers_SK.any(-1)] = np.inf
+    return halves_S
