@@ -6,7 +6,7 @@
 // products, each part's times the part's factor, below 2^24. A chunk of two blocks is then
 //   of_chunk = block 0 * scale of its activations, rounded; block 1 * its scale + of_chunk, rounded;
 //   total = of_chunk * step + total, rounded; where there are minima, total = sum of activations * minimum
-//   + total, rounded, for each block.
+//   + total, rounded, for each part.
 // This order is the same whatever instructions multiply and whatever is computed beside an element.
 //
 // With AVX2 two products of bytes, and where weights have 4 bits all of a block, are added up in 16 bits,

@@ -111,17 +111,38 @@ def _mapped(path: Path) -> mmap.mmap:
         raise ModelLoadError(f"{path} cannot be read as GGUF: {error}") from error
 
 
+class _EndsEarlyError(ModelLoadError):
+    """More bytes should follow than there are."""
+
+
+def num_header_bytes(path: Path, start: bytes) -> int | None:
+    """Length of the header of a file that starts so, which ``path`` names; None: it is longer.
+
+    Raises:
+        ModelLoadError: it is damaged.
+    """
+    header = _Header(path, start)
+    try:
+        num_tensors, num_entries = header.start()
+        _metadata(header, num_entries)
+        for _ in range(num_tensors):
+            _tensor(header)
+    except _EndsEarlyError:
+        return None
+    return header.position
+
+
 class _Header:
     """Reads one value after the other; a value that would end beyond the file is refused first."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self._path, self._data = path, data
         self._end = min(len(data), _MAX_HEADER_BYTES)
         self.position = 0
         self.num_file_bytes = len(data)
 
-    def refuse(self, what: str) -> NoReturn:
-        raise ModelLoadError(
+    def refuse(self, what: str, kind: type[ModelLoadError] = ModelLoadError) -> NoReturn:
+        raise kind(
             f"{self._path} is truncated, damaged or no GGUF file: {what} (header, byte "
             f"{self.position}). Download it again"
         )
@@ -187,7 +208,8 @@ class _Header:
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._end - self.position:
             where = "the file" if self._end == self.num_file_bytes else "the largest header read"
-            self.refuse(f"{num_bytes} bytes should follow, and {where} ends at byte {self._end}")
+            what = f"{num_bytes} bytes should follow, and {where} ends at byte {self._end}"
+            self.refuse(what, _EndsEarlyError)
 
     def _take(self, num_bytes: int) -> bytes:
         self._check(num_bytes)

@@ -10,13 +10,14 @@ have a scale of their own; K weights of such a part.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from foredraft.models.files.gguf_grids import grid
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -344,9 +345,23 @@ def _signed(
     name: str, blocks_N: Bytes, groups: Integers, signs: Integers, scales: Integers, unit: float
 ) -> Quantised:
     """Magnitudes of a list, a bit of ``signs`` each, with scales of equal parts of a block."""
-    magnitudes = grid(name)[groups].reshape(*groups.shape[:-1], -1)
+    magnitudes = _grid(name)[groups].reshape(*groups.shape[:-1], -1)
     integers = np.where(_bits(signs), -magnitudes, magnitudes)
     return _in_grid(integers, scales.astype(np.int8), _halves(blocks_N[..., :2]), unit)
+
+
+@cache
+def _grid(name: str) -> Integers:
+    """Magnitudes [groups, weights of a group], listed in a file beside this one."""
+    for line in Path(__file__).with_name("gguf_grids.txt").read_text("ascii").splitlines():
+        if line.startswith(f"{name} "):
+            _, size, listed, places = line.split()
+            magnitudes = np.array([*map(int, listed.split(","))], np.int8)
+            bits = 2 if len(magnitudes) < 4 else 4
+            packed = np.frombuffer(base64.b85decode(places), np.uint8)
+            found: Integers = magnitudes[_fields(packed, *range(0, 8, bits)) & 2**bits - 1]
+            return found.reshape(-1, int(size))
+    raise KeyError(name)
 
 
 def _in_grid(integers: Integers, scales: Integers, step: Halves, unit: float) -> Quantised:
