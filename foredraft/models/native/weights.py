@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
@@ -819,6 +819,8 @@ class Reader:
         self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
+        self.changed: list[str] = []
+        """Matrices whose rows are not as they are stored."""
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -869,6 +871,7 @@ class Reader:
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.quant.PackedMatrix.of_weight`.
         """
+        self.changed += [part.name for part in parts if not part.is_stored]
         if self._bits == AS_STORED:
             return self._as_stored(parts, num_inputs, num_parts)
         weight = self.take_stacked(parts, num_inputs)
@@ -985,13 +988,18 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
     small += [f".{name}.weight" for name in names.recurrent_gates]
     if checkpoint.is_adapted:
         return "an adapter is merged into its weights"
+    outline = Reader(checkpoint, torch.float32, "meta", bits=None)
+    _assemble(outline, config)
+    if outline.changed:
+        return f"{outline.changed[0]} is not used as it is stored, but in another order or scaled"
     for name, tensor in checkpoint.tensors.items():
         may_be_floats = name in (_EMBEDDING, _HEAD) or name.endswith(tuple(small))
         if len(tensor.shape) == 2 and not (tensor.is_quantised or may_be_floats):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
     for index in range(config.num_hidden_layers if config.experts else 0):
         parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
-        if len({FORMS[checkpoint.tensors[part].dtype] for part in parts}) > 1:
+        found = (checkpoint.tensors.get(part) for part in parts)
+        if len({FORMS[one.dtype] for one in found if one}) > 1:
             return f"the experts of layer {index} have gates and inputs in formats of their own"
     for layer in _attention_formats(checkpoint).values():
         rows = {part: tensor.shape[0] for part, tensor in layer.items()}
