@@ -8,7 +8,7 @@ cost the loading of the target.
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
+from foredraft.models.files.outline import is_outline
 from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 
 _AS_STORED = "file"
-_K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 _BITS: dict[str, Bits] = {"int8": 8, "int4": 4, _AS_STORED: "file"}
 _TILES = 16
 
@@ -152,6 +152,12 @@ class ModelPlan:
         """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
         return self.cache_bytes_per_token * in_blocks(num_tokens)
 
+    @property
+    def download_bytes(self) -> int:
+        """Weights that are not here yet."""
+        is_here = self.checkpoint is None or not is_outline(self.directory)
+        return 0 if is_here or self.checkpoint is None else self.checkpoint.num_bytes
+
     def memory_bytes(self, num_tokens: int) -> int:
         """Of weights, one row of ``num_tokens``, and work."""
         cached = self.cache_bytes(num_tokens) + self.state_bytes
@@ -227,9 +233,13 @@ def _have_one_tokenizer(plan: ModelPlan, draft_plan: ModelPlan) -> bool:
 
 
 def plan_models(
-    asked: LoadOptions, progress: Progress | None = None
+    asked: LoadOptions, progress: Progress | None = None, with_weights: bool = True
 ) -> tuple[ModelPlan, ModelPlan | None]:
     """How target and draft model will run here. They are downloaded if need be, and not loaded.
+
+    Args:
+        with_weights: whether those of a model of the hub are downloaded; a plan without them cannot
+            be loaded.
 
     Raises:
         ConfigError: no such model or device, or options that do not go together.
@@ -237,37 +247,51 @@ def plan_models(
         ModelLoadError: a checkpoint that cannot be loaded safely and completely.
     """
     device = resolve_device(asked.device)
-    plan = _plan(asked.model, asked, device, progress)
+    plan = _plan(asked.model, asked, device, progress, with_weights)
     if asked.draft_model is None:
         return plan, None
-    return plan, _plan_draft_model(asked, device, progress)
+    return plan, _plan_draft_model(asked, device, progress, with_weights)
 
 
-def _plan_draft_model(asked: LoadOptions, device: str, progress: Progress | None) -> ModelPlan:
+def _plan_draft_model(
+    asked: LoadOptions, device: str, progress: Progress | None, with_weights: bool = True
+) -> ModelPlan:
     """In 4 bits, which no text depends on, where our own kernel runs them."""
     assert asked.draft_model is not None
     weights = asked.weights if asked.draft_weights == "auto" else asked.draft_weights
     dtype = "bfloat16" if asked.draft_weights == "bf16" else asked.dtype
     as_draft = replace(asked, weights=weights, dtype=dtype, activations="auto", revision=None)
     as_draft = replace(as_draft, exact=False, cache_memory=None)
-    plan = _plan(asked.draft_model, as_draft, device, progress)
+    plan = _plan(asked.draft_model, as_draft, device, progress, with_weights)
     if asked.draft_weights == "auto" and plan.decoder == "fused":
-        plan = _plan(asked.draft_model, replace(as_draft, weights="int4"), device, progress)
+        as_draft = replace(as_draft, weights="int4")
+        plan = _plan(asked.draft_model, as_draft, device, progress, with_weights)
     if plan.weights == "int4":
         plan = replace(plan, activation_bits=8)
     return plan
 
 
-def _plan(name: str, options: LoadOptions, device: str, progress: Progress | None) -> ModelPlan:
+def _plan(
+    name: str,
+    options: LoadOptions,
+    device: str,
+    progress: Progress | None,
+    with_weights: bool = True,
+) -> ModelPlan:
     as_safetensors = options.backend == "hf"
     directory = resolve_model(
         name,
         revision=options.revision,
         as_safetensors=as_safetensors,
         as_stored=options.weights == _AS_STORED,
+        with_weights=with_weights,
         progress=progress,
     )
     plan = plan_model(name, Checkpoint(directory), options, device)
+    if plan.download_bytes:
+        size = f"{plan.download_bytes / 1e9:.2f} GB"
+        said = f"its weights are not here ({size}); `foredraft models pull {name}` gets them"
+        return replace(plan, remarks=(said,))
     if directory.name in MODELS and name.lower().endswith(".gguf"):
         said = f"the file is that of {directory.name} and runs as it does; weights='file' keeps it"
         return replace(plan, remarks=(said,))
@@ -551,23 +575,29 @@ def _native_weights(
     kernel_problem: str | None,
 ) -> tuple[str, tuple[str, ...]]:
     """`ModelPlan.weights`, and a note where they cannot be those of the GGUF file."""
+    from foredraft.models.native.weights import rounded_as_stored
+
     weights = options.weights if options.weights in _BITS else dtype
     free = kernel_problem is None and options.weights == options.dtype == "auto"
-    is_gguf = checkpoint is not None and checkpoint.is_quantised
-    if options.weights != _AS_STORED and not (is_gguf and free):
+    is_quantised = checkpoint is not None and checkpoint.is_quantised
+    if options.weights != _AS_STORED and not (is_quantised and free):
         return weights, ()
     problem = _why_not_as_stored(checkpoint, config)
     if problem is None:
-        return _AS_STORED, ()
+        assert checkpoint is not None
+        rounded = rounded_as_stored(checkpoint, config)
+        return _AS_STORED, () if rounded is None else (rounded,)
     if options.weights == _AS_STORED:
         raise ConfigError(f"weights 'file' cannot be had: {problem}; leave weights out")
     return weights, (f"the file's own formats are not kept: {problem}",)
 
 
-def _check_activations(options: LoadOptions, weights: str, formats: Iterable[str]) -> None:
+def _check_activations(options: LoadOptions, weights: str, formats: Sequence[str]) -> None:
     """Whether there are matrices that activations of 8 bits are for."""
+    from foredraft.models.native.weights import FORMS
+
     in_the_file = weights == _AS_STORED and any(
-        name in _K_QUANTS or name.startswith("Q4") for name in formats
+        form.takes_eight for name, form in FORMS.items() if name in formats
     )
     if options.activations == "int8" and weights != "int4" and not in_the_file:
         raise ConfigError(
@@ -579,8 +609,11 @@ def _check_activations(options: LoadOptions, weights: str, formats: Iterable[str
 def _activation_bits(options: LoadOptions, weights: str, formats: Sequence[str]) -> int:
     """Of "auto": 8 where most weights are in a K-quant, for those stay nearer to float32 than
     llama.cpp's products of them (docs/decisions/0002-cpu-kernel.md)."""
+    from foredraft.models.native.weights import FORMS
+
     if options.activations == "auto" and weights == _AS_STORED:
-        return 8 if formats[0] in _K_QUANTS else 16
+        form = FORMS.get(formats[0])
+        return 8 if form and form.takes_eight and form.steps else 16
     return 8 if options.activations == "int8" else 16
 
 
@@ -592,7 +625,7 @@ def _native_bytes(
 
     if bits == AS_STORED:
         assert checkpoint is not None
-        return stored_weight_bytes(checkpoint, config)
+        return stored_weight_bytes(checkpoint, config, getattr(torch, dtype).itemsize)
     return weight_bytes(config, getattr(torch, dtype).itemsize, bits)
 
 
@@ -625,7 +658,7 @@ def _why_not_as_stored(checkpoint: Checkpoint | None, config: DecoderConfig) -> 
     from foredraft.models.native.weights import why_not_as_stored
 
     if checkpoint is None or not checkpoint.is_quantised:
-        return "it means the formats of a GGUF file, and the model is none with weights of few bits"
+        return "it means the formats of a quantised model, and its weights are plain floats"
     return why_not_as_stored(checkpoint, config)
 
 

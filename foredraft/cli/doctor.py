@@ -70,7 +70,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
     budget = options.num_draft_tokens
     with o.progress() as progress:
-        plan, draft_plan = plan_models(options, progress)
+        plan, draft_plan = plan_models(options, progress, with_weights=False)
     name = resolve_drafter(options, target=plan)
     spec = drafter_spec(name)
     plans = {"target": plan} | ({"draft model": draft_plan} if draft_plan else {})
@@ -137,14 +137,14 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "max_context": plan.max_context,
         "weight_bytes": plan.weight_bytes,
         "read_bytes": plan.read_bytes,
-        "most_tokens_per_s": _most_tokens_per_s(plan),
+        "most_tokens_per_s": most_tokens_per_s(plan),
         "in_4_bits": _in_4_bits(plan, options),
         "cache_bytes": plan.cache_bytes(length),
         "state_bytes": plan.state_bytes,
         "work_bytes": plan.work_bytes,
         "total_bytes": plan.memory_bytes(length),
         "notes": list(plan.notes),
-        "remarks": list(plan.remarks),
+        "remarks": [*plan.remarks, *(() if options.draft_model else draft_offers(plan))],
     }
 
 
@@ -165,12 +165,26 @@ def _of_replies(plan: ModelPlan, options: LoadOptions) -> dict[str, Any]:
     }
 
 
-def _most_tokens_per_s(plan: ModelPlan) -> float | None:
+def most_tokens_per_s(plan: ModelPlan) -> float | None:
     """Upper bound of one request without drafts: each token reads the weights once. None: unknown
     for a GPU."""
     from foredraft.system.machine import memory_bytes_per_s
 
     return memory_bytes_per_s() / plan.read_bytes if plan.device == "cpu" else None
+
+
+def draft_offers(plan: ModelPlan) -> list[str]:
+    """The smallest model that is here and could draft for this one, in a sentence."""
+    from foredraft.models.files.local import draft_models_for
+
+    if plan.checkpoint is None or plan.backend != "native":
+        return []
+    found = draft_models_for(plan.checkpoint)
+    return [
+        f"{name} is here, with the same tokenizer and {size / plan.num_parameters:.0%} of the "
+        f"weights: --draft-model {name} lets it draft"
+        for name, size in found[:1]
+    ]
 
 
 def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:

@@ -20,12 +20,25 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def _group() -> None:
-    """List, describe or remove the models that are kept here."""
+    """Get, list, describe or remove models."""
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="As --model elsewhere, such as org/name:Q4_K_M.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub.")] = None,
+) -> None:
+    """Download a model, or the rest of one whose download was cut. A model that is here stays."""
+    from foredraft.models.files.store import resolve_model
+
+    with o.progress() as progress:
+        directory = resolve_model(model, revision=revision, progress=progress)
+    say(f"{model} is here: {directory}")
 
 
 @app.command("list")
 def list_models(as_json: o.Json = False) -> None:
-    """List packaged models, and what is kept of these and other models, with sizes."""
+    """List packaged models, those of the hub that are here, and what is kept of models."""
     from foredraft.bench.report import Report, Table
     from foredraft.models.files.local import local_models
 
@@ -52,22 +65,39 @@ def _place(files: LocalFiles) -> str:
 
 @app.command()
 def show(
-    model: Annotated[str, typer.Argument(help="As --model elsewhere.")], as_json: o.Json = False
+    model: Annotated[str, typer.Argument(help="As --model elsewhere.")],
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of one text that memory is predicted for.")
+    ] = 4096,
+    as_json: o.Json = False,
 ) -> None:
-    """Describe a model: its family, formats, size and context. `foredraft doctor` says more."""
+    """Describe a model, without its weights if these are not here: will it fit, and how fast.
+
+    `foredraft doctor` says more.
+    """
+    from foredraft.cache.memory import available_memory
+    from foredraft.cli.doctor import draft_offers, most_tokens_per_s
     from foredraft.load import plan_models
     from foredraft.options import LoadOptions
 
     with o.progress() as progress:
-        plan, _ = plan_models(LoadOptions(model=model, drafter="none"), progress)
+        options = LoadOptions(model=model, drafter="none")
+        plan, _ = plan_models(options, progress, with_weights=False)
     config = plan.checkpoint.config if plan.checkpoint else {}
+    length = min(context, plan.max_context)
+    fastest = most_tokens_per_s(plan)
     about = {
         "name": plan.name,
         "directory": str(plan.directory),
         "family": config.get("model_type"),
         "formats": list(plan.formats),
         "parameters": plan.num_parameters,
+        "download_bytes": plan.download_bytes,
         "weight_bytes": plan.weight_bytes,
+        "context": length,
+        "memory_bytes": plan.memory_bytes(length),
+        "fits": plan.memory_bytes(length) <= available_memory(),
+        "most_tokens_per_s": fastest and round(fastest, 1),
         "max_context": plan.max_context,
         "layers": config.get("num_hidden_layers"),
         "vocabulary": config.get("vocab_size"),
@@ -76,9 +106,15 @@ def show(
         typer.echo(json.dumps(about))
         return
     for name, value in about.items():
-        shown = ", ".join(value) if isinstance(value, list) else value
-        if shown not in (None, ""):
-            say(f"{name.replace('_', ' '):<14}{shown}")
+        shown: object = ", ".join(value) if isinstance(value, list) else value
+        if isinstance(value, bool):
+            shown = "yes" if value else f"no, {megabytes(available_memory())} can be had"
+        elif name.endswith("_bytes") and isinstance(value, int):
+            name, shown = name.removesuffix("_bytes"), value and megabytes(value)
+        if shown not in (None, "", 0):
+            say(f"{name.replace('_', ' '):<20}{shown}")
+    for line in (*plan.notes, *plan.remarks, *draft_offers(plan)):
+        say(line)
 
 
 @app.command()
@@ -88,7 +124,8 @@ def rm(
 ) -> None:
     """Delete all that foredraft keeps of a model. It is made or downloaded again when needed.
 
-    A GGUF file or a directory of your own is never touched.
+    A model of the hub goes from the hub's cache, which other programs share. A GGUF file or a
+    directory of your own is never touched.
     """
     from foredraft.models.files.local import remove
 

@@ -263,6 +263,24 @@ inline Ints load_bytes(const void* source) {
 #endif
 }
 
+// Of each byte, below 16, that of a table in its place.
+inline Ints looked_up(const uint8_t (&table)[16], Ints places) {
+#if defined(__AVX512BW__)
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(codes), (__m512i)places);
+#elif defined(__AVX2__)
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (Ints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes), (__m256i)places);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Ints)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)places);
+#else
+  uint8_t bytes[sizeof places];
+  std::memcpy(bytes, &places, sizeof places);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  return load_ints(bytes);
+#endif
+}
+
 #if SUMS_IN_SHORTS
 // The same as 16 bits, twice in each lane.
 inline Shorts load_bytes_twice(const void* source) {

@@ -39,17 +39,17 @@ struct HalfScales {
   }
 };
 
-// Scales of scales. Before a run of four chunks lie half-precision steps [16 rows], and as many for minima;
-// in each chunk whole numbers of 8 bits [parts, 16 rows] that they are multiplied with, and as many for
-// minima. The products are exact.
-template <int kNumParts, bool kMinima>
+// Scales of scales. Before a run of four chunks lie half-precision steps [16 rows], and as many for minima,
+// or single-precision steps; in each chunk whole numbers of 8 bits [parts, 16 rows] that they are multiplied
+// with, and as many for minima. The products are exact.
+template <int kNumParts, bool kMinima, bool kSingle = false>
 struct NestedScales {
   static constexpr int kParts = kNumParts;
   static constexpr bool kNests = true;
   static constexpr bool kHasMinima = kMinima;
   static constexpr int64_t kRunChunks = 4, kStepBytes = 64;  // whole cache lines
   static constexpr int64_t kHeadBytes = (1 + kMinima) * kParts * kGroupRows;
-  static_assert(kHeadBytes == 64, "");
+  static_assert(kHeadBytes % 64 == 0 && !(kMinima && kSingle), "");
 
   static Vec scale(const uint8_t* steps, const uint8_t* head, int part, int lane) {
     return step(steps, lane) * __builtin_convertvector(factor(head, part, lane), Vec);
@@ -58,7 +58,10 @@ struct NestedScales {
     return scale(steps + kHalvesBytes, head, kParts + part, lane);
   }
   // The two that make a scale: of the run, and of a part.
-  static Vec step(const uint8_t* steps, int lane) { return load_halves(steps + lane * sizeof(uint16_t)); }
+  static Vec step(const uint8_t* steps, int lane) {
+    if (kSingle) return load(reinterpret_cast<const float*>(steps) + lane);
+    return load_halves(steps + lane * sizeof(uint16_t));
+  }
   static const uint8_t* factors(const uint8_t* head, int part, int lane) {
     return head + part * kGroupRows + lane;
   }
@@ -68,13 +71,13 @@ struct NestedScales {
 // ---- integers -----------------------------------------------------------------------------------
 
 // Of a part: its bytes, and how many words of kQuads quads they are. `load` gives word `i` of the part that
-// begins there, or of a vector of its rows.
+// begins there, or of a vector of its rows. kMost is the largest that is multiplied.
 
 // A byte each, as [16 quads of inputs, 16 rows, 4 inputs]. Those with a sign are stored 128 higher; the
 // sum of a part's activations times 128 is taken off where its sum begins.
 template <bool kSigned>
 struct ByteWeights {
-  static constexpr int kQuads = 1, kBits = 8;  // of a word, of a weight
+  static constexpr int kQuads = 1, kBits = 8, kMost = 255;  // of a word, of a weight
   static constexpr bool kUnpacks = false, kStartsAtZero = !kSigned;
 
   static Ints load(const uint8_t* part, int i) { return load_ints(part + i * kRowQuads); }
@@ -96,7 +99,7 @@ struct ByteWeights {
 // byte, the second in the upper one. Those with a sign are stored 8 higher.
 template <bool kSigned>
 struct HalfByteWeights {
-  static constexpr int kQuads = 2, kBits = 4;
+  static constexpr int kQuads = 2, kBits = 4, kMost = 15;
   static constexpr bool kUnpacks = true, kStartsAtZero = !kSigned;
 
   static Ints load(const uint8_t* part, int i) { return load_ints(part + i * kRowQuads); }
@@ -122,11 +125,54 @@ inline Ints part_of_bytes(const Words& words, int which) {
   return which % 2 ? (Ints)((UShorts)bytes >> 8) : bytes & 0x00ff00ff;
 }
 
+// Four bits each, as half bytes: the place of a weight among 16, which are stored 128 higher.
+template <const uint8_t (&kTable)[16]>
+struct CodeWeights {
+  static constexpr int kQuads = 2, kBits = 4, kMost = 255;
+  static constexpr bool kUnpacks = true, kStartsAtZero = false;
+  using Places = HalfByteWeights<false>;
+
+  static Ints load(const uint8_t* part, int i) { return Places::load(part, i); }
+  static Ints start(Ints sum) { return sum; }
+  static Ints quad(Ints words, int which) { return looked_up(kTable, Places::quad(words, which)); }
+  static Ints part(Ints words, int which) { return part_of_bytes<CodeWeights>(words, which); }
+  static int32_t integer(const uint8_t* words, int64_t row, int64_t input) {
+    return kTable[Places::integer(words, row, input)] - 128;
+  }
+};
+
+// Those of IQ4, floats of 4 bits, IQ2, IQ3_S and IQ3_XXS (gguf_blocks.py), the last ones halved.
+inline constexpr uint8_t kCodesIq4[] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                        129, 141, 153, 166, 181, 197, 217, 241};
+inline constexpr uint8_t kCodesFp4[] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                        128, 127, 126, 125, 124, 122, 120, 116};
+inline constexpr uint8_t kCodesIq2[] = {85,  103, 120, 136, 153, 171, 128, 128,
+                                        128, 128, 128, 128, 128, 128, 128, 128};
+inline constexpr uint8_t kCodesIq3S[] = {113, 115, 117, 119, 121, 123, 125, 127,
+                                         129, 131, 133, 135, 137, 139, 141, 143};
+inline constexpr uint8_t kCodesIq3[] = {97,  102, 106, 110, 114, 118, 122, 126,
+                                        130, 134, 138, 142, 146, 150, 154, 159};
+
+// Two bits each, four quads in a word, those of the first lowest in each byte.
+struct TwoBitWeights {
+  static constexpr int kQuads = 4, kBits = 2, kMost = 3;
+  static constexpr bool kUnpacks = true, kStartsAtZero = true;
+
+  static Ints load(const uint8_t* part, int i) { return load_ints(part + i * kRowQuads); }
+  static Ints start(Ints sum) { return sum; }
+  static Ints quad(Ints words, int which) { return (words >> (2 * which)) & 0x03030303; }
+  static Ints part(Ints words, int which) { return part_of_bytes<TwoBitWeights>(words, which); }
+  static int32_t integer(const uint8_t* words, int64_t row, int64_t input) {
+    const int64_t quad = input / kQuad;
+    return words[quad / kQuads * kRowQuads + row * kQuad + input % kQuad] >> (2 * (quad % kQuads)) & 3;
+  }
+};
+
 // Five bits each. The lower four of a part lie as half bytes, and behind them the fifth of all eight
 // quads, those of the first lowest in each byte. Those with a sign are stored 16 higher.
 template <bool kSigned>
 struct FiveBitWeights {
-  static constexpr int kQuads = 2, kBits = 5;
+  static constexpr int kQuads = 2, kBits = 5, kMost = 31;
   static constexpr bool kUnpacks = true, kStartsAtZero = !kSigned;
 
   struct Words {
@@ -156,7 +202,7 @@ struct FiveBitWeights {
 // own, the fourth in the upper two bits of all, its lowest bits first. They have a sign, and are stored 32
 // higher.
 struct SixBitWeights {
-  static constexpr int kQuads = 4, kBits = 6;
+  static constexpr int kQuads = 4, kBits = 6, kMost = 63;
   static constexpr bool kUnpacks = true, kStartsAtZero = false;
 
   struct Words {
@@ -217,6 +263,12 @@ using Nested5 = Format<FiveBitWeights<false>, NestedScales<2, true>>;
 using Nested6 = Format<SixBitWeights, NestedScales<4, false>>;
 using Centred4 = Format<HalfByteWeights<true>, HalfScales<false>>;
 using Centred5 = Format<FiveBitWeights<true>, HalfScales<false>>;
+using Nested2 = Format<TwoBitWeights, NestedScales<4, true>>;
+using Nested3 = Format<HalfByteWeights<true>, NestedScales<4, false>>;  // of 3 bits, in 4
+template <const uint8_t (&kTable)[16]>
+using Codes = Format<CodeWeights<kTable>, HalfScales<false>>;
+template <const uint8_t (&kTable)[16]>
+using NestedCodes = Format<CodeWeights<kTable>, NestedScales<4, false, true>>;
 
 // A chunk of a group, and those behind it.
 template <class Format>

@@ -45,8 +45,14 @@ struct PackedInputs {
   template <class Format>
   static constexpr int first_kept() {
     static_assert(Format::kStartsAtZero == Format::kHasMinima, "it needs either");
-    if (Format::kHasMinima) return kSums;
-    return Format::kPartInputs == kFineInputs ? kFineStarts : kStarts;
+    if (Format::kPartInputs == kFineInputs) return kFineStarts;
+    return Format::kHasMinima ? kSums : kStarts;
+  }
+  // The sum of the activations of a part of a format with minima, where it stands among those rows.
+  template <class Format>
+  static Vec sum(const int32_t* kept) {
+    if (Format::kPartInputs != kFineInputs) return (Vec)repeat(kept);
+    return __builtin_convertvector(repeat(kept), Vec) * broadcast(-0x1p-7f);
   }
 
   int64_t num_tokens, K;
@@ -200,7 +206,7 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t,
         if constexpr (Format::kHasMinima) {
           const Vec minimum = chunk.minimum(part, v * kLanes);
           UNROLL for (int t = 0; t < T; ++t)
-            total[v][t] = fma((Vec)repeat(of_part + t), minimum, total[v][t]);
+            total[v][t] = fma(PackedInputs::sum<Format>(of_part + t), minimum, total[v][t]);
         }
       }
       of_part += num_tokens;

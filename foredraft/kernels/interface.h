@@ -13,6 +13,7 @@ extern "C" {
 // where its scale comes from: one of its own, or a step of 64 inputs times a whole number.
 enum ForedraftFormat : int64_t {
   kInt8, kInt4, kInt5, kNested4, kNested5, kNested6, kCentred4, kCentred5,
+  kNested2, kNested3, kIq4, kFp4, kNestedIq4, kNestedIq2, kNestedIq3S, kNestedIq3,
   kNumFormats
 };
 

@@ -6,7 +6,7 @@
 // products, each part's times the part's factor, below 2^24. A chunk of two blocks is then
 //   of_chunk = block 0 * scale of its activations, rounded; block 1 * its scale + of_chunk, rounded;
 //   total = of_chunk * step + total, rounded; where there are minima, total = sum of activations * minimum
-//   + total, rounded, for each block.
+//   + total, rounded, for each part.
 // This order is the same whatever instructions multiply and whatever is computed beside an element.
 //
 // With AVX2 two products of bytes, and where weights have 4 bits all of a block, are added up in 16 bits,
@@ -60,18 +60,18 @@ struct ChunkScales {
 #else
   using Factor = Vec;
 #endif
-  Vec step[V], minima[2][V];
+  Vec step[V], minima[Format::kParts][V];
   Factor factors[Format::kParts][V];
-  Shorts centres[2][V];  // two factors of a block, doubled
+  Shorts centres[2][V];  // two factors of a block; doubled, of 6 bits
 
   explicit ChunkScales(const Chunk<Format>& chunk) {
     UNROLL for (int v = 0; v < V; ++v) {
       const int lane = v * kLanes;
       step[v] = Format::step(chunk.steps, lane);
       UNROLL for (int block = 0; block < 2; ++block) {
-        if constexpr (Format::kHasMinima) minima[block][v] = chunk.minimum(block, lane);
         UNROLL for (int fine = 0; fine < kFine; ++fine) {
           const int part = block * kFine + fine;
+          if constexpr (Format::kHasMinima) minima[part][v] = chunk.minimum(part, lane);
 #if SUMS_IN_SHORTS
           factors[part][v] = load_bytes_twice(Format::factors(chunk.head, part, lane));
 #else
@@ -82,7 +82,7 @@ struct ChunkScales {
         if constexpr (kFine == 2) {
           const Ints first = (Ints)factors[2 * block][v], second = (Ints)factors[2 * block + 1][v];
           const Shorts both = (Shorts)((first & 0xffff) | (second & ~0xffff));
-          centres[block][v] = both + both;
+          centres[block][v] = Format::kBits == 6 ? both + both : both;
         }
 #endif
       }
@@ -105,7 +105,7 @@ INLINE inline void block_values(const uint8_t* integers, const ChunkScales<Forma
     return Eight::Input(x + t * kTokenBytes + (2 * i + which) * kQuad);
   };
 #if SUMS_IN_SHORTS
-  if constexpr (Format::kBits == 4) {
+  if constexpr (Format::kBits == 4 && kFine == 1) {
     Eight::Sum sum[T][V];
     UNROLL for (int i = 0; i < kWords; ++i)
       UNROLL for (int which = 0; which < 2; ++which) {
@@ -129,7 +129,8 @@ INLINE inline void block_values(const uint8_t* integers, const ChunkScales<Forma
         found[t][v] = Format::kStartsAtZero ? Ints{}
                                             : pairs(scales.centres[block][v],
                                                     (Shorts)repeat(kept + (PackedInputs::kFinePairs + block) *
-                                                                              num_tokens + t));
+                                                                              num_tokens + t)) >>
+                                                  (Format::kBits == 4);
     UNROLL for (int i = 0; i < kFine * kWords; ++i) {
       Ints first[V], second[V];
       UNROLL for (int v = 0; v < V; ++v) first[v] = quad(v, i, 0), second[v] = quad(v, i, 1);
@@ -177,8 +178,7 @@ INLINE inline void block_values(const uint8_t* integers, const ChunkScales<Forma
 template <class Format, class Source, int T>
 INLINE inline void add_chunk(const uint8_t* integers, const ChunkScales<Format>& scales, const int8_t* x,
                              const int32_t* kept, int64_t num_tokens, float* totals) {
-  constexpr int V = kGroupVecs;
-  static_assert(Format::kParts == 4 ? !Format::kHasMinima : Format::kHasMinima, "");
+  constexpr int V = kGroupVecs, kFine = Format::kParts / 2;
   Vec of_chunk[T][V];
   const int32_t* const block_scales = kept + PackedInputs::kBlockScales * num_tokens;
   _Pragma("GCC unroll 1") for (int block = 0; block < 2; ++block) {
@@ -196,9 +196,12 @@ INLINE inline void add_chunk(const uint8_t* integers, const ChunkScales<Format>&
       float* const place = totals + (t * V + v) * kLanes;
       Vec total = fma(of_chunk[t][v], scales.step[v], load(place));
       if constexpr (Format::kHasMinima)
-        UNROLL for (int block = 0; block < 2; ++block)
-          total = fma((Vec)repeat(kept + (PackedInputs::kSums + block) * num_tokens + t),
-                      scales.minima[block][v], total);
+        UNROLL for (int part = 0; part < Format::kParts; ++part) {
+          const int32_t* const of_part = kept + (PackedInputs::first_kept<Format>() + part) * num_tokens + t;
+          Vec sum = PackedInputs::sum<Format>(of_part);
+          if (kFine > 1) sum *= (Vec)repeat(block_scales + part / kFine * num_tokens + t);
+          total = fma(sum, scales.minima[part][v], total);
+        }
       store(place, total);
     }
 }

@@ -45,9 +45,10 @@ struct FormatCode {
 template <class Format, class Activations>
 constexpr bool kNestedEight = Format::kNests && std::is_same_v<Activations, Eight>;
 
-// Others of more than 4 bits are there for more precision than activations of 8 would leave.
+// Others of more than 4 bits are there for more precision than activations of 8 would leave; and products
+// of larger integers are more than AVX2 adds up in 16 bits.
 template <class Format, class Activations>
-constexpr bool kTakes = Format::kBits == 4 || Format::kNests || std::is_same_v<Activations, Sixteen>;
+constexpr bool kTakes = Format::kMost < (Format::kNests ? 64 : 16) || std::is_same_v<Activations, Sixteen>;
 
 template <class Format, class Activations, int T>
 constexpr GroupProduct vector_product() {
@@ -96,7 +97,10 @@ constexpr FormatCode code_of() {
 
 constexpr FormatCode kFormats[kNumFormats] = {  // by ForedraftFormat
     code_of<Int8>(),    code_of<Int4>(),    code_of<Int5>(),     code_of<Nested4>(),
-    code_of<Nested5>(), code_of<Nested6>(), code_of<Centred4>(), code_of<Centred5>()};
+    code_of<Nested5>(), code_of<Nested6>(), code_of<Centred4>(), code_of<Centred5>(),
+    code_of<Nested2>(), code_of<Nested3>(), code_of<Codes<kCodesIq4>>(), code_of<Codes<kCodesFp4>>(),
+    code_of<NestedCodes<kCodesIq4>>(), code_of<NestedCodes<kCodesIq2>>(),
+    code_of<NestedCodes<kCodesIq3S>>(), code_of<NestedCodes<kCodesIq3>>()};
 
 // ---- matrices -----------------------------------------------------------------------------------
 

@@ -184,7 +184,7 @@ def test_longrope_is_for_short_texts_unless_somebody_asks_for_more(tmp_path: Pat
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, mistral, qwen2, qwen3,"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantised checkpoints"),
+        ({"quantization_config": {"bits": 4}}, "weights quantised as ''"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rotary scaling 'ntk'"),
         ({"rope_scaling": {**LONG, "type": "longrope"}, "head_dim": 8}, "short_factor has 8 num"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not"),

@@ -87,6 +87,20 @@ def _merges(definition: FastTokenizer) -> list[str]:
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
+SCALES: dict[str, tuple[int, ...]] = {
+    "Q6_K": (208,),
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q5_0": (0,),
+    "MXFP4": (),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+"""Places of a block's scales, where they are not its first one or two numbers."""
+
+
 def raw_rows(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
     """Stored rows of small weights: random integers, and scales of about a hundredth."""
     found = KINDS[CODES[kind]]
@@ -96,8 +110,10 @@ def raw_rows(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np
     rows, inputs = shape
     size = (rows, inputs // found.block_weights, found.block_bytes)
     blocks = draw.integers(0, 256, size, np.uint8)
-    halves = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}.get(kind, (0, 2))
-    nested = kind.endswith("_K")
+    halves = SCALES.get(kind, (0,) if kind.startswith("IQ") else (0, 2))
+    nested = kind.endswith("_K") or kind.startswith("IQ")
+    if kind == "MXFP4":
+        blocks[..., 0] = draw.integers(115, 122, size[:2])
     for place in halves:
         scale = draw.uniform(0.001, 0.01, size[:2]).astype("<f2") / np.float16(32 if nested else 1)
         blocks[..., place : place + 2] = scale[..., None].view(np.uint8)

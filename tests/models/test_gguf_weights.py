@@ -37,6 +37,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 K_M = {"v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K"}
 """What a Q4_K_M file holds in another format than the rest."""
 MIXES = [(name, NOTHING) for name in FORMS]
+MIXES += [("Q2_K", {"v_proj": "Q3_K", "lm_head": "Q6_K"}), ("IQ4_XS", {"q_proj": "IQ4_NL"})]
 MIXES += [("Q4_K", K_M), ("Q5_0", {"v_proj": "Q8_0"}), ("Q5_1", {"up_proj": "Q4_0"})]
 
 
@@ -132,6 +133,7 @@ def test_the_very_weights_are_kept_and_multiplied(
     [
         *(("Q4_K", K_M, 8), ("Q5_K", K_M, 8), ("Q6_K", NOTHING, 8), ("Q5_0", K_M, 16)),
         *(("Q8_0", K_M, 16), ("Q4_0", NOTHING, 16), ("Q5_1", NOTHING, 16)),
+        *(("Q2_K", K_M, 8), ("Q3_K", NOTHING, 8), ("IQ4_XS", NOTHING, 16)),
     ],
 )
 def test_files_mostly_in_k_quants_are_multiplied_with_activations_of_8_bits(
@@ -144,7 +146,14 @@ def test_files_mostly_in_k_quants_are_multiplied_with_activations_of_8_bits(
 
 
 @pytest.mark.parametrize("activations", ["int16", "int8"])
-@pytest.mark.parametrize(("kind", "others"), [("Q8_0", K_M), ("Q4_K", K_M)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        *(("Q8_0", K_M), ("Q4_K", K_M), ("Q2_K", {"v_proj": "Q3_K"})),
+        ("IQ4_XS", {"v_proj": "Q4_K", "o_proj": "IQ3_S"}),
+    ],
+    ids=str,
+)
 def test_a_token_has_the_same_bits_in_any_company(
     tmp_path: Path, kind: str, others: Mapping[str, str], activations: str
 ) -> None:
@@ -341,7 +350,7 @@ def test_which_of_several_files_is_meant_is_not_guessed(tmp_path: Path) -> None:
         ({"file": "/etc/hostname"}, "lies beyond its end"),
         ({"start": 1 << 40}, "lies beyond its end"),
         ({"shape": [300, 255]}, r"'Q8_0' of shape \(300, 255\)"),
-        ({"kind": "Q2_K"}, "is 'Q2_K' of shape"),
+        ({"kind": "IQ1_S"}, "is 'IQ1_S' of shape"),
         ({"heads": -1}, "heads is -1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -17,9 +18,13 @@ from typing import Any, ClassVar
 import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.models.files import hub
+from foredraft.models.files import hub, outline
+from foredraft.models.files.gguf import GgufFile
+from foredraft.models.files.local import draft_models_for
+from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
-from tests.models.gguf_files import write_gguf
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.gguf_files import Typed, write_gguf
 from tests.models.progress import RecordedProgress
 from tests.models.test_gguf_checkpoint import metadata_of, shape_of, tensors_of
 
@@ -179,6 +184,10 @@ class StandIn(BaseHTTPRequestHandler):
     asked: ClassVar[list[str]] = []
     cuts: ClassVar[list[int]] = []
     """Bytes after which the next downloads break off."""
+    sent: ClassVar[list[int]] = []
+    """Bytes of each download."""
+    status: ClassVar[int] = 200
+    """Of everything, if another one."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -188,7 +197,11 @@ class StandIn(BaseHTTPRequestHandler):
         ranges = self.headers.get("Range", "")
         self.asked.append(f"{self.command} {path} {ranges}".strip())
         name = path.partition("/resolve/")[2].partition("/")[2]
-        if "/tree/" in path:
+        if self.status != 200:
+            self._send(
+                self.status, b"", error="GatedRepo" if self.status == 401 else "RepoNotFound"
+            )
+        elif "/tree/" in path:
             found = [{"type": "file", "path": n, "size": len(c)} for n, c in self.files.items()]
             entries = [each | {"oid": "b" * 40} for each in found]
             self._send(200, json.dumps(entries).encode(), "application/json")
@@ -197,9 +210,10 @@ class StandIn(BaseHTTPRequestHandler):
             answer = {"id": "org/m", "sha": "a" * 40, "siblings": siblings, "private": False}
             self._send(200, json.dumps(answer).encode(), "application/json")
         elif name in self.files:
-            start = int(ranges.removeprefix("bytes=").partition("-")[0] or 0)
-            content = self.files[name]
-            self._send(206 if start else 200, content[start:], total=len(content), start=start)
+            first, _, last = ranges.removeprefix("bytes=").partition("-")
+            start, content = int(first or 0), self.files[name]
+            wanted = content[start : int(last) + 1 if last else None]
+            self._send(206 if ranges else 200, wanted, total=len(content), start=start)
         else:
             self._send(404, b"", error="RepoNotFound" if "/gone/" in path else "EntryNotFound")
 
@@ -212,11 +226,12 @@ class StandIn(BaseHTTPRequestHandler):
         start: int = 0,
         error: str = "",
     ) -> None:
+        tag = hashlib.sha256(self.path.encode()).hexdigest()
         self.send_response(status)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "ETag": '"e1"'}
+        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "ETag": f'"{tag}"'}
         headers |= {"X-Repo-Commit": "a" * 40, "Accept-Ranges": "bytes", "X-Error-Code": error}
         if status == 206:
-            headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}"
+            headers["Content-Range"] = f"bytes {start}-{start + len(content) - 1}/{total}"
         for header, value in headers.items():
             if value:
                 self.send_header(header, value)
@@ -224,6 +239,7 @@ class StandIn(BaseHTTPRequestHandler):
         if self.command == "GET":
             cut = self.cuts.pop() if self.cuts and total else len(content)
             self.wfile.write(content[:cut])
+            self.sent.append(len(content[:cut]) if total else 0)
             self.close_connection = cut < len(content)
 
     def log_message(self, *_: object) -> None:
@@ -241,6 +257,8 @@ def stand_in(tmp_path: Path) -> Iterator[dict[str, str]]:
         "README.md": b"",
     }
     StandIn.asked.clear()
+    StandIn.sent.clear()
+    StandIn.status = 200
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
@@ -271,3 +289,109 @@ def test_a_gguf_model_from_a_stand_in_hub(stand_in: dict[str, str]) -> None:
     assert resolved(stand_in | {"HF_HUB_OFFLINE": "1"}, "org/m:Q8_0") == found
     again = [line for line in StandIn.asked if line.startswith("GET /org/m/resolve/")]
     assert len(again) == num_asked
+
+
+# --------------------------------------------------------------------- before the weights are here
+
+
+def told(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+    """The JSON of `foredraft models ...`, or the last line of its error."""
+    code = "from foredraft.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "models", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode or "--json" not in arguments:
+        return {"said": done.stdout + done.stderr}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def of_large_vocabulary(folder: Path) -> bytes:
+    """A file whose weights are more than the header, and more than is asked for at once."""
+    config = shape_of(num_hidden_layers=8)
+    tensors = tensors_of(config, "BF16")[0]
+    write_gguf(folder / "large.gguf", metadata_of(config), tensors)
+    return (folder / "large.gguf").read_bytes()
+
+
+def test_a_gguf_model_is_described_by_its_header(stand_in: dict[str, str], tmp_path: Path) -> None:
+    content = of_large_vocabulary(tmp_path)
+    StandIn.files["m-BF16.gguf"] = content
+    about = told(stand_in, "show", "org/m:BF16", "--context", "100", "--json")
+    assert (about["family"], about["layers"], about["context"]) == ("llama", 8, 100), about
+    assert about["download_bytes"] > 0.9 * len(content)
+    assert about["weight_bytes"] < about["memory_bytes"]
+    assert about["fits"]
+    assert about["most_tokens_per_s"] > 1
+    assert sum(StandIn.sent) <= 1 << 20 < len(content)
+    assert not list((tmp_path / "hf").rglob("*.gguf"))
+    assert "is here" in told(stand_in, "pull", "org/m:BF16")["said"]
+    again = told(stand_in, "show", "org/m:BF16", "--context", "100", "--json")
+    same = ("weight_bytes", "memory_bytes", "parameters", "formats", "max_context")
+    assert [again[key] for key in same] == [about[key] for key in same]
+    assert again["download_bytes"] == 0
+    assert "deleted" in told(stand_in, "rm", "org/m", "--yes")["said"]
+    assert not list((tmp_path / "hf").rglob("*.gguf"))
+
+
+def test_a_split_file_and_one_of_safetensors(stand_in: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    save_checkpoint(folder, NATIVE_CONFIGS["llama"]())
+    StandIn.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    about = told(stand_in, "show", "org/m", "--json")
+    assert about.get("family") == "llama", about
+    assert about["download_bytes"] > 0
+    StandIn.files = {}
+    config = shape_of()
+    tensors = tensors_of(config, "Q8_0")[0]
+    for number, part in enumerate((tensors[:5], tensors[5:])):
+        said = metadata_of(config) if number == 0 else {}
+        said |= {"split.no": Typed(2, number), "split.count": Typed(2, 2)}
+        name = f"m-Q8_0-0000{number + 1}-of-00002.gguf"
+        StandIn.files[name] = write_gguf(tmp_path / name, said, part).read_bytes()
+    about = told(stand_in, "show", "org/m:Q8_0", "--json")
+    assert about.get("formats") == ["Q8_0"], about
+    assert about["download_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(401, "is gated: accept its terms"), (404, "the hub has no model")]
+)
+def test_what_the_hub_refuses_is_said_before_a_download(
+    stand_in: dict[str, str], status: int, message: str
+) -> None:
+    StandIn.status = status
+    assert message in told(stand_in, "show", "org/m:Q8_0")["said"]
+
+
+def test_a_header_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = of_large_vocabulary(tmp_path)
+    asked: list[tuple[int, int]] = []
+
+    def read_range(name: str, revision: str | None, file: str, start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return content[start:end]
+
+    monkeypatch.setattr(outline, "_FIRST_BYTES", 100)
+    monkeypatch.setattr(outline, "_read_range", read_range)
+    path = tmp_path / "outline.gguf"
+    outline._write_header("org/m", None, "m.gguf", len(content), path)
+    assert asked[0] == (0, 100)
+    assert max(end for _, end in asked) < len(content) / 4
+    assert path.stat().st_size == len(content)
+    assert path.stat().st_blocks * 512 < len(content) / 2
+    whole, found = GgufFile(tmp_path / "large.gguf"), GgufFile(path)
+    assert found.tensors == whole.tensors
+
+
+def test_a_smaller_model_with_the_same_tokenizer_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    small, large = (shape_of(num_hidden_layers=layers) for layers in (2, 8))
+    for name, config in (("small", small), ("large", large)):
+        write_gguf(tmp_path / f"{name}.gguf", metadata_of(config), tensors_of(config, "Q8_0")[0])
+    directories = [resolve_model(tmp_path / f"{name}.gguf") for name in ("small", "large")]
+    found = draft_models_for(Checkpoint(directories[1]))
+    assert [name for name, _ in found] == [str(tmp_path / "small.gguf")]
+    assert draft_models_for(Checkpoint(directories[0])) == []

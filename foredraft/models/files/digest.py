@@ -30,7 +30,7 @@ def weights_digest(checkpoint: Checkpoint, cache: Path, progress: Progress | Non
     Raises:
         ModelLoadError: a file of weights is damaged.
     """
-    files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
+    files = checkpoint.weight_files
 
     def digest() -> str:
         if progress is not None:

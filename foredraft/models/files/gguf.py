@@ -39,12 +39,13 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBER_TYPES = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "u1", "", "", "<u8", "<i8", "<f8")
 _NUMBERS = {code: np.dtype(name) for code, name in enumerate(_NUMBER_TYPES) if name}
 """Types of metadata, by their number in files."""
-_OTHER_KINDS = (
-    {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 34: "TQ1_0", 35: "TQ2_0", 41: "Q1_0"}
-    | {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
-    | {22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 39: "MXFP4", 40: "NVFP4"}
-    | {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
-)
+_OTHER_KINDS = {9: "Q8_1", 15: "Q8_K", 19: "IQ1_S", 29: "IQ1_M", 40: "NVFP4", 41: "Q1_0"} | {
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+}
 """Names of formats that are not read, for error messages."""
 
 
@@ -110,17 +111,38 @@ def _mapped(path: Path) -> mmap.mmap:
         raise ModelLoadError(f"{path} cannot be read as GGUF: {error}") from error
 
 
+class _EndsEarlyError(ModelLoadError):
+    """More bytes should follow than there are."""
+
+
+def num_header_bytes(path: Path, start: bytes) -> int | None:
+    """Length of the header of a file that starts so, which ``path`` names; None: it is longer.
+
+    Raises:
+        ModelLoadError: it is damaged.
+    """
+    header = _Header(path, start)
+    try:
+        num_tensors, num_entries = header.start()
+        _metadata(header, num_entries)
+        for _ in range(num_tensors):
+            _tensor(header)
+    except _EndsEarlyError:
+        return None
+    return header.position
+
+
 class _Header:
     """Reads one value after the other; a value that would end beyond the file is refused first."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self._path, self._data = path, data
         self._end = min(len(data), _MAX_HEADER_BYTES)
         self.position = 0
         self.num_file_bytes = len(data)
 
-    def refuse(self, what: str) -> NoReturn:
-        raise ModelLoadError(
+    def refuse(self, what: str, kind: type[ModelLoadError] = ModelLoadError) -> NoReturn:
+        raise kind(
             f"{self._path} is truncated, damaged or no GGUF file: {what} (header, byte "
             f"{self.position}). Download it again"
         )
@@ -186,7 +208,8 @@ class _Header:
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._end - self.position:
             where = "the file" if self._end == self.num_file_bytes else "the largest header read"
-            self.refuse(f"{num_bytes} bytes should follow, and {where} ends at byte {self._end}")
+            what = f"{num_bytes} bytes should follow, and {where} ends at byte {self._end}"
+            self.refuse(what, _EndsEarlyError)
 
     def _take(self, num_bytes: int) -> bytes:
         self._check(num_bytes)

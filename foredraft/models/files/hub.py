@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.cache.memory import check_fits
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.models.files.outline import write_outline
 
 if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
@@ -20,6 +21,7 @@ FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
+    "adapter_config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,9 +34,39 @@ FILES = (
 )
 # Folders hold other formats; "consolidated" is Mistral's second copy of the same weights.
 FILES_LEFT_OUT = ("*/*", "consolidated*.safetensors")
+HUB_FOLDER = "models--"
+"""What the folders of models begin with in the hub's cache."""
 _PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 """Forms of GGUF files that are taken where none is named."""
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)", re.IGNORECASE)
+
+
+def outlined(name: str, revision: str | None, progress: Progress, form: str | None = None) -> Path:
+    """As `fetch` gives it where the weights are here; else an outline of the model.
+
+    Raises:
+        ConfigError, ModelLoadError: see `fetch`.
+    """
+    sizes = _sizes(name, revision)
+    weights = [file for file in sizes if file.endswith(".safetensors") and "/" not in file]
+    weights = [file for file in weights if not file.startswith("consolidated")]
+    if form is not None or not weights:
+        weights = _chosen(name, _ggufs(sizes), form)
+    here = _snapshot_here(name, revision)
+    if here is not None and all((here / file).exists() for file in weights):
+        return fetch(name, revision, progress, form)
+    others: list[Path] = []
+    if weights[0].endswith(".safetensors"):
+        left_out = (*FILES_LEFT_OUT, "*.safetensors")
+        others = [*_snapshot(name, revision, progress, FILES, left_out).glob("*")]
+        others = [path for path in others if path.suffix != ".safetensors" and path.is_file()]
+    try:
+        chosen = {file: sizes[file] for file in weights}
+        return write_outline(name, revision, chosen, others, progress)
+    except ForedraftError:
+        raise
+    except Exception as error:
+        raise _explain(name, revision, error) from error
 
 
 def fetch(name: str, revision: str | None, progress: Progress, form: str | None = None) -> Path:
@@ -85,15 +117,15 @@ def _snapshot(
 
 def _fetch_gguf(name: str, revision: str | None, progress: Progress, form: str | None) -> Path:
     """The first part of a GGUF file, with the others beside it."""
-    sizes = _gguf_sizes(name, revision)
+    sizes = _ggufs(_sizes(name, revision))
     files = _chosen(name, sizes, form)
     if num_bytes := sum(sizes[file] for file in files):  # before the download, not after it
         check_fits(f"{name} ({Path(files[0]).name})", num_bytes, 0)
     return _snapshot(name, revision, progress, [escape(file) for file in files]) / files[0]
 
 
-def _gguf_sizes(name: str, revision: str | None) -> dict[str, int]:
-    """The GGUF files of a repository with their bytes; without a network those that are cached.
+def _sizes(name: str, revision: str | None) -> dict[str, int]:
+    """The files of a repository with their bytes; without a network those that are cached.
 
     Raises:
         ConfigError, ModelLoadError: the hub does not say, and nothing is cached.
@@ -104,36 +136,36 @@ def _gguf_sizes(name: str, revision: str | None) -> dict[str, int]:
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
         found = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     except Exception as error:
-        found = _cached(name, revision or "main")
-        if not found:
+        here = _snapshot_here(name, revision)
+        if here is None:
             raise _explain(name, revision, error) from error
+        paths = [path for path in here.rglob("*") if path.is_file()]
+        found = {path.relative_to(here).as_posix(): path.stat().st_size for path in paths}
+    return dict(sorted(found.items()))
+
+
+def _ggufs(sizes: Mapping[str, int]) -> dict[str, int]:
     return {
         file: size
-        for file, size in sorted(found.items())
+        for file, size in sizes.items()
         if file.lower().endswith(".gguf") and not Path(file).name.startswith("mmproj")
     }
 
 
-def _cached(name: str, revision: str) -> dict[str, int]:
-    """The files of a repository in the hub's cache with their bytes; a snapshot may lack others."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+def hub_cache() -> Path:
+    """The hub's own cache, which has a folder for each repository."""
+    from huggingface_hub import constants
 
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return {}
-    snapshots = [
-        each
-        for repository in repositories
-        if repository.repo_id == name and repository.repo_type == "model"
-        for each in repository.revisions
-        if revision in (each.commit_hash, *each.refs)
-    ]
-    return {
-        str(file.file_path.relative_to(each.snapshot_path)): file.size_on_disk
-        for each in snapshots
-        for file in each.files
-    }
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _snapshot_here(name: str, revision: str | None) -> Path | None:
+    """A repository's files in the hub's cache, of which some may be missing."""
+    folder = hub_cache() / f"{HUB_FOLDER}{name.replace('/', '--')}"
+    reference = folder / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    found = folder / "snapshots" / commit
+    return found if found.is_dir() else None
 
 
 def _chosen(name: str, files: Iterable[str], form: str | None) -> list[str]:

@@ -72,7 +72,7 @@ class KeptFiles:
         A changed file is another model; the pieces of the model that the directory held before
         are deleted.
         """
-        files = sorted({stored.file for stored in checkpoint.tensors.values()})
+        files = checkpoint.weight_files
         files += [path for path in checkpoint.directory.glob("*.json") if path.is_file()]
         try:
             states = [(path.name, path.stat()) for path in sorted(files)]

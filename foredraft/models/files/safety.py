@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.files.gguf_blocks import BY_NAME, Kind
+from foredraft.models.files import lora
+from foredraft.models.files.gguf_blocks import BY_NAME
 from foredraft.models.files.json_files import read_fields, read_json
+from foredraft.models.files.quantised import with_packed
 from foredraft.models.files.schema import GgufIndexFields, IndexFields
+from foredraft.models.files.tensors import BITS, GgufPlace, StoredTensor
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-FLOATS = ("BF16", "F16", "F32", "F64")
-"""Types of weights that mean something by themselves. Others need scales."""
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -32,64 +33,7 @@ _NEVER_NEEDED = ("rotary_emb.inv_freq", ".cos_cached", ".sin_cached", ".position
 """Suffixes of tensors that older versions of transformers stored and all versions recompute."""
 _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
-# Bits, because some types of the format are narrower than a byte.
-_BITS = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I8", "U8", "BOOL"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-}
 _LOG = logging.getLogger("foredraft")
-
-
-@dataclass(frozen=True)
-class GgufPlace:
-    """Location of a tensor in a GGUF file.
-
-    Attributes:
-        kind: its format.
-        start: its first byte.
-        heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
-        added: constant that was added to the file's numbers, such as 1 to Gemma's norms.
-        is_log: the file has negative exponentials of the numbers.
-    """
-
-    kind: Kind
-    start: int
-    heads: int
-    added: float = 0.0
-    is_log: bool = False
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Location of a tensor, and its description in the header of that file.
-
-    Attributes:
-        dtype: in the spelling of safetensors, such as "BF16", or of GGUF, such as "Q4_K".
-        gguf: None: the file is a safetensors file.
-        name: in its file, where that differs.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    gguf: GgufPlace | None = None
-    name: str | None = None
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether it is stored as integers with scales."""
-        return self.gguf is not None and self.gguf.kind.unpack is not None
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor in its file."""
-        count = prod(self.shape)
-        return self.gguf.kind.num_bytes(count) if self.gguf else count * _BITS[self.dtype] // 8
 
 
 class Checkpoint:
@@ -111,9 +55,14 @@ class Checkpoint:
             raise ModelLoadError(f"no such directory: {directory}")
         self.directory = directory
         self.config: Mapping[str, Any] = _checked_config(directory)
-        self.tensors: Mapping[str, StoredTensor] = _stored_tensors(directory)
+        self.tensors: Mapping[str, StoredTensor] = with_packed(
+            self.config, _stored_tensors(directory)
+        )
         if isinstance(self.config.get("text_config"), dict):
             self.tensors = dict(_of_text(*item) for item in self.tensors.items())
+        if (directory / lora.CONFIG).is_file() and (directory / lora.WEIGHTS).is_file():
+            own = _tensors_of(directory / lora.WEIGHTS)
+            self.tensors = lora.with_adapter(directory, self.tensors, own)
 
     @classmethod
     def of(cls, source: Path | Checkpoint) -> Checkpoint:
@@ -134,6 +83,16 @@ class Checkpoint:
     def is_gguf(self) -> bool:
         """Whether its tensors lie in GGUF files."""
         return any(tensor.gguf is not None for tensor in self.tensors.values())
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files of its tensors."""
+        return sorted({file for tensor in self.tensors.values() for file in tensor.files})
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter is merged into its weights as they are read."""
+        return any(tensor.lora is not None for tensor in self.tensors.values())
 
     @property
     def is_quantised(self) -> bool:
@@ -356,7 +315,7 @@ def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
     if any(type(count) is not int or count < 0 for count in counts):
         raise _damaged(path, f"tensor {name!r} has offsets {[start, stop]} and shape {shape}")
     # A type that is not known here is left to the reader, which refuses types that it cannot read.
-    if str(dtype) in _BITS and (stop - start) * 8 != prod(shape) * _BITS[str(dtype)]:
+    if str(dtype) in BITS and (stop - start) * 8 != prod(shape) * BITS[str(dtype)]:
         raise _damaged(
             path, f"tensor {name!r} of shape {shape} and type {dtype} has {stop - start} bytes"
         )

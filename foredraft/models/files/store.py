@@ -1,6 +1,7 @@
 """From the name of a model to a local directory that holds it.
 
-A name is one of: a packaged model, a directory, a GGUF file, a hub id ("org/name"). Packaged models
+A name is one of: a packaged model, a directory, a GGUF file, a hub id ("org/name"); the folder of a
+LoRA adapter is its base model with the adapter merged. Packaged models
 are fetched once into foredraft's cache. Of a GGUF file the cache holds a description, and its
 weights stay where they are. The default model's own file is the default model: one model has one
 text. Models of the hub stay in the hub's own cache, which other programs share.
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
-from foredraft.models.files import gguf_checkpoint
+from foredraft.models.files import gguf_checkpoint, lora
 from foredraft.models.files.gguf import GgufFile
 from foredraft.models.files.manifest import find_damage, write_manifest
 from foredraft.models.files.packaged import MODELS, SMOLLM2, PackagedModel
@@ -45,6 +46,7 @@ def resolve_model(
     revision: str | None = None,
     as_safetensors: bool = False,
     as_stored: bool = False,
+    with_weights: bool = True,
     progress: Progress | None = None,
 ) -> Path:
     """The directory of a model, which is obtained first if need be.
@@ -56,6 +58,8 @@ def resolve_model(
         revision: branch, tag or commit of a hub id.
         as_safetensors: convert the weights of a GGUF file, for code that reads nothing else.
         as_stored: leave the weights of any GGUF file as they are, the default model's too.
+        with_weights: whether those of a model of the hub are downloaded; else the directory is an
+            outline, where they are not here (`foredraft.models.files.outline`).
         progress: receives reports of downloads and conversions.
 
     Raises:
@@ -70,15 +74,20 @@ def resolve_model(
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision {revision!r} was given, but {name!r} is not a hub id")
     if is_hub_id:
-        from foredraft.models.files.hub import fetch
+        from foredraft.models.files.hub import fetch, outlined
 
         found = _HUB_ID.fullmatch(_of_the_hub(name))
         assert found is not None
-        directory = fetch(found[1], revision, progress, found[2])
+        get = fetch if with_weights else outlined
+        directory = get(found[1], revision, progress, found[2])
     elif packaged is not None:
         directory = _converted(_packaged(packaged), progress)
     else:
         directory = _existing_directory(name, path)
+    if lora.is_adapter(directory):
+        named = lora.base_of(directory)
+        base = resolve_model(named, as_stored=True, with_weights=with_weights, progress=progress)
+        return _converted(_adapted(directory, base), progress)
     gguf = _gguf_of(directory)
     if gguf is None:
         return directory
@@ -209,6 +218,18 @@ def _whole_gguf(path: Path) -> _Conversion:
     name, recipe = _named(path, gguf_checkpoint.parts_of(path))
     size = partial(gguf_checkpoint.bytes_needed, path)
     return _Conversion(f"safetensors-{name}", recipe, size, write)
+
+
+def _adapted(adapter: Path, base: Path) -> _Conversion:
+    def write(into: Path, _: Path, progress: Progress) -> None:
+        lora.link_both(adapter, base, into)
+
+    files = [adapter / lora.CONFIG, adapter / lora.WEIGHTS]
+    if missing := [file for file in files if not file.is_file()]:
+        raise ModelLoadError(f"{missing[0]} is missing; adapters are read as safetensors")
+    name, recipe = _named(adapter / lora.CONFIG, files)
+    name = f"lora-{name.replace('adapter-config', adapter.resolve().name)}"
+    return _Conversion(name, f"{recipe} on {base}", lambda: 0, write)
 
 
 def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:

@@ -5,13 +5,15 @@ Shape legend: R rows, K inputs of a row, N bytes of a block.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.gguf_blocks import Bytes, Kind
-from foredraft.models.files.safety import StoredTensor
+from foredraft.models.files.quantised import PackedReader
+from foredraft.models.files.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,11 +23,18 @@ _ROWS_AT_ONCE = 4096
 
 
 def read_tensor(stored: StoredTensor, name: str) -> Tensor:
-    """A whole tensor in the type it is stored in; float32 where that is quantised.
+    """A whole tensor in the type it is stored in; float32 where that is quantised or added to.
 
     Raises:
         ModelLoadError: the file is damaged.
     """
+    if stored.lora is not None:
+        own = (read_tensor(one, name) for one in (stored.lora.second_RN, stored.lora.first_NK))
+        second_RN, first_NK = (tensor.float() for tensor in own)
+        plain = read_tensor(replace(stored, lora=None), name).float()
+        return plain.addmm_(second_RN, first_NK, alpha=stored.lora.scale)
+    if stored.packed is not None:
+        return packed_reader(stored).dequantised(slice(0, stored.shape[0]))
     if stored.gguf is None:
         return _from_safetensors(stored, stored.name or name)
     import torch
@@ -49,6 +58,11 @@ def read_rows(stored: StoredTensor, name: str, indices_R: Tensor) -> Tensor:
     """
     import torch
 
+    if stored.lora is not None:
+        return read_tensor(stored, name)[indices_R]
+    if stored.packed is not None:
+        reader = packed_reader(stored)
+        return torch.cat([reader.dequantised(slice(i, i + 1)) for i in indices_R.tolist()])
     if stored.gguf is None:
         from safetensors import safe_open
 
@@ -58,6 +72,26 @@ def read_rows(stored: StoredTensor, name: str, indices_R: Tensor) -> Tensor:
     numbers = stored.gguf.kind.dequantise(read_blocks(stored)[indices_R.numpy()])
     found = torch.from_numpy(numbers.reshape(len(indices_R), -1))
     return found.to(_dtype(stored.gguf.kind))
+
+
+def packed_reader(stored: StoredTensor) -> PackedReader:
+    """The tensors of a packed weight, read.
+
+    Raises:
+        ModelLoadError: a file is damaged, or lacks one of them.
+    """
+    place = stored.packed
+    assert place is not None
+    parts = {key: _from_safetensors(part, part.name or key) for key, part in place.parts.items()}
+    try:
+        reader = PackedReader(place, parts, stored.shape[-1])
+        reader.dequantised(slice(0, 1))
+    except (KeyError, ValueError, RuntimeError, IndexError) as error:
+        raise ModelLoadError(
+            f"{stored.file}: tensors of {stored.dtype} weights are missing or do not fit together "
+            f"({error}); get the whole checkpoint again"
+        ) from error
+    return reader
 
 
 def read_blocks(stored: StoredTensor) -> Bytes:

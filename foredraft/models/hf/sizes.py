@@ -11,8 +11,9 @@ from typing import Any
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.json_files import parse_fields
-from foredraft.models.files.safety import FLOATS, Checkpoint
+from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.schema import ATTENTION_HEADS, SizeFields
+from foredraft.models.files.tensors import FLOATS
 
 NO_LIMIT = 1 << 30
 """Context of models whose config names no limit (positions by attention bias)."""

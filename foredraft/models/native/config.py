@@ -26,6 +26,7 @@ from foredraft.cache.states import StateCache, StateShape
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.families import FAMILIES, RECURRENT_TYPES, Family
 from foredraft.models.files.json_files import parse_fields, read_json
+from foredraft.models.files.quantised import why_not_read
 from foredraft.models.files.schema import DecoderFields, RopeFields
 from foredraft.models.native.recurrent import Recurrent
 
@@ -801,8 +802,8 @@ def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) 
         return f"activation {activation!r:.80} is not implemented"
     if (activation == "xielu") != (family.names.activation is not None):
         return f"activation {activation!r:.80} is not implemented in this family"
-    if fields.quantization_config:
-        return "quantised checkpoints are not implemented"
+    if reason := why_not_read(fields.quantization_config):
+        return reason
     return (
         _unsupported_layers(family, fields)
         or _unsupported_ropes(raw, family, fields)

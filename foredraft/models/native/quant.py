@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.models.files.gguf_blocks import FP4, IQ4
+
 _PIECE_BYTES = 64 << 20
 """The unused part of a chunk costs address space, not memory."""
 _HUGE_PAGE = 2 << 20
@@ -75,8 +77,8 @@ class Blocks:
         integers_RBK: int8 [R, B, inputs of a block].
         scales_RB: float16 [R, B]; int8 where they are to be multiplied with steps.
         minima_RB: likewise, what is added to each weight of a block; None: nothing.
-        steps_RS: float16 [R, S] for the scales of each 256 inputs; None: scales are numbers
-            themselves.
+        steps_RS: float16 or float32 [R, S] for the scales of each 256 inputs; None: scales are
+            numbers themselves.
         minimum_steps_RS: likewise for the minima.
     """
 
@@ -244,8 +246,14 @@ class QuantisedMatrix(PackedMatrix):
     """What a chunk begins with."""
     is_signed: ClassVar[bool] = False
     """Weights are stored half of their range higher: 128, or 8 of 4 bits."""
+    codes: ClassVar[Sequence[int]] = ()
+    """Sixteen numbers, of which weights are stored as the places."""
+
+    takes_eight: ClassVar[bool]
+    """Whether it is multiplied with activations of 8 bits too, if these are asked for."""
 
     def __init_subclass__(cls) -> None:
+        cls.takes_eight = not cls.codes and (cls.bits <= 4 or bool(cls.steps))
         cls.run_inputs = STEP_INPUTS if cls.steps else CHUNK_INPUTS
         chunk_bytes = cls._size(cls.head) + GROUP_ROWS * CHUNK_INPUTS * cls.bits // 8
         run_bytes = cls._size(cls.steps) + cls.run_inputs // CHUNK_INPUTS * chunk_bytes
@@ -309,6 +317,10 @@ class QuantisedMatrix(PackedMatrix):
         _put_numbers(steps, cls.steps, blocks)
         _put_numbers(heads, cls.head, blocks)
         numbers = blocks.integers_RBK.contiguous().view(torch.uint8)
+        if cls.codes:
+            places = torch.zeros(256, dtype=torch.uint8)
+            places[torch.tensor(cls.codes) & 255] = torch.arange(16, dtype=torch.uint8)
+            numbers = places[numbers.long()]
         if cls.is_signed:
             numbers = numbers + (1 << cls.bits - 1)  # as whole numbers without a sign
         num_chunks = runs * heads.shape[2]
@@ -330,6 +342,10 @@ class QuantisedMatrix(PackedMatrix):
         numbers = quads.reshape(*found["scales_RB"].shape, -1)
         if cls.is_signed:
             numbers = (numbers.to(torch.int16) - (1 << cls.bits - 1)).to(torch.int8)
+        if cls.codes:
+            numbers = torch.tensor(cls.codes, dtype=torch.int8, device=numbers.device)[
+                numbers.long()
+            ]
         return Blocks(numbers, **found)
 
 
@@ -374,6 +390,7 @@ class Int5Matrix(QuantisedMatrix):
 
 _STEPS = (("steps_RS", 1, torch.float16), ("minimum_steps_RS", 1, torch.float16))
 _FACTORS = (("scales_RB", 2, torch.int8), ("minima_RB", 2, torch.int8))
+_FINE_FACTORS = (("scales_RB", 4, torch.int8), ("minima_RB", 4, torch.int8))
 
 
 class Nested4Matrix(QuantisedMatrix):
@@ -394,7 +411,7 @@ class Nested6Matrix(QuantisedMatrix):
     """6 bits with a sign; scales for 16 inputs are whole numbers times steps for 256."""
 
     bits, format, is_signed = 6, 5, True
-    steps, head = _STEPS[:1], (("scales_RB", 4, torch.int8),)
+    steps, head = _STEPS[:1], _FINE_FACTORS[:1]
 
 
 class Centred4Matrix(QuantisedMatrix):
@@ -409,6 +426,60 @@ class Centred5Matrix(QuantisedMatrix):
 
     bits, format, is_signed = 5, 7, True
     head = (("scales_RB", 2, torch.float16),)
+
+
+class Nested2Matrix(QuantisedMatrix):
+    """2 bits; scales and minima for 16 inputs are whole numbers times steps for 256."""
+
+    bits, format = 2, 8
+    steps, head = _STEPS, _FINE_FACTORS
+
+
+class Nested3Matrix(QuantisedMatrix):
+    """3 bits with a sign, in 4; scales for 16 inputs likewise."""
+
+    bits, format, is_signed = 4, 9, True
+    steps, head = _STEPS[:1], _FINE_FACTORS[:1]
+
+
+class Iq4Matrix(QuantisedMatrix):
+    """4 bits that stand for a list of numbers, a scale for 32 inputs."""
+
+    bits, format, codes = 4, 10, IQ4
+    head = (("scales_RB", 2, torch.float16),)
+
+
+class Fp4Matrix(QuantisedMatrix):
+    """Floats of 4 bits, a scale for 32 inputs."""
+
+    bits, format, codes = 4, 11, FP4
+    head = (("scales_RB", 2, torch.float16),)
+
+
+class NestedIq4Matrix(QuantisedMatrix):
+    """As `Iq4Matrix`; scales for 16 inputs are whole numbers times float32 steps for 256."""
+
+    bits, format = 4, 12
+    codes: ClassVar[Sequence[int]] = IQ4
+    steps, head = (("steps_RS", 1, torch.float32),), _FINE_FACTORS[:1]
+
+
+class NestedIq2Matrix(NestedIq4Matrix):
+    """Magnitudes of IQ2 formats with a sign, in 4 bits."""
+
+    format, codes = 13, (-43, -25, -8, 8, 25, 43, *(0,) * 10)
+
+
+class NestedIq3SMatrix(NestedIq4Matrix):
+    """Magnitudes of IQ3_S with a sign, in 4 bits."""
+
+    format, codes = 14, tuple(range(-15, 16, 2))
+
+
+class NestedIq3Matrix(NestedIq4Matrix):
+    """Magnitudes of IQ3_XXS with a sign, halved, in 4 bits."""
+
+    format, codes = 15, (-31, *range(-26, 27, 4), 31)
 
 
 class TiledMatrix(PackedMatrix):
@@ -451,6 +522,8 @@ PACKED: Mapping[int, type[PackedMatrix]] = {16: TiledMatrix, 8: Int8Matrix, 4: I
 QUANTISED: Sequence[type[QuantisedMatrix]] = (
     *(Int8Matrix, Int4Matrix, Int5Matrix, Nested4Matrix),
     *(Nested5Matrix, Nested6Matrix, Centred4Matrix, Centred5Matrix),
+    *(Nested2Matrix, Nested3Matrix, Iq4Matrix, Fp4Matrix),
+    *(NestedIq4Matrix, NestedIq2Matrix, NestedIq3SMatrix, NestedIq3Matrix),
 )
 """By ``ForedraftFormat``."""
 
@@ -582,6 +655,11 @@ def _in_fewer_bits(quads: Tensor, bits: int) -> Tensor:
         for i in range(3):
             three[:, :, :, i] |= ((fourth >> 2 * i) & _LOWEST_TWO) << 6
         return three.flatten(2, 3)
+    if bits == 2:
+        four = _split(quads, 2, -1, 4)
+        return (
+            four[:, :, :, 0] | four[:, :, :, 1] << 2 | four[:, :, :, 2] << 4 | four[:, :, :, 3] << 6
+        )
     lower = quads & _LOWER
     pairs = lower[:, :, 0::2] | (lower[:, :, 1::2] << _HALF_BYTE)
     if bits == _HALF_BYTE:
@@ -607,6 +685,8 @@ def _in_bytes(words: Tensor, bits: int) -> Tensor:
         above = three >> 6
         fourth = above[:, :, :, 0] | above[:, :, :, 1] << 2 | above[:, :, :, 2] << 4
         return torch.cat((three & 63, fourth[:, :, :, None]), dim=3).flatten(2, 3)
+    if bits == 2:
+        return torch.stack([(words >> shift) & 3 for shift in (0, 2, 4, 6)], dim=3).flatten(2, 3)
     tails = None
     if bits > _HALF_BYTE:
         words = _split(words, 2, -1, 5)

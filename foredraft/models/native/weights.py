@@ -29,23 +29,33 @@ from foredraft.models import families
 from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Pace, Progress, SilentProgress
-from foredraft.models.files.safety import FLOATS, Checkpoint, StoredTensor
-from foredraft.models.files.stored import read_blocks, read_tensor
+from foredraft.models.files.safety import Checkpoint
+from foredraft.models.files.stored import packed_reader, read_blocks, read_tensor
+from foredraft.models.files.tensors import FLOATS, StoredTensor
 from foredraft.models.native import quant
 from foredraft.models.native.config import USUAL_KIND, DecoderConfig, LayerKind
 from foredraft.models.native.quant import (
     GROUP_ROWS,
     PACKED,
+    SCALE_INPUTS,
     Blocks,
     Centred4Matrix,
     Centred5Matrix,
+    Fp4Matrix,
     Int4Matrix,
     Int5Matrix,
     Int8Matrix,
+    Iq4Matrix,
     Matrix,
+    Nested2Matrix,
+    Nested3Matrix,
     Nested4Matrix,
     Nested5Matrix,
     Nested6Matrix,
+    NestedIq2Matrix,
+    NestedIq3Matrix,
+    NestedIq3SMatrix,
+    NestedIq4Matrix,
     PackedMatrix,
     QuantisedMatrix,
     Shelf,
@@ -333,12 +343,30 @@ def weight_bytes(config: DecoderConfig, itemsize: int, bits: Bits) -> tuple[int,
     return stored + others * itemsize, read
 
 
-def stored_weight_bytes(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, int]:
+def stored_weight_bytes(
+    checkpoint: Checkpoint, config: DecoderConfig, itemsize: int
+) -> tuple[int, int]:
     """The same of weights as they are stored; the vectors are float32."""
-    in_memory = bytes_as_stored(checkpoint.tensors.values())
-    if config.tie_word_embeddings:
-        return in_memory, in_memory
-    return in_memory, in_memory - bytes_as_stored([checkpoint.tensors[_EMBEDDING]])
+    found = {name: _bytes_as_stored(tensor) for name, tensor in checkpoint.tensors.items()}
+    table, head = checkpoint.tensors[_EMBEDDING], _head(checkpoint, config)
+    if not table.is_quantised:
+        found[_EMBEDDING] = prod(table.shape) * itemsize
+    if not head.is_quantised:
+        found[_HEAD] = prod(head.shape) * PACKED[_HEAD_BITS].bytes_per_weight
+    in_memory = int(sum(found.values()))
+    is_head = config.tie_word_embeddings and table.is_quantised
+    return in_memory, in_memory if is_head else in_memory - int(found[_EMBEDDING])
+
+
+def _head(checkpoint: Checkpoint, config: DecoderConfig) -> StoredTensor:
+    return checkpoint.tensors[_EMBEDDING if config.tie_word_embeddings else _HEAD]
+
+
+def rounded_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
+    """A note on a head in floats, which is rounded to 8 bits; None: it is none."""
+    if (head := _head(checkpoint, config)).is_quantised:
+        return None
+    return f"its head, stored as {head.dtype}, is kept in 8 bits; weights 'bf16' rounds it less"
 
 
 def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, frozenset[str]]:
@@ -785,25 +813,31 @@ class Reader:
     ) -> None:
         self._checkpoint, self._device, self._bits = checkpoint, device, bits
         self._dtype = torch.float32 if bits == AS_STORED else dtype
+        self._table_dtype = dtype
         self._pace = Pace(progress or SilentProgress(), checkpoint.num_bytes)
         self._bytes_at_hand = 0
         self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
+        self.changed: list[str] = []
+        """Matrices whose rows are not as they are stored."""
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
         return name in self._checkpoint.tensors
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of this shape."""
-        return self.take_stacked([_Part(name, shape[0])], *shape[1:])
+        return self.take_stacked([_Part(name, shape[0])], *shape[1:], dtype=dtype)
 
-    def take_stacked(self, parts: Sequence[_Part], *columns: int) -> Tensor:
+    def take_stacked(
+        self, parts: Sequence[_Part], *columns: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Tensors one below the other; nothing if one is not there."""
         are_there = self._are_there(parts, *columns)
         num_rows = sum(part.rows for part in parts) if are_there else 0
-        stacked = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
+        dtype = dtype or self._dtype
+        stacked = torch.empty((num_rows, *columns), dtype=dtype, device=self._device)
         first = 0
         for part in parts:
             if num_rows and not stacked.is_meta:
@@ -823,8 +857,9 @@ class Reader:
 
     def take_table(self, name: str, *shape: int) -> Matrix:
         """Embeddings or a head: one tensor of this shape, quantised where all are as stored."""
-        if self._bits != AS_STORED:
-            return self.take(name, *shape)
+        stored = self._checkpoint.tensors.get(name)
+        if self._bits != AS_STORED or stored is None or not stored.is_quantised:
+            return self.take(name, *shape, dtype=self._table_dtype)
         matrix = self.take_matrix([_Part(name, shape[0])], shape[1])
         assert not isinstance(matrix, StackedMatrix)
         return matrix
@@ -836,6 +871,7 @@ class Reader:
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.quant.PackedMatrix.of_weight`.
         """
+        self.changed += [part.name for part in parts if not part.is_stored]
         if self._bits == AS_STORED:
             return self._as_stored(parts, num_inputs, num_parts)
         weight = self.take_stacked(parts, num_inputs)
@@ -843,10 +879,10 @@ class Reader:
 
     def as_head(self, weight: Matrix, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
-        if self._bits is None or isinstance(weight, PackedMatrix) or self._bits == AS_STORED:
+        if self._bits is None or isinstance(weight, PackedMatrix):
             return weight
-        parts = [_Part(name, weight.shape[0])]
-        return self._packed(weight, parts, 1, max(self._bits, _HEAD_BITS))
+        bits = _HEAD_BITS if self._bits == AS_STORED else max(self._bits, _HEAD_BITS)
+        return self._packed(weight, [_Part(name, weight.shape[0])], 1, bits)
 
     def _as_stored(self, parts: Sequence[_Part], num_inputs: int, num_parts: int) -> Stack:
         if not self._are_there(parts, num_inputs):
@@ -877,7 +913,7 @@ class Reader:
             return f"{name} is missing"
         if _without_ones(stored.shape) != _without_ones(shape):
             return f"{name} has shape {stored.shape}, not {shape}"
-        if stored.dtype not in FLOATS and not stored.is_quantised:
+        if not stored.is_readable:
             return f"{name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read"
         return None
 
@@ -917,6 +953,10 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
 Numbers = np.ndarray[Any, Any]
 
 FORMS: Mapping[str, type[QuantisedMatrix]] = {
+    "int8": Int8Matrix,
+    "int4": Centred4Matrix,
+    "uint4": Centred5Matrix,
+    "MLX 4 bits": Int4Matrix,
     "Q8_0": Int8Matrix,
     "Q5_0": Centred5Matrix,
     "Q5_1": Int5Matrix,
@@ -925,8 +965,20 @@ FORMS: Mapping[str, type[QuantisedMatrix]] = {
     "Q4_K": Nested4Matrix,
     "Q5_K": Nested5Matrix,
     "Q6_K": Nested6Matrix,
+    "Q2_K": Nested2Matrix,
+    "TQ1_0": Nested2Matrix,
+    "TQ2_0": Nested2Matrix,
+    "Q3_K": Nested3Matrix,
+    "IQ4_NL": Iq4Matrix,
+    "MXFP4": Fp4Matrix,
+    "IQ4_XS": NestedIq4Matrix,
+    "IQ3_S": NestedIq3SMatrix,
+    "IQ3_XXS": NestedIq3Matrix,
+    "IQ2_S": NestedIq2Matrix,
+    "IQ2_XS": NestedIq2Matrix,
+    "IQ2_XXS": NestedIq2Matrix,
 }
-"""The packed form of each format of GGUF files."""
+"""The packed form of each format of GGUF files and of quantised safetensors."""
 
 
 def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
@@ -934,13 +986,20 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
     names = config.family.names
     small = [f".{name}.weight" for name in (names.router, names.convolution) if name]
     small += [f".{name}.weight" for name in names.recurrent_gates]
+    if checkpoint.is_adapted:
+        return "an adapter is merged into its weights"
+    outline = Reader(checkpoint, torch.float32, "meta", bits=None)
+    _assemble(outline, config)
+    if outline.changed:
+        return f"{outline.changed[0]} is not used as it is stored, but in another order or scaled"
     for name, tensor in checkpoint.tensors.items():
-        is_small = name.endswith(tuple(small))
-        if len(tensor.shape) == 2 and not (tensor.is_quantised or is_small):
+        may_be_floats = name in (_EMBEDDING, _HEAD) or name.endswith(tuple(small))
+        if len(tensor.shape) == 2 and not (tensor.is_quantised or may_be_floats):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
     for index in range(config.num_hidden_layers if config.experts else 0):
         parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
-        if len({FORMS[checkpoint.tensors[part].dtype] for part in parts}) > 1:
+        found = (checkpoint.tensors.get(part) for part in parts)
+        if len({FORMS[one.dtype] for one in found if one}) > 1:
             return f"the experts of layer {index} have gates and inputs in formats of their own"
     for layer in _attention_formats(checkpoint).values():
         rows = {part: tensor.shape[0] for part, tensor in layer.items()}
@@ -962,13 +1021,10 @@ def _attention_formats(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTens
     return found
 
 
-def bytes_as_stored(tensors: Iterable[StoredTensor]) -> int:
-    """Of weights in memory; what is not quantised is float32."""
-    return int(sum(prod(one.shape) * _bytes_per_weight(one) for one in tensors))
-
-
-def _bytes_per_weight(tensor: StoredTensor) -> float:
-    return FORMS[tensor.dtype].bytes_per_weight if tensor.is_quantised else 4.0
+def _bytes_as_stored(tensor: StoredTensor) -> float:
+    """In memory; what is not quantised is float32."""
+    each = FORMS[tensor.dtype].bytes_per_weight if tensor.is_quantised else 4.0
+    return prod(tensor.shape) * each
 
 
 def formats_of(checkpoint: Checkpoint) -> list[str]:
@@ -982,7 +1038,7 @@ def formats_of(checkpoint: Checkpoint) -> list[str]:
 
 def holds(form: type[PackedMatrix], tensor: StoredTensor) -> bool:
     """Whether a form has the very numbers of a tensor's format."""
-    own = FORMS.get(tensor.dtype)
+    own = FORMS.get(tensor.dtype) if tensor.is_quantised else None
     return own is form or (own is Centred4Matrix and form is Int4Matrix)
 
 
@@ -1012,28 +1068,59 @@ def matrix_as_stored(
 def _packed(
     form: type[QuantisedMatrix], tensors: Sequence[StoredTensor], num_parts: int, shelf: Shelf
 ) -> QuantisedMatrix:
-    found = [(tensor, read_blocks(tensor)) for tensor in tensors]
+    found = [(tensor.shape[0], _rows_of(tensor, form)) for tensor in tensors]
 
     def rows_of(wanted: slice) -> Blocks:
         """Of all matrices as if they were one."""
         pieces = list[Blocks]()
         first = 0
-        for tensor, blocks in found:
-            begin, end = max(wanted.start - first, 0), min(wanted.stop - first, len(blocks))
+        for count, blocks_of in found:
+            begin, end = max(wanted.start - first, 0), min(wanted.stop - first, count)
             if begin < end:
-                assert tensor.gguf is not None
-                pieces.append(unpacked(tensor.gguf.kind, blocks[begin:end], form))
-            first += len(blocks)
+                pieces.append(blocks_of(slice(begin, end)))
+            first += count
         rows = Blocks.stacked(pieces)
         if not rows.is_finite():
             raise ModelLoadError(
-                f"{tensors[0].file} is damaged: a scale of its {tensors[0].dtype} weights is no "
-                "finite number. Download it again"
+                f"{tensors[0].file}: a scale of its {tensors[0].dtype} weights is no number that "
+                "float16 holds. If a new download has it too, weights 'bf16' read the file"
             )
         return rows
 
     num_rows = sum(tensor.shape[0] for tensor in tensors)
     return form.of_rows(rows_of, (num_rows, tensors[0].shape[1]), num_parts, shelf)
+
+
+def _rows_of(tensor: StoredTensor, form: type[QuantisedMatrix]) -> Callable[[slice], Blocks]:
+    if tensor.gguf is not None:
+        kind, blocks = tensor.gguf.kind, read_blocks(tensor)
+        return lambda rows: unpacked(kind, blocks[rows], form)
+    assert tensor.packed is not None
+    reader, repeats = packed_reader(tensor), tensor.packed.group // SCALE_INPUTS
+
+    def of_groups(rows: slice) -> Blocks:
+        found = reader.rows(rows)
+        least, most = found.integers_RK.aminmax()
+        if form.is_signed and not -(1 << form.bits - 1) <= least <= most < 1 << form.bits - 1:
+            raise ModelLoadError(
+                f"{tensor.file} holds {tensor.dtype} weights from {least} to {most}: config.json "
+                "says something else of zero points. weights 'bf16' read the file"
+            )
+        integers_RK = found.integers_RK.to(torch.int8)
+        integers_RBK = integers_RK.view(len(integers_RK), -1, SCALE_INPUTS)
+
+        def halves(numbers_RG: Tensor) -> Tensor:
+            exact_RG = numbers_RG.half()
+            exact_RG[exact_RG != numbers_RG] = torch.inf
+            return exact_RG.repeat_interleave(repeats, 1)
+
+        minima = found.minima_RG
+        blocks = Blocks(
+            integers_RBK, halves(found.scales_RG), None if minima is None else halves(minima)
+        )
+        return blocks.from_minimum() if form is Int4Matrix and minima is None else blocks
+
+    return of_groups
 
 
 def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks:
@@ -1047,6 +1134,9 @@ def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks
     def tensor(numbers: Numbers) -> Tensor:
         return torch.from_numpy(numbers.reshape(num_rows, -1))
 
+    if scales.dtype == np.float32:  # powers of two
+        scales = _as_halves(scales, integers)
+
     integers = np.ascontiguousarray(integers).view(np.int8)
     rows = Blocks(
         torch.from_numpy(integers.reshape(num_rows, -1, block_inputs)),
@@ -1056,3 +1146,11 @@ def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks
         minimum_steps_RS=None if found.minimum_step is None else tensor(found.minimum_step),
     )
     return rows.from_minimum() if form is Int4Matrix and rows.minima_RB is None else rows
+
+
+def _as_halves(scales_S: Numbers, integers_SK: Numbers) -> Numbers:
+    """Powers of two as float16; infinite where that does not hold one that weights need."""
+    with np.errstate(over="ignore"):
+        halves_S = scales_S.astype(np.float16)
+    halves_S[(halves_S != scales_S) & integers_SK.any(-1)] = np.inf
+    return halves_S
