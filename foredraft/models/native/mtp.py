@@ -15,7 +15,8 @@ import torch
 
 from foredraft.cache.layers import StoredLayers
 from foredraft.models.base import OwnLayers
-from foredraft.models.files.safety import Checkpoint, StoredTensor
+from foredraft.models.files.safety import Checkpoint
+from foredraft.models.files.tensors import StoredTensor
 from foredraft.models.native.config import DecoderConfig, text_part
 from foredraft.models.native.draft_layers import NativeHeadRunner
 from foredraft.models.native.weights import Bits, DecoderWeights, Reader, assemble_layer
