@@ -333,7 +333,7 @@ def test_the_row_of_the_table(family: str) -> None:
     assert torch.allclose(logits_V, expected_V, atol=1e-4)
     for temperature in (0.0, 1.0):
         engine = written(family, temperature, 1)
-        assert engine.prefixes.stats.cached_tokens > 300
+        assert engine.prefixes.num_cached_tokens > 300
         written(family, temperature, 4)
     few = _FEW_TOKENS[FAMILIES[family].recurrent is not None] * target.cache.memory._token_bytes
     assert written(family, 1.0, 4, few).stats().preemptions > 0
