@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from foredraft.cache.base import Cache
@@ -14,7 +15,7 @@ from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import FinishReason, SpeculationStats
 from foredraft.core.rules import Rules, SamplingRules
-from foredraft.drafters.base import DraftRow
+from foredraft.drafters.base import DraftRow, draft_choices
 from foredraft.engine.policy import Policy
 from foredraft.engine.prompt_logprobs import PromptLogprobs
 from foredraft.engine.text import Piece, TextAssembler
@@ -356,21 +357,22 @@ class Request:
             budget, prices, spare: see `DraftRow`.
             num_cached: tokens that will not be observed; None: those that the cache holds.
         """
-        return DraftRow.of(
+        tokens, params = self.tokens_now, self.draft_params
+        return DraftRow(
             self.request_id,
-            self.tokens_now,
-            self.draft_params,
+            tokens,
+            params,
             budget,
-            self.seed,
-            rules=self.rules,
-            prices=prices,
-            slot=self.slot,
-            tenant=self.options.tenant,
-            num_cached=self.num_cached if num_cached is None else num_cached,
-            source=self.draft_source,
-            stop_ids=self.stop_ids,
-            spare=spare,
-            shares=self.options.prefix_caching,
+            self.rules,
+            partial(draft_choices, params, self.seed, len(tokens)),
+            prices,
+            self.slot,
+            self.options.tenant,
+            self.num_cached if num_cached is None else num_cached,
+            self.draft_source,
+            self.stop_ids,
+            spare,
+            self.options.prefix_caching,
         )
 
     def fail(self, error: Exception) -> None:

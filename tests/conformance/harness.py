@@ -377,7 +377,7 @@ class Renumbered(Wrapped):
 
     def observe(self, observations: Sequence[RowStep]) -> None:
         self.inner.observe(
-            [replace(seen, request_id=seen.request_id + self.OFFSET) for seen in observations]
+            [seen._replace(request_id=seen.request_id + self.OFFSET) for seen in observations]
         )
 
     def end(self, request_id: int) -> None:
@@ -498,7 +498,7 @@ def check_rejections_leave_nothing(
         slot, sheltered = _slot_that_holds(target, row.tokens[:-1]), new_drafter()
         sheltered.begin(DraftRow.of(row.request_id, prompt, slot=slot))
         for observation in history[: len(row.tokens) - len(prompt)]:
-            sheltered.observe([replace(observation, request_id=row.request_id)])
+            sheltered.observe([observation._replace(request_id=row.request_id)])
         (expected,) = sheltered.propose([replace(row, slot=slot)])
         target.cache.free(slot)
         sheltered.end(row.request_id)
