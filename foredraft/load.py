@@ -63,7 +63,7 @@ class ModelPlan:
         dtype: of activations.
         cache_dtype: of keys and values: "int8", or the same as ``dtype``.
         weights: the form of the linear layers and the head: "int8", "int4" (a head of 8 bits),
-            "file" (as a GGUF file has them, the embeddings too), or the same as ``dtype``.
+            "file" (as the files of a quantised model have them), or the same as ``dtype``.
         activation_bits: of what weights in few bits are multiplied with.
         tiles: whether bfloat16 weights are multiplied on tiles (AMX), for which they are laid out
             anew.
@@ -76,7 +76,7 @@ class ModelPlan:
         notes: what is missing for a faster plan, and how to get it.
         remarks: what else is worth knowing; `foredraft doctor` says it.
         cache_memory: bytes that the cache may take; None: a share of the memory there is.
-        formats: of the matrices in a GGUF file, the one of most weights first; none: of others.
+        formats: of the matrices of a quantised model, the one of most weights first.
         encoder: whether it is an encoder-decoder, whose prompt is its source.
     """
 

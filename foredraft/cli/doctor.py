@@ -125,6 +125,7 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "directory": str(plan.directory),
         "family": plan.checkpoint.config.get("model_type") if plan.checkpoint else None,
         "formats": list(plan.formats),
+        "is_gguf": plan.checkpoint is not None and plan.checkpoint.is_gguf,
         "backend": plan.backend,
         "kernels": plan.decoder,
         "device": plan.device,
@@ -288,7 +289,8 @@ def _states(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _family(model: dict[str, Any]) -> str:
-    formats = f", GGUF in {' and '.join(model['formats'])}" if model["formats"] else ""
+    of = ", GGUF in" if model["is_gguf"] else ", in"
+    formats = f"{of} {' and '.join(model['formats'])}" if model["formats"] else ""
     return f"{model['family']}{formats}"
 
 

@@ -36,7 +36,7 @@ from tests.models.test_gguf_checkpoint import tensors_of as stored_tensors
 NOTHING: Mapping[str, str] = MappingProxyType({})
 K_M = {"v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K"}
 """What a Q4_K_M file holds in another format than the rest."""
-MIXES = [(name, NOTHING) for name in FORMS]
+MIXES = [(name, NOTHING) for name in FORMS if name in CODES]
 MIXES += [("Q2_K", {"v_proj": "Q3_K", "lm_head": "Q6_K"}), ("IQ4_XS", {"q_proj": "IQ4_NL"})]
 MIXES += [("Q4_K", K_M), ("Q5_0", {"v_proj": "Q8_0"}), ("Q5_1", {"up_proj": "Q4_0"})]
 
@@ -249,7 +249,7 @@ def test_plain_files_have_no_formats_to_keep(tmp_path: Path) -> None:
     path, _ = gguf_of(tmp_path, "F16")
     assert plan_of(path).weights == "bfloat16"
     assert plan_of(path).notes == ()
-    with pytest.raises(ConfigError, match="none with weights of few bits"):
+    with pytest.raises(ConfigError, match="its weights are plain floats"):
         plan_of(path, weights="file")
 
 
@@ -271,7 +271,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
         for name, one in stored
     ]
     plan = plan_of(write_gguf(tmp_path / "model.gguf", metadata_of(config), broken))
-    with pytest.raises(ModelLoadError, match="Q6_K weights is no finite number"):
+    with pytest.raises(ModelLoadError, match="Q6_K weights is no number"):
         load_target(plan)
 
 
@@ -375,5 +375,5 @@ def test_an_index_names_files_of_its_own_directory(tmp_path: Path) -> None:
 
 
 def test_every_format_has_a_form() -> None:
-    assert FORMS.keys() == {kind.name for kind in KINDS.values() if kind.unpack is not None}
+    assert FORMS.keys() & CODES.keys() == {k.name for k in KINDS.values() if k.unpack is not None}
     assert CODES.keys() >= FORMS.keys()

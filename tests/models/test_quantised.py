@@ -20,7 +20,7 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.quant import PackedMatrix, as_tensor
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.models.test_gguf_checkpoint import shape_of
 
 GROUP = 64
@@ -230,7 +230,7 @@ def test_they_are_kept_in_few_bits_and_give_the_same_bits_in_any_company(
         (GPTQ | {"group_size": "all"}, "malformed"),
         ({"quant_method": "compressed-tensors", "config_groups": [1]}, "malformed"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in 4 bits of version 'gemv'"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "quark"}, "'quark'"),
         (scheme("marlin-24", 4), "compressed-tensors in the form 'marlin-24'"),
     ],
 )
@@ -269,3 +269,34 @@ def test_an_order_that_the_config_denies_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="do not follow each other"):
         target_of(plan_of(tmp_path))
+
+
+def test_the_experts_of_gpt_oss_come_in_floats_of_4_bits(tmp_path: Path) -> None:
+    plain, folder, stored = tmp_path / "plain", tmp_path / "mxfp4", Parts()
+    draw = torch.Generator().manual_seed(1)
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for directory in (plain, folder):
+        save_checkpoint(directory, NATIVE_CONFIGS["gpt-oss"]())
+    numbers = load_file(plain / "model.safetensors")
+    for name, weight in numbers.items():
+        stored[name] = weight
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, rows = weight.shape
+            places = torch.randint(0, 16, (experts, rows, inputs // 32, 32), generator=draw)
+            powers = torch.randint(118, 124, (experts, rows, inputs // 32), generator=draw)
+            found = codes[places] * 2.0 ** (powers - 127)[..., None]
+            numbers[name] = found.flatten(2).transpose(1, 2).contiguous().to(weight.dtype)
+            del stored[name]
+            stored[f"{name}_blocks"] = (places[..., ::2] | places[..., 1::2] << 4).to(torch.uint8)
+            stored[f"{name}_scales"] = powers.to(torch.uint8)
+    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    found, expected = (
+        target_of(plan_of(directory, dtype="float32")).weights.tensors()
+        for directory in (folder, plain)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from foredraft.models.files.gguf_blocks import FP4
 from foredraft.models.files.tensors import PackedPlace, StoredTensor
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _SUFFIXES = {
     "int8": ("weight", "weight_scale"),
     "fp8": ("weight", "weight_scale_inv", "weight_scale"),
     "mlx": ("weight", "scales", "biases"),
+    "mxfp4": ("blocks", "scales"),
 }
 """The tensors of each layout, those that make one first."""
 
@@ -91,6 +93,8 @@ def _described(config: Mapping[str, Any]) -> _Format:
             return _compressed(config)
         case "mlx":
             return _Format("mlx", bits, group, is_symmetric=False)
+        case "mxfp4":
+            return _Format("mxfp4", 4)
     return _refused(repr(method[:40]))
 
 
@@ -132,24 +136,29 @@ def with_packed(
     found = _format_of(described) if described else None
     if found is None or found.refusal:
         return tensors
-    suffixes = _SUFFIXES[found.layout]
+    suffixes, dot = _SUFFIXES[found.layout], "_" if found.layout == "mxfp4" else "."
     plain, packed = dict(tensors), dict[str, StoredTensor]()
     for name in tensors:
-        stem, _, last = name.rpartition(".")
-        scales = (f"{stem}.{suffix}" for suffix in suffixes if "scale" in suffix)
-        if last != suffixes[0] or not any(scale in tensors for scale in scales):
+        stem, _, last = name.rpartition(dot)
+        names = {suffix: f"{stem}{dot}{suffix}" for suffix in suffixes}
+        there = {suffix: own for suffix, own in names.items() if own in tensors}
+        if last != suffixes[0] or not any("scale" in suffix for suffix in there):
             continue
-        parts = {one: tensors[f"{stem}.{one}"] for one in suffixes if f"{stem}.{one}" in tensors}
-        weight = _made_of(found, {s: replace(p, name=f"{stem}.{s}") for s, p in parts.items()})
-        packed[f"{stem}.weight"] = weight
-        for part in parts:
-            del plain[f"{stem}.{part}"]
+        parts = {suffix: replace(tensors[own], name=own) for suffix, own in there.items()}
+        packed[stem if dot == "_" else f"{stem}.weight"] = _made_of(found, parts)
+        for own in there.values():
+            del plain[own]
     return plain | packed
 
 
 def _made_of(found: _Format, parts: Mapping[str, StoredTensor]) -> StoredTensor:
     """The weight that some tensors make."""
     first = parts[_SUFFIXES[found.layout][0]]
+    if found.layout == "mxfp4" and len(first.shape) == 4:
+        experts, rows, groups, half = first.shape
+        place = PackedPlace("mxfp4", parts, 4, 2 * half, keeps=False)
+        shape = (experts, groups * 2 * half, rows)
+        return StoredTensor(first.file, "MXFP4 of experts", shape, packed=place)
     rows, words = first.shape[0], first.shape[-1]
     each = _WORD // found.bits
     shape = {
@@ -244,6 +253,8 @@ class PackedReader:
 
     def dequantised(self, rows: slice) -> Tensor:
         """The numbers of some rows, float32 [R, K]."""
+        if self._place.layout == "mxfp4":
+            return self._mxfp4(rows)
         return self._fp8(rows) if self._place.layout == "fp8" else self.rows(rows).dequantised()
 
     def _gptq(self, rows: slice) -> Grouped:
@@ -298,6 +309,16 @@ class PackedReader:
         words = self._parts["weight"][rows].view(torch.int32)
         scales, minima = self._parts["scales"][rows], self._parts["biases"][rows]
         return Grouped(_fields(words, self._place.bits), scales, self._group_K, minima)
+
+    def _mxfp4(self, rows: slice) -> Tensor:
+        """Some experts: of half bytes [X, R, G, 16] and exponents [X, R, G] numbers [X, K, R]."""
+        import torch
+
+        both = self._parts["blocks"][rows].long()
+        codes = torch.tensor(FP4, dtype=torch.float32)
+        numbers = torch.stack((codes[both & 15], codes[both >> 4]), -1).flatten(-2)
+        powers = (self._parts["scales"][rows].int() << 23).view(torch.float32) / 2
+        return (numbers * powers[..., None]).flatten(2).transpose(1, 2)
 
     def _fp8(self, rows: slice) -> Tensor:
         """Floats of 8 bits [R, K]; a scale for a matrix, a row, or blocks of equal sides."""

@@ -47,7 +47,7 @@ class PackedPlace:
     """Weights as integers or floats of 8 bits, with scales in tensors beside them.
 
     Attributes:
-        layout: "gptq", "gptq_v2", "awq", "pack", "int8", "fp8" or "mlx"; see `quantised`.
+        layout: "gptq", "gptq_v2", "awq", "pack", "int8", "fp8", "mlx" or "mxfp4"; see `quantised`.
         parts: the tensors, by the last part of their names.
         bits: of a weight.
         group: inputs that share a scale.
