@@ -757,7 +757,7 @@ _FAMILIES = (
         names=replace(
             _LLAMA, query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"
         ),
-        reads=frozenset({"attention_bias"}),
+        reads=frozenset({"attention_bias", "alpha"}),
         defaults={"rms_norm_eps": 1e-5},
         head_norms="each",
         norms_rotated=True,

@@ -135,6 +135,14 @@ _MAMBA: dict[str, Any] = {
     "attention_multiplier": 0.1,
     "logits_scaling": 2.0,
 }
+_BESIDE: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_norm_before_gate": False,
+}
 WINDOW = 13
 """Of tokens that a layer sees: it cuts the prompts, the chunks and the trees of tests."""
 
@@ -250,13 +258,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "falcon-h1": lambda: FalconH1Config(
         **_sizes(),
-        mamba_n_heads=4,
-        mamba_n_groups=2,
-        mamba_d_state=24,
-        mamba_d_head=16,
-        mamba_d_ssm=64,
-        mamba_rms_norm=False,
-        mamba_norm_before_gate=False,
+        **_BESIDE,
         lm_head_multiplier=0.5,
         embedding_multiplier=3.0,
         mlp_multipliers=[0.7, 1.3],
@@ -269,16 +271,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         mlp_bias=True,
         attention_bias=True,
     ),
-    "falcon-h1-norm": lambda: FalconH1Config(
-        **_sizes(),
-        mamba_n_heads=4,
-        mamba_n_groups=2,
-        mamba_d_state=24,
-        mamba_d_head=16,
-        mamba_d_ssm=64,
-        mamba_rms_norm=True,
-        mamba_norm_before_gate=False,
-    ),
+    "falcon-h1-norm": lambda: FalconH1Config(**_sizes(), **_BESIDE, mamba_rms_norm=True),
     "glm4": lambda: Glm4Config(**_sizes(head_dim=32), attention_bias=True),
     "ernie4.5": lambda: Ernie4_5Config(**_sizes(head_dim=32), use_bias=True),
     "hunyuan": lambda: HunYuanDenseV1Config(

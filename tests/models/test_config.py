@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.load import plan_models
@@ -73,6 +75,16 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
     model = tiny_model(theirs)
     learned = [*model.parameters(), *biases_of_routers(model), *numbers_of_activations(model)]
     assert ours.num_parameters == sum(weight.numel() for weight in learned)
+
+
+def test_dynamic_scaling_goes_by_the_longest_text_that_is_allowed(tmp_path: Path) -> None:
+    NATIVE_CONFIGS["llama-dynamic-rope"]().save_pretrained(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    for asked, context in ((None, 2048), (1000, 2048), (5000, 5000), (100_000, 4 * 2048)):
+        ours = read_config(tmp_path, asked)
+        expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, seq_len=context)
+        assert ours.max_position_embeddings == context
+        assert torch.allclose(ours.ropes[0].inverse_frequencies(), expected, rtol=1e-5)
 
 
 def test_older_spellings_of_rotary_parameters(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ HARMLESS = {
     *("pad_token_id", "bos_token_id", "pretraining_tp", "output_router_logits"),
     *("router_aux_loss_coef", "router_jitter_noise", "rms_norm_eps", "transformers_version"),
     *("num_nextn_predict_layers", "mamba_chunk_size", "eod_token_id", "residual_dropout"),
-    *("hidden_dropout", "embedding_dropout"),
+    *("hidden_dropout", "embedding_dropout", "num_logits_to_keep"),
     *("architectures", "dtype", "torch_dtype", "return_dict", "chunk_size_feed_forward"),
 }
 """Fields that change no logits."""

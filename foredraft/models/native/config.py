@@ -786,7 +786,8 @@ def _rope_fields(family: Family, fields: DecoderFields) -> list[RopeFields]:
         original = fields.original_max_position_embeddings
         found = found.model_copy(update={"original_max_position_embeddings": original})
     kind = family.rope_names.get(found.rope_type or "", found.rope_type)
-    return [found.model_copy(update={"rope_type": kind})]
+    alpha = found.alpha if "alpha" in family.reads else None
+    return [found.model_copy(update={"rope_type": kind, "alpha": alpha})]
 
 
 # ---------------------------------------------------------------------------------------- refusals

@@ -534,7 +534,10 @@ class _Layer:
         query_norm, key_norm = config.head_norm_sizes or (0, 0)
         times = config.multipliers
 
-        (out,) = self._parts([names.output], [hidden], "weight")
+        out, out_bias = (
+            self._parts([names.output], [hidden], kind)[0].times(times.output)
+            for kind in ("weight", "bias")
+        )
 
         def qkv(kind: str) -> list[_Part]:
             parts = self._parts(names.qkv, rows, kind)
@@ -552,12 +555,8 @@ class _Layer:
             "qkv_bias": self._reader.take_stacked(qkv("bias")) if config.attention_bias else None,
             "query_norm_D": self._norm(names.query_norm, query_norm) if query_norm else None,
             "key_norm_D": self._norm(names.key_norm, key_norm) if key_norm else None,
-            "output_weight": self._single(
-                [out.times(times.output)], config.num_attention_heads * size
-            ),
-            "output_bias": (
-                take(f"{self._prefix}{names.output}.bias", hidden) if config.output_bias else None
-            ),
+            "output_weight": self._single([out], config.num_attention_heads * size),
+            "output_bias": self._reader.take_stacked([out_bias]) if config.output_bias else None,
             "sinks_H": (
                 take(f"{self._prefix}{names.sinks}", config.num_attention_heads)
                 if names.sinks
