@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
 )
 DEVICE = torch.device("cpu" if _INTERPRETED else "cuda")
-DTYPES = [torch.float32] if _INTERPRETED else [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32 if _INTERPRETED else torch.bfloat16]
 """The interpreter multiplies no bfloat16."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 """Of the norm of the difference, with the rounding of results to the dtype."""
