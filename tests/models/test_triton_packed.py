@@ -135,6 +135,20 @@ def test_split_products_add_up_in_order(splits: int) -> None:
     assert not card.counters.any()
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_products_give_the_sums_of_their_own_groups(splits: int) -> None:
+    card = on_card(made_up(Nested4Matrix, 1024, 512))
+    x_NK = inputs(20, 512, torch.float32)
+    _, sums = packed.prepared(x_NK, None, 0.0, 0.0, 16)
+    tiles = {"TILE_M": 32, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
+    out_sums = packed.room_for_sums(20, 512, card, x_NK)
+    options = {"activation": "silu", "out_sums": out_sums, "tiles": tiles}
+    found = packed.product(x_NK, card, sums=sums, **options)
+    assert out_sums is not None
+    numbers = out_sums.view(20, -1, 2, 8).sum(2).flatten(1)
+    assert_near(numbers, found.view(20, 16, 32).sum(2), 1e-5)
+
+
 @pytest.mark.skipif(_INTERPRETED, reason="the interpreter's products depend on a token's place")
 @pytest.mark.parametrize("form", QUANTISED, ids=lambda form: form.__name__)
 def test_company_changes_no_bit(form: type[QuantisedMatrix]) -> None:

@@ -24,7 +24,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from foredraft.models.native.model import Decoder, EagerDecoder, capped_attentio
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Stack
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+if TYPE_CHECKING:
+    from foredraft.models.native.triton_packed import Inputs
 
 _WARM_UPS = 2
 """Libraries allocate and choose kernels in their first calls, which may not be recorded."""
@@ -630,22 +633,27 @@ class PagedDecoder(GraphedDecoder):
                     norm_K=layer.attention_norm_E,
                     **norms,
                 )
-                attended_NX = self._see(ops, qkv, index, layer, inputs, bucket, cache, rotations)
+                attended = self._see(ops, qkv, index, layer, inputs, bucket, cache, rotations)
                 hidden_NE = self._added(
-                    *(hidden_NE, attended_NX, layer.output_weight),
+                    *(hidden_NE, attended, layer.output_weight),
                     *(layer.output_bias, layer.attention_post_norm_E),
                 )
             if layer.router_XE is not None:
                 hidden_NE = self._mixed(hidden_NE, layer, inputs.lengths, activation, norms)
             else:
+                is_plain = isinstance(layer.gate_up_weight, Tensor)
+                down = layer.gate_up_weight if is_plain else layer.down_weight
+                sums = self._room_for_sums(hidden_NE, config.intermediate_size, down)
                 activated_NF = multiply(
                     *(hidden_NE, layer.gate_up_weight),
                     norm_K=layer.mlp_norm_E,
                     activation=activation,
+                    out_sums=sums,
                     **norms,
                 )
                 hidden_NE = self._added(
-                    *(hidden_NE, activated_NF, layer.down_weight, None, layer.mlp_post_norm_E)
+                    *(hidden_NE, self._packed.Inputs(activated_NF, sums), layer.down_weight),
+                    *(None, layer.mlp_post_norm_E),
                 )
             if index in bucket.taps:
                 tapped[index] = hidden_NE
@@ -685,7 +693,7 @@ class PagedDecoder(GraphedDecoder):
         bucket: Bucket,
         cache: KVCache,
         rotations: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
+    ) -> Inputs:
         """Keys and values stored, and what each token sees of them; [N, H D]."""
         config, kind = self._config, layer.kind
         store = cache.store.keys, cache.store.values
@@ -700,6 +708,9 @@ class PagedDecoder(GraphedDecoder):
             eps=config.rms_norm_eps,
             norm_offset=config.family.norm_offset,
         )
+        sums = None
+        if config.head_dim in (32, 64, 128, 256):
+            sums = self._room_for_sums(qkv, query_NHD[0].numel(), layer.output_weight)
         attended_NHD: Tensor = ops.attend(
             *(query_NHD, store, index, inputs.tables, inputs.lengths, inputs.starts, inputs.paths),
             context=bucket.context,
@@ -707,22 +718,26 @@ class PagedDecoder(GraphedDecoder):
             scale=config.query_scale or config.head_dim**-0.5,
             window=kind.window,
             cap=config.attention_cap,
+            out_sums=sums,
         )
-        return attended_NHD.flatten(1)
+        return self._packed.Inputs(attended_NHD.flatten(1), sums)
+
+    def _room_for_sums(self, like: Tensor, num_inputs: int, weight: Stack) -> Tensor | None:
+        return self._packed.room_for_sums(len(like), num_inputs, weight, like)
 
     def _added(
         self,
         hidden_NE: Tensor,
-        part_NK: Tensor,
+        part: Inputs,
         weight: Stack,
         bias: Tensor | None,
         post_norm_E: Tensor | None,
     ) -> Tensor:
         scale = self._config.residual_scale
         if post_norm_E is not None or (bias is not None and scale != 1.0):
-            part_NE = self._packed.multiply(part_NK, weight, bias)
+            part_NE = self._packed.multiply(part, weight, bias)
             return self._add(hidden_NE, part_NE, post_norm_E)
-        return self._packed.multiply(part_NK, weight, bias, residual_NM=hidden_NE, scale=scale)
+        return self._packed.multiply(part, weight, bias, residual_NM=hidden_NE, scale=scale)
 
     def _mixed(
         self,

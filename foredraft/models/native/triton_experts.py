@@ -26,6 +26,7 @@ from foredraft.models.native.triton_packed import (
     num_groups,
     prepared,
     product,
+    room_for_sums,
 )
 from foredraft.models.native.weights import LayerWeights
 
@@ -157,8 +158,18 @@ def mixture(
     logits_NX = linear(normed_NE, router_XE)
     chosen_NS, chances_NS = route(logits_NX, lengths_N, experts)
     chosen = Chosen(chosen_NS, experts.count, False)
-    inner = product(normed_NE, gate_up, sums=sums, activation=activation, chosen=chosen)
-    inner, sums = prepared(inner, None, eps, norm_offset, num_groups(down))
+    num_entries, num_inner = chosen_NS.numel(), down.shape[1]
+    inner_sums = room_for_sums(num_entries, num_inner, down, normed_NE)
+    inner = product(
+        *(normed_NE, gate_up),
+        sums=sums,
+        activation=activation,
+        out_sums=inner_sums,
+        chosen=chosen,
+    )
+    sums = inner_sums
+    if sums is None:
+        _, sums = prepared(inner, None, eps, norm_offset, num_groups(down))
     parts = product(inner, down, sums=sums, chosen=chosen._replace(from_slots=True))
     out_NE, size = torch.empty_like(hidden_NE), hidden_NE.shape[1]
     part = min(triton.next_power_of_2(size), 512)

@@ -222,6 +222,7 @@ def _product_kernel(
     bias,
     residual,
     out,
+    out_sums,
     chosen,
     partials,
     counters,
@@ -239,6 +240,7 @@ def _product_kernel(
     HAS_MIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_OUT_SUMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
@@ -369,7 +371,30 @@ def _product_kernel(
     place = entries.to(tl.int64)[None, :] * out_stride + outputs[:, None]
     if HAS_RESIDUAL:
         total = total * factor + tl.load(residual + place, mask=stored, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)
+    total = total.to(out.dtype.element_ty)
+    tl.store(out + place, total, mask=stored)
+    if HAS_OUT_SUMS:
+        whole = tl.where(is_output[:, None], total, 0.0).to(tl.float32)
+        of_groups = tl.sum(tl.reshape(whole, (TILE_M // 32, 32, TILE_N)), 1)
+        groups = tl.program_id(0) * (TILE_M // 32) + tl.arange(0, TILE_M // 32)
+        place = entries.to(tl.int64)[None, :] * (num_outputs // 16) + _group_at(groups)[:, None]
+        is_stored = is_token & (tl.sum(stored.to(tl.int32), 0) > 0)
+        mask = (groups < num_outputs // 32)[:, None] & is_stored[None, :]
+        _store_sums(out_sums + place, of_groups, mask)
+
+
+@triton.jit
+def _group_at(groups):
+    """Where the first number of a group's sum is among those of a token."""
+    return groups // 8 * 16 + groups % 8
+
+
+@triton.jit
+def _store_sums(at, sums, mask):
+    """Sums as two numbers each, which lie 8 apart."""
+    upper = sums.to(at.dtype.element_ty)
+    tl.store(at, upper, mask=mask)
+    tl.store(at + 8, (sums - upper.to(tl.float32)).to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -406,12 +431,9 @@ def _prepare_kernel(
         gdc_launch_dependents()
     if HAS_SUMS:
         of_groups = tl.sum(tl.reshape(part.to(tl.float32), (PART // 32, 32)), 1)
-        upper = of_groups.to(x.dtype.element_ty)
-        lower = (of_groups - upper.to(tl.float32)).to(x.dtype.element_ty)
-        group = tl.program_id(1) * (PART // 32) + tl.arange(0, PART // 32)
-        place = sums + token * (2 * num_groups) + group // 8 * 16 + group % 8
-        tl.store(place, upper, mask=group < num_groups)
-        tl.store(place + 8, lower, mask=group < num_groups)
+        groups = tl.program_id(1) * (PART // 32) + tl.arange(0, PART // 32)
+        place = sums + token * (2 * num_groups) + _group_at(groups)
+        _store_sums(place, of_groups, groups < num_groups)
 
 
 @triton.jit
@@ -641,6 +663,25 @@ def prepared(
     return out_NK, sums
 
 
+class Inputs(NamedTuple):
+    """Inputs [N, K] of a product, with what is known of their sums.
+
+    Attributes:
+        sums: of groups of 32, two numbers [N, K / 16] each in runs of eight; None: not known.
+    """
+
+    x_NK: Tensor
+    sums: Tensor | None
+
+
+def room_for_sums(num_tokens: int, num_inputs: int, weight: Stack, like: Tensor) -> Tensor | None:
+    """Where what gives inputs puts their sums; None: they are not needed, or not even."""
+    is_even = num_inputs % (4 * CHUNK) == 0
+    if not (is_even and num_groups(weight)):
+        return None
+    return like.new_empty((num_tokens, num_inputs // 16))
+
+
 class Chosen(NamedTuple):
     """Experts of tokens.
 
@@ -666,6 +707,7 @@ def product(
     activation: str | None = None,
     dtype: torch.dtype | None = None,
     out_NM: Tensor | None = None,
+    out_sums: Tensor | None = None,
     chosen: Chosen | None = None,
     tiles: dict[str, int] | None = None,
 ) -> Tensor:
@@ -679,6 +721,7 @@ def product(
         activation: "silu" or "gelu_tanh" of the first half of the outputs, times the second.
         dtype: of the result; None: that of ``x_NK``.
         out_NM: where it goes, some columns of a larger one as well; None: it is made.
+        out_sums: where the sums of its own groups go (see `room_for_sums`).
         chosen: whose experts the weights are.
         tiles: instead of those of the shape, to time others.
     """
@@ -713,12 +756,14 @@ def product(
     _product_kernel[grid](
         *(x_NK, nothing if sums is None else sums, *operands),
         *(nothing if bias_M is None else bias_M, nothing if residual_NM is None else residual_NM),
-        *(out_NM, chosen.experts_NS if chosen else nothing, partials, counters),
+        *(out_NM, nothing if out_sums is None else out_sums),
+        *(chosen.experts_NS if chosen else nothing, partials, counters),
         *(num_tokens, num_outputs, num_inputs, num_rows, num_rows // count, num_chunks),
         *(out_NM.stride(0), scale),
         **form,
         HAS_BIAS=bias_M is not None,
         HAS_RESIDUAL=residual_NM is not None,
+        HAS_OUT_SUMS=out_sums is not None,
         ACTIVATION=_ACTIVATIONS[activation],
         SLOTS=slots,
         PADDED_SLOTS=triton.next_power_of_2(max(slots, 1)),
@@ -734,7 +779,7 @@ def product(
 
 
 def multiply(
-    x_NK: Tensor,
+    inputs: Tensor | Inputs,
     weight: Stack,
     bias_M: Tensor | None = None,
     *,
@@ -746,8 +791,10 @@ def multiply(
     activation: str | None = None,
     dtype: torch.dtype | None = None,
     out_NM: Tensor | None = None,
+    out_sums: Tensor | None = None,
 ) -> Tensor:
-    """As `triton_ops.linear`, with weights in few bits, too."""
+    """As `triton_ops.linear`, with weights in few bits, too; ``out_sums``: see `product`."""
+    x_NK, sums = inputs if isinstance(inputs, Inputs) else (inputs, None)
     if isinstance(weight, Tensor):
         return linear(
             *(x_NK, weight, bias_M),
@@ -760,30 +807,36 @@ def multiply(
             dtype=dtype,
             out_NM=out_NM,
         )
-    parts = list(weight.parts) if isinstance(weight, StackedMatrix) else [weight]
-    found = [part for part in parts if isinstance(part, CardMatrix)]
-    groups = max(map(num_groups, found))
-    x_NK, sums = prepared(x_NK, norm_K, eps, norm_offset, groups)
+    if sums is None:
+        x_NK, sums = prepared(x_NK, norm_K, eps, norm_offset, num_groups(weight))
     if out_NM is None:
         num_outputs = weight.shape[0] // (2 if activation else 1)
         out_NM = x_NK.new_empty((len(x_NK), num_outputs), dtype=dtype or x_NK.dtype)
-    first = 0
-    for part in found:
+    first, parts = 0, weight.parts if isinstance(weight, StackedMatrix) else (weight,)
+    for part in parts:
         columns = slice(first, first + part.shape[0])
+        assert isinstance(part, CardMatrix)
         product(
             *(x_NK, part, None if bias_M is None else bias_M[columns]),
             sums=sums,
             residual_NM=residual_NM,
             scale=scale,
             activation=activation,
-            out_NM=out_NM if len(found) == 1 else out_NM[:, columns],
+            out_NM=out_NM if len(parts) == 1 else out_NM[:, columns],
+            out_sums=out_sums,
         )
         first += part.shape[0]
     return out_NM
 
 
-def dequantised_product(x_NK: Tensor, weight: CardMatrix, bias_M: Tensor | None) -> Tensor:
+def dequantised_product(x_NK: Tensor, weight: Stack, bias_M: Tensor | None) -> Tensor:
     """Of many tokens: some outputs at a time, whose weights are numbers while it runs."""
+    if isinstance(weight, StackedMatrix):
+        rows = [part.shape[0] for part in weight.parts]
+        biases = [None] * len(rows) if bias_M is None else torch.split(bias_M, rows)
+        parts = zip(weight.parts, biases, strict=True)
+        return torch.cat([dequantised_product(x_NK, part, bias) for part, bias in parts], 1)
+    assert isinstance(weight, CardMatrix)
     num_rows, num_inputs = weight.shape
     out_NM = x_NK.new_empty((len(x_NK), num_rows))
     at_once = max(_PIECE // num_inputs, 1)
@@ -810,7 +863,9 @@ def on_card(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
         return CardMatrix.of(matrix, device) if is_packed else matrix
 
     def in_dtype(layer: LayerWeights) -> LayerWeights:
-        plain = {name: x.to(weights.dtype) for name, x in vars(layer).items() if isinstance(x, Tensor)}
+        plain = {
+            name: x.to(weights.dtype) for name, x in vars(layer).items() if isinstance(x, Tensor)
+        }
         return layer.with_fields(plain).with_matrices(moved)
 
     embedding = moved("", weights.embedding_VE, 1)
@@ -824,7 +879,9 @@ def on_card(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
     )
 
 
-def num_groups(weight: Tensor | CardMatrix) -> int:
+def num_groups(weight: Stack) -> int:
     """Groups of inputs whose sums its minima are multiplied with."""
+    if isinstance(weight, StackedMatrix):
+        return max(map(num_groups, weight.parts))
     has_minima = isinstance(weight, CardMatrix) and weight.minima is not None
     return 2 * weight.num_chunks if has_minima else 0  # type: ignore[union-attr]
