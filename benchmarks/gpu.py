@@ -576,12 +576,38 @@ def packed_products(
                             work = _packed_work(matrices, x, kind, {**tiles, "SPLITS": splits})
                             taken = _microseconds(work, device, len(matrices))
                             times.setdefault(label, []).append(taken)
+                if form == "int4":
+                    times["torch"] = [
+                        _microseconds(*_torch_int4(outputs, inputs, tokens, device))
+                        for tokens in (1, 16)
+                    ]
                 best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
                 row = {"gigabytes": num_bytes / 1e9, "us": times}
                 found.setdefault(model, {}).setdefault(name, {})[form] = row
                 floor_us = num_bytes / 4.2e6
                 _say(model, name, form, f"{num_bytes / 1e6:.1f} MB, floor {floor_us:.1f}", best[:3])
                 save()
+
+
+def _torch_int4(
+    outputs: int, inputs: int, tokens: int, device: torch.device
+) -> tuple[Callable[[], None], torch.device, int]:
+    """The product in 4 bits that torch has itself, of several matrices, for `_microseconds`."""
+    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+    count = max(1, min(16, (160 << 20) // (outputs * inputs // 2)))
+    packed = [
+        torch._convert_weight_to_int4pack(
+            torch.randint(0, 256, (outputs, inputs // 2), device=device, dtype=torch.uint8), 8
+        )
+        for _ in range(count)
+    ]
+    scales = torch.rand(inputs // 32, outputs, 2, device=device, dtype=torch.bfloat16)
+
+    def work() -> None:
+        for one in packed:
+            torch._weight_int4pack_mm(x, one, 32, scales)
+
+    return work, device, count
 
 
 def _packed_target(model: str, form: str, device: torch.device) -> NativeTarget:
