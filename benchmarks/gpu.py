@@ -82,6 +82,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--label", default="make gpu")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--trace", action="store_true", help="of packed_steps, by kernel")
+    parser.add_argument("--tiles", help="results of packed_products, whose best are taken")
     parser.add_argument("--forms", default=",".join(_FORMS), help="of weights in few bits")
     return parser.parse_args()
 
@@ -219,35 +221,39 @@ def profile(
     """Microseconds of a step by kernel."""
     for model in asked.models.split(","):
         target = _target(model, device)
-        slot = _filled(target, 2048)
-        for tokens in (1, 16):
-            row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
-            target.score([row])
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if device.type == "cuda":
-                activities = [torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as trace:
-                for _ in range(3):
-                    target.score([row])
-                _wait(device)
-            attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-            kernels = sorted(trace.key_averages(), key=lambda k: -getattr(k, attribute))[:14]
-            found[f"{model}_{tokens}"] = [
-                {
-                    "name": k.key[:90],
-                    "us": round(getattr(k, attribute) / 3, 1),
-                    "count": k.count / 3,
-                }
-                for k in kernels
-            ]
-            _say(model, tokens)
-            for kernel in found[f"{model}_{tokens}"]:
-                _say("  ", kernel["us"], kernel["count"], kernel["name"][:70])
+        _trace(target, model, device, found)
         save()
         if time.monotonic() > deadline:
             return
         del target
         _empty(device)
+
+
+def _trace(target: NativeTarget, label: str, device: torch.device, found: _Results) -> None:
+    slot = _filled(target, 2048)
+    for tokens in (1, 16):
+        row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
+        target.score([row])
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as trace:
+            for _ in range(3):
+                target.score([row])
+            _wait(device)
+        attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        kernels = sorted(trace.key_averages(), key=lambda k: -getattr(k, attribute))[:14]
+        found[f"{label}_{tokens}"] = [
+            {
+                "name": k.key[:90],
+                "us": round(getattr(k, attribute) / 3, 1),
+                "count": k.count / 3,
+            }
+            for k in kernels
+        ]
+        _say(label, tokens)
+        for kernel in found[f"{label}_{tokens}"]:
+            _say("  ", kernel["us"], kernel["count"], kernel["name"][:70])
 
 
 # ---------------------------------------------------------------------------------------- products
@@ -484,7 +490,7 @@ _FORMS = {
 _PACKED_TILES = [
     {"TILE_M": m, "num_warps": warps, "STAGES": stages}
     for m, warps, stages in (
-        *((64, 2, 3), (64, 2, 4), (32, 1, 4), (128, 2, 3), (128, 4, 3), (64, 4, 4), (32, 2, 5)),
+        *((64, 2, 2), (64, 2, 3), (32, 1, 2), (32, 1, 3), (32, 2, 2), (32, 2, 3)),
     )
 ]
 
@@ -494,7 +500,7 @@ def _packed_matrix(rows: int, columns: int, form: str, device: torch.device) -> 
     from foredraft.models.native.triton_packed import CardMatrix
 
     card = CardMatrix.empty(_FORMS[form], rows, columns, device)
-    card.packed_GCN.random_(0, 256)
+    card.packed_GCN.random_(-32768, 32768)
     scales = card.scales.view(torch.float16)
     scales.uniform_(1e-3, 2e-3)
     if card.minima is not None:
@@ -569,7 +575,7 @@ def packed_products(
                 ]
                 times: dict[str, list[float]] = {}
                 for tiles in _PACKED_TILES:
-                    for splits in {"gated": (1, 2), "head": (1,)}.get(kind, (2, 4, 8)):
+                    for splits in {"gated": (1, 2, 4), "head": (1,)}.get(kind, (2, 4, 8)):
                         label = "x".join(map(str, (*tiles.values(), splits)))
                         for tokens in (1, 16):
                             x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
@@ -582,7 +588,8 @@ def packed_products(
                         for tokens in (1, 16)
                     ]
                 best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
-                row = {"gigabytes": num_bytes / 1e9, "us": times}
+                row = {"gigabytes": num_bytes / 1e9, "us": times, "best": best[0][0]}
+                row["shape"] = [outputs // (2 if kind == "gated" else 1), inputs]
                 found.setdefault(model, {}).setdefault(name, {})[form] = row
                 floor_us = num_bytes / 4.2e6
                 _say(model, name, form, f"{num_bytes / 1e6:.1f} MB, floor {floor_us:.1f}", best[:3])
@@ -645,6 +652,27 @@ def _packed_target(model: str, form: str, device: torch.device) -> NativeTarget:
     return NativeTarget(config, weights, PagedDecoder, 8192, memory)
 
 
+def _take_tiles(path: Path, model: str) -> None:
+    """The best tiles of `packed_products`, in place of the shape's own."""
+    from foredraft.models.native import triton_packed
+
+    best: dict[tuple[int, int, int], dict[str, int]] = {}
+    for row in json.loads(path.read_text())["parts"]["packed_products"][model].values():
+        for form, found in row.items():
+            names = "TILE_M", "num_warps", "STAGES", "SPLITS"
+            tiles = dict(zip(names, map(int, found["best"].split("x")), strict=True))
+            outputs, inputs = found["shape"]
+            bits = 4 if _FORMS[form].bits == 4 else 8
+            best[outputs, -(-inputs // 256) * 4, bits] = tiles
+    usual = triton_packed._tiles
+    triton_packed._tiles = lambda m, k, gated, bits: (
+        best.get((m, k, bits))
+        or usual(  # type: ignore[assignment]
+            m, k, gated, bits
+        )
+    )
+
+
 def packed_steps(
     asked: argparse.Namespace,
     device: torch.device,
@@ -657,12 +685,13 @@ def packed_steps(
         for form in asked.forms.split(","):
             if time.monotonic() > deadline:
                 return
+            if asked.tiles:
+                _take_tiles(Path(asked.tiles), model)
             target = _packed_target(model, form, device)
-            _say(type(target.decoder).__name__)
             weights = target.weights
             matrices = [weights.head_VE]
             for layer in weights.layers:
-                matrices += [layer.qkv_weight, layer.output_weight]
+                matrices += [layer.qkv_weight, layer.output_weight]  # type: ignore[list-item]
                 matrices += [layer.gate_up_weight, layer.down_weight]  # type: ignore[list-item]
             read = sum(x.nbytes for m in matrices for x in m.tensors())  # type: ignore[union-attr]
             rows = found.setdefault(model, {}).setdefault(form, {"read_bytes": read, "steps": []})
@@ -675,6 +704,9 @@ def packed_steps(
                     _say(model, form, f"floor {read / 4.2e9:.3f} ms", row)
                     save()
                 target.cache.free(slot)
+            if asked.trace:
+                _trace(target, f"{model}_{form}", device, found)
+                save()
             del target
             _empty(device)
 

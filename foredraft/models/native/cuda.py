@@ -562,12 +562,14 @@ _TABLE_BYTES = 32 << 20
 """Of rotations of all positions, at most."""
 
 
-def paged_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) -> Bucket:
-    """The smallest bucket that ``plan`` fits, of at least `TILE` tokens."""
+def paged_bucket(
+    plan: ForwardPlan, block_size: int, taps: Sequence[int] = (), least: int = TILE
+) -> Bucket:
+    """The smallest bucket that ``plan`` fits, of at least ``least`` tokens."""
     rows, tokens = padded_shape(plan)
     if rows == 1 and tokens <= TILE:
-        tokens = TILE
-    rows = max(rows, -(-TILE // tokens))
+        tokens = TILE if tokens > least else least
+    rows = max(rows, -(-least // tokens))
     seen = max(plan.entries[row.start] for row in plan.rows) + tokens
     context = max(_MIN_CONTEXT, block_size)
     while context < seen:
@@ -592,6 +594,8 @@ class PagedDecoder(GraphedDecoder):
 
         self._packed = triton_packed
         super().__init__(config, triton_packed.on_card(weights, weights.device), **options)
+        is_plain = isinstance(self._weights.layers[0].gate_up_weight, Tensor)
+        self._least = TILE if is_plain and not config.experts else TILE // 2
         self._tables: list[tuple[Tensor, Tensor]] | None = None
 
     def fits(self, plan: ForwardPlan) -> bool:
@@ -610,7 +614,7 @@ class PagedDecoder(GraphedDecoder):
         return self._packed.dequantised_product(x, weight, bias)
 
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
-        return paged_bucket(plan, block_size, taps)
+        return paged_bucket(plan, block_size, taps, self._least)
 
     def _run(
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor

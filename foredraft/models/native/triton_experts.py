@@ -27,6 +27,7 @@ from foredraft.models.native.triton_packed import (
     prepared,
     product,
     room_for_sums,
+    token_tile,
 )
 from foredraft.models.native.weights import LayerWeights
 
@@ -37,46 +38,65 @@ def _route_kernel(
     lengths,
     experts,
     chances,
+    active,
+    num_tokens,
     num_experts,
     NUM_CHOSEN: tl.constexpr,
     SHARES: tl.constexpr,
     NORMALISED: tl.constexpr,
     PADDED: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
+    TILE_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Of one token: its likeliest experts, the first of equals; none where it sees nothing."""
+    """Of a tile of tokens: their likeliest experts, the first of equals, and which these are.
+
+    A token that sees nothing is padding, and chooses none.
+    """
     if EARLY:
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    is_token = tokens < num_tokens
+    is_real = tl.load(lengths + tokens, mask=is_token, other=0) > 0
     every = tl.arange(0, PADDED)
-    source = logits + token * num_experts
     routed = num_experts - SHARES
-    scores = tl.load(source + every, mask=every < routed, other=float("-inf")).to(tl.float32)
-    weights = tl.exp(scores - tl.max(scores, 0))
-    weights = weights / tl.sum(weights, 0)
-    weights = tl.where(every < routed, weights, -1.0)
-    slots = tl.arange(0, PADDED_SLOTS)
-    own = tl.zeros((PADDED_SLOTS,), tl.int32)
-    parts = tl.zeros((PADDED_SLOTS,), tl.float32)
+    is_routed = (every < routed)[None, :]
+    source = logits + tokens.to(tl.int64) * num_experts
+    mask = is_token[:, None] & is_routed
+    scores = tl.load(source[:, None] + every[None, :], mask=mask, other=float("-inf"))
+    scores = tl.where(is_token[:, None], scores.to(tl.float32), 0.0)
+    weights = tl.exp(scores - tl.max(scores, 1)[:, None])
+    weights = weights / tl.sum(weights, 1)[:, None]
+    weights = tl.where(is_routed, weights, -1.0)
+    slots = tl.arange(0, PADDED_SLOTS)[None, :]
+    own = tl.zeros((TILE_N, PADDED_SLOTS), tl.int32)
+    parts = tl.zeros((TILE_N, PADDED_SLOTS), tl.float32)
+    used = tl.zeros((PADDED,), tl.int32)
     for slot in range(NUM_CHOSEN):
-        best = tl.max(weights, 0)
-        index = tl.min(tl.where(weights == best, every, PADDED), 0)
-        own = tl.where(slots == slot, index, own)
-        parts = tl.where(slots == slot, best, parts)
-        weights = tl.where(every == index, -1.0, weights)
+        best = tl.max(weights, 1)
+        index = tl.min(tl.where(weights == best[:, None], every[None, :], PADDED), 1)
+        own = tl.where(slots == slot, index[:, None], own)
+        parts = tl.where(slots == slot, best[:, None], parts)
+        is_it = every[None, :] == index[:, None]
+        used = tl.maximum(used, tl.max((is_it & is_real[:, None]).to(tl.int32), 0))
+        weights = tl.where(is_it, -1.0, weights)
     if NORMALISED:
-        parts = parts / tl.sum(parts, 0)
+        parts = parts / tl.sum(parts, 1)[:, None]
     if SHARES:
-        gate = tl.load(source + routed).to(tl.float32)
+        gates = tl.load(source + routed, mask=is_token, other=0.0).to(tl.float32)
         own = tl.where(slots == NUM_CHOSEN, num_experts - 1, own)
-        parts = tl.where(slots == NUM_CHOSEN, 1.0 / (1.0 + tl.exp(-gate)), parts)
+        parts = tl.where(slots == NUM_CHOSEN, 1.0 / (1.0 + tl.exp(-gates))[:, None], parts)
+        used = tl.where(every == routed, tl.max(is_real.to(tl.int32), 0), used)
     if EARLY:
         gdc_launch_dependents()
     count: tl.constexpr = NUM_CHOSEN + SHARES
-    own = tl.where(tl.load(lengths + token) > 0, own, -1)
-    tl.store(experts + token * count + slots, own, mask=slots < count)
-    tl.store(chances + token * count + slots, parts, mask=slots < count)
+    own = tl.where(is_real[:, None], own, -1)
+    mask = is_token[:, None] & (slots < count)
+    tl.store(experts + tokens[:, None] * count + slots, own, mask=mask)
+    tl.store(chances + tokens[:, None] * count + slots, parts, mask=mask)
+    listed = active + tl.program_id(0) * (num_experts + 1)
+    tl.store(listed, tl.sum(used, 0))
+    tl.store(listed + tl.cumsum(used, 0), every, mask=used > 0)
 
 
 @triton.jit
@@ -113,28 +133,31 @@ def _gather_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def route(logits_NX: Tensor, lengths_N: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Each token's experts, int32 [N, S], and their chances, float32.
+def route(logits_NX: Tensor, lengths_N: Tensor, experts: Experts) -> tuple[Chosen, Tensor]:
+    """Each token's experts, and their chances, float32 [N, S].
 
     Args:
         logits_NX: of the router.
-        lengths_N: 0: padding, which chooses -1.
+        lengths_N: 0: padding, which chooses none.
     """
     num_tokens, num_experts = logits_NX.shape
-    slots = experts.per_token
-    chosen_NS = torch.empty((num_tokens, slots), dtype=torch.int32, device=logits_NX.device)
-    chances_NS = torch.empty((num_tokens, slots), device=logits_NX.device)
-    _route_kernel[(num_tokens,)](
-        *(logits_NX, lengths_N, chosen_NS, chances_NS, num_experts),
+    slots, device, tile = experts.per_token, logits_NX.device, token_tile(num_tokens)
+    tiles = triton.cdiv(num_tokens, tile)
+    chosen_NS = torch.empty((num_tokens, slots), dtype=torch.int32, device=device)
+    chances_NS = torch.empty((num_tokens, slots), device=device)
+    active = torch.empty((tiles, 1 + num_experts), dtype=torch.int32, device=device)
+    _route_kernel[(tiles,)](
+        *(logits_NX, lengths_N, chosen_NS, chances_NS, active, num_tokens, num_experts),
         NUM_CHOSEN=slots - experts.shares,
         SHARES=int(experts.shares),
         NORMALISED=experts.normalised,
         PADDED=triton.next_power_of_2(num_experts),
         PADDED_SLOTS=triton.next_power_of_2(slots),
+        TILE_N=tile,
         **launch(logits_NX),
-        num_warps=1,
+        num_warps=4,
     )
-    return chosen_NS, chances_NS
+    return Chosen(chosen_NS, active, num_experts, False), chances_NS
 
 
 def mixture(
@@ -156,9 +179,8 @@ def mixture(
     norm_K = layer.mlp_norm_E
     normed_NE, sums = prepared(hidden_NE, norm_K, eps, norm_offset, num_groups(gate_up))
     logits_NX = linear(normed_NE, router_XE)
-    chosen_NS, chances_NS = route(logits_NX, lengths_N, experts)
-    chosen = Chosen(chosen_NS, experts.count, False)
-    num_entries, num_inner = chosen_NS.numel(), down.shape[1]
+    chosen, chances_NS = route(logits_NX, lengths_N, experts)
+    num_entries, num_inner = chances_NS.numel(), down.shape[1]
     inner_sums = room_for_sums(num_entries, num_inner, down, normed_NE)
     inner = product(
         *(normed_NE, gate_up),
@@ -174,7 +196,7 @@ def mixture(
     out_NE, size = torch.empty_like(hidden_NE), hidden_NE.shape[1]
     part = min(triton.next_power_of_2(size), 512)
     _gather_kernel[(len(hidden_NE), triton.cdiv(size, part))](
-        *(parts, chosen_NS, chances_NS, hidden_NE, out_NE, size, scale or 0.0),
+        *(parts, chosen.experts_NS, chances_NS, hidden_NE, out_NE, size, scale or 0.0),
         SLOTS=experts.per_token,
         HAS_RESIDUAL=scale is not None,
         PART=part,

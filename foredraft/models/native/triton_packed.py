@@ -36,75 +36,80 @@ from foredraft.models.native.triton_ops import linear
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 TILE = 16
-"""Tokens of a product's tile."""
+"""Tokens of a product's tile, at most: the matrix units take eight at a time."""
 CHUNK = 64
 """Inputs whose integers lie together."""
 
 _UNPACKED = """{
-    .reg .b32 low, high;
-    prmt.b32 low, $4, 0, 0x4140;
-    prmt.b32 high, $4, 0, 0x4342;
-    lop3.b32 $0, low, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 $1, high, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 low, low, 4;
-    shr.u32 high, high, 4;
-    lop3.b32 $2, low, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 $3, high, 0x000F000F, 0x43004300, 0xEA;
-    mov.b32 low, ZERO;
-    sub.bf16x2 $0, $0, low;
-    sub.bf16x2 $1, $1, low;
-    sub.bf16x2 $2, $2, low;
-    sub.bf16x2 $3, $3, low;
+    .reg .b32 two, three, four, zero;
+    shr.u32 two, $4, 4;
+    shr.u32 three, $4, 8;
+    shr.u32 four, $4, 12;
+    mov.b32 zero, ZERO;
+    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, two, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $2, three, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, four, 0x000F000F, 0x43004300, 0xEA;
+    sub.bf16x2 $0, $0, zero;
+    sub.bf16x2 $1, $1, zero;
+    sub.bf16x2 $2, $2, zero;
+    sub.bf16x2 $3, $3, zero;
     }"""
 _FROM_0 = tl.constexpr(_UNPACKED.replace("ZERO", "0x43004300"))
 _FROM_8 = tl.constexpr(_UNPACKED.replace("ZERO", "0x43084308"))
-"""Lower and upper halves of four bytes, as bfloat16. 0x4300 is 128: its last bits count ones."""
+"""Fourths of two words, as bfloat16. 0x4300 is 128: its last bits count ones."""
 _BYTES = tl.constexpr(
     """{
-    .reg .b32 one, two, three, four;
-    .reg .f32 a, b, c, d;
-    prmt.b32 one, $2, 0x4B000000, 0x7440;
-    prmt.b32 two, $2, 0x4B000000, 0x7441;
-    prmt.b32 three, $2, 0x4B000000, 0x7442;
-    prmt.b32 four, $2, 0x4B000000, 0x7443;
-    mov.b32 a, one; mov.b32 b, two; mov.b32 c, three; mov.b32 d, four;
-    sub.f32 a, a, 0f4B000080;
-    sub.f32 b, b, 0f4B000080;
-    sub.f32 c, c, 0f4B000080;
-    sub.f32 d, d, 0f4B000080;
-    mov.b32 one, a; mov.b32 two, b; mov.b32 three, c; mov.b32 four, d;
-    prmt.b32 $0, one, two, 0x7632;
-    prmt.b32 $1, three, four, 0x7632;
+    .reg .b32 upper, zero;
+    shr.u32 upper, $2, 8;
+    lop3.b32 zero, $2, 0x00800080, 0x43004300, 0xAE;
+    lop3.b32 $0, $2, 0x007F007F, 0x43004300, 0xEA;
+    sub.bf16x2 $0, $0, zero;
+    lop3.b32 zero, upper, 0x00800080, 0x43004300, 0xAE;
+    lop3.b32 $1, upper, 0x007F007F, 0x43004300, 0xEA;
+    sub.bf16x2 $1, $1, zero;
     }"""
 )
-"""Four bytes less 128, as bfloat16: integers of 8 bits with a sign lose nothing."""
+"""Halves of two words less 128, as bfloat16. The upper bit of one says whether 128 or 256 (0x4380)
+is to be taken from 128 and the others."""
 
 
 @triton.jit
-def _halves(packed, CENTRE: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
-    """Lower and upper halves of bytes, less ``CENTRE``; both are exact in ``dtype``."""
+def _fourths(packed, CENTRE: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
+    """4 bits each of words, the lowest first, less ``CENTRE``; they are exact in ``dtype``."""
     if ASM:
         if CENTRE == 0:
-            lower, upper = tl.inline_asm_elementwise(
-                _FROM_0, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 4
+            found = tl.inline_asm_elementwise(
+                *(_FROM_0, "=r,=r,=r,=r,r", [packed]),
+                *((tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2),
             )
         else:
-            lower, upper = tl.inline_asm_elementwise(
-                _FROM_8, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 4
+            found = tl.inline_asm_elementwise(
+                *(_FROM_8, "=r,=r,=r,=r,r", [packed]),
+                *((tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2),
             )
     else:
-        lower = ((packed & 15).to(tl.float32) - CENTRE).to(dtype)
-        upper = ((packed >> 4).to(tl.float32) - CENTRE).to(dtype)
-    return lower, upper
+        found = (
+            ((packed & 15).to(tl.float32) - CENTRE).to(dtype),
+            (((packed >> 4) & 15).to(tl.float32) - CENTRE).to(dtype),
+            (((packed >> 8) & 15).to(tl.float32) - CENTRE).to(dtype),
+            (((packed >> 12) & 15).to(tl.float32) - CENTRE).to(dtype),
+        )
+    return found
 
 
 @triton.jit
-def _bytes(packed, ASM: tl.constexpr, dtype: tl.constexpr):
-    """Bytes less 128; they are exact in ``dtype``."""
+def _halves(packed, ASM: tl.constexpr, dtype: tl.constexpr):
+    """8 bits each of words, the lower first, less 128; they are exact in ``dtype``."""
     if ASM:
-        found = tl.inline_asm_elementwise(_BYTES, "=r,=r,r", [packed], tl.bfloat16, True, 4)
+        found = tl.inline_asm_elementwise(
+            _BYTES, "=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 2
+        )
     else:
-        found = (packed.to(tl.float32) - 128.0).to(dtype)
+        found = (
+            ((packed & 255).to(tl.float32) - 128.0).to(dtype),
+            (((packed >> 8) & 255).to(tl.float32) - 128.0).to(dtype),
+        )
     return found
 
 
@@ -118,17 +123,11 @@ def _scale(words, UPPER: tl.constexpr):
 
 @triton.jit
 def _inputs(
-    x_at,
-    first,
-    inputs,
-    wanted,
-    num_inputs,
-    BEGIN: tl.constexpr,
-    END: tl.constexpr,
-    EVEN: tl.constexpr,
+    x_at, first, wanted, num_inputs, BEGIN: tl.constexpr, END: tl.constexpr, EVEN: tl.constexpr
 ):
     """32 inputs from ``first`` on, of which those before BEGIN and from END on are zeros."""
     mask = wanted
+    inputs = tl.arange(0, 32)
     if END - BEGIN < 32:
         mask = mask & ((inputs >= BEGIN) & (inputs < END))[:, None]
     if not EVEN:
@@ -137,51 +136,69 @@ def _inputs(
 
 
 @triton.jit
-def _add_chunk(
-    total,
-    first_x,
-    second_x,
-    first_end_x,
-    second_end_x,
+def _scaled(part, x, scales, UPPER: tl.constexpr):
+    """Products of integers and inputs that share a scale."""
+    return tl.dot(part, x, input_precision="ieee") * _scale(scales, UPPER)[:, None]
+
+
+@triton.jit
+def _unpacked(
     packed_at,
-    scales_at,
-    chunk,
+    run,
     num_rows,
     mask,
     BITS: tl.constexpr,
     CENTRE: tl.constexpr,
-    GROUP: tl.constexpr,
     ASM: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The integers of a run: of 128 inputs, or of 64 twice."""
+    found = tl.load(packed_at + run * num_rows * 32, mask=mask[:, None], other=0)
+    if BITS == 4:
+        parts = _fourths(found, CENTRE, ASM, dtype)
+    else:
+        lower, upper = _halves(found, ASM, dtype)
+        parts = lower, upper, lower, upper
+    return parts
+
+
+@triton.jit
+def _add_chunk(
+    total,
+    lower,
+    upper,
+    x_at,
+    chunk,
+    wanted,
+    num_inputs,
+    scales_at,
+    num_rows,
+    mask,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """What 64 inputs add to ``total`` [outputs, tokens], minima left out.
 
     Where 16 inputs share a scale, 32 come twice: with zeros for the last 16, and for the first.
     """
-    dtype: tl.constexpr = first_x.dtype
-    if BITS == 4:
-        both = tl.load(packed_at + chunk * num_rows * 32, mask=mask[:, None], other=0)
-        first, second = _halves(both, CENTRE, ASM, dtype)
-    else:
-        first = tl.load(packed_at + 2 * chunk * num_rows * 32, mask=mask[:, None], other=0)
-        second = tl.load(packed_at + (2 * chunk + 1) * num_rows * 32, mask=mask[:, None], other=0)
-        first, second = _bytes(first, ASM, dtype), _bytes(second, ASM, dtype)
+    begin = chunk * 64
     if GROUP == 32:
-        words = tl.load(scales_at + chunk * num_rows, mask=mask, other=0)
-        part = tl.dot(first, first_x, input_precision="ieee")
-        total += part * _scale(words, False)[:, None]
-        part = tl.dot(second, second_x, input_precision="ieee")
-        total += part * _scale(words, True)[:, None]
+        scales = tl.load(scales_at + chunk * num_rows, mask=mask, other=0)
+        x = _inputs(x_at, begin, wanted, num_inputs, 0, 32, EVEN)
+        total += _scaled(lower, x, scales, False)
+        x = _inputs(x_at, begin + 32, wanted, num_inputs, 0, 32, EVEN)
+        total += _scaled(upper, x, scales, True)
     else:
-        words = tl.load(scales_at + 2 * chunk * num_rows, mask=mask, other=0)
-        part = tl.dot(first, first_x, input_precision="ieee")
-        total += part * _scale(words, False)[:, None]
-        part = tl.dot(first, first_end_x, input_precision="ieee")
-        total += part * _scale(words, True)[:, None]
-        words = tl.load(scales_at + (2 * chunk + 1) * num_rows, mask=mask, other=0)
-        part = tl.dot(second, second_x, input_precision="ieee")
-        total += part * _scale(words, False)[:, None]
-        part = tl.dot(second, second_end_x, input_precision="ieee")
-        total += part * _scale(words, True)[:, None]
+        scales = tl.load(scales_at + 2 * chunk * num_rows, mask=mask, other=0)
+        x = _inputs(x_at, begin, wanted, num_inputs, 0, 16, EVEN)
+        total += _scaled(lower, x, scales, False)
+        x = _inputs(x_at, begin, wanted, num_inputs, 16, 32, EVEN)
+        total += _scaled(lower, x, scales, True)
+        scales = tl.load(scales_at + (2 * chunk + 1) * num_rows, mask=mask, other=0)
+        x = _inputs(x_at, begin + 32, wanted, num_inputs, 0, 16, EVEN)
+        total += _scaled(upper, x, scales, False)
+        x = _inputs(x_at, begin + 32, wanted, num_inputs, 16, 32, EVEN)
+        total += _scaled(upper, x, scales, True)
     return total
 
 
@@ -224,6 +241,7 @@ def _product_kernel(
     out,
     out_sums,
     chosen,
+    active,
     partials,
     counters,
     num_tokens,
@@ -231,6 +249,7 @@ def _product_kernel(
     num_inputs,
     num_rows,
     expert_rows,
+    num_experts,
     num_chunks,
     out_stride,
     factor,
@@ -271,8 +290,13 @@ def _product_kernel(
     rows = outputs.to(tl.int64)
     if SLOTS > 0:
         num_tiles = (num_tokens + TILE_N - 1) // TILE_N
-        expert = tl.program_id(2) // num_tiles
-        tokens = tl.program_id(2) % num_tiles * TILE_N + tl.arange(0, TILE_N)
+        tile = tl.program_id(2) % num_tiles
+        place = tl.program_id(2) // num_tiles
+        listed = active + tile * (num_experts + 1)
+        if place >= tl.load(listed):
+            return
+        expert = tl.load(listed + 1 + place)
+        tokens = tile * TILE_N + tl.arange(0, TILE_N)
         slots = tl.arange(0, PADDED_SLOTS)
         is_slot = (tokens < num_tokens)[:, None] & (slots < SLOTS)[None, :]
         found = tl.load(chosen + tokens[:, None] * SLOTS + slots[None, :], mask=is_slot, other=-1)
@@ -280,7 +304,6 @@ def _product_kernel(
         is_token = tl.sum(own, 1) > 0
         entries = tokens * SLOTS + tl.sum(own * slots[None, :], 1)
         sources = entries if FROM_SLOTS else tokens
-        end = tl.where(tl.sum(tl.sum(own, 1), 0) > 0, end, begin)
         rows += expert.to(tl.int64) * expert_rows
     else:
         tokens = tl.program_id(2) * TILE_N + tl.arange(0, TILE_N)
@@ -297,44 +320,51 @@ def _product_kernel(
     origin = tl.full((), 0, tl.int64)
     for iteration in tl.range(begin, end, num_stages=STAGES):
         first = origin + iteration * 4
-        for i in tl.static_range(4):
-            chunk = first + i
-            one = _inputs(x_at, chunk * 64, inputs, wanted, num_inputs, 0, 32, EVEN)
-            two = _inputs(x_at, chunk * 64 + 32, inputs, wanted, num_inputs, 0, 32, EVEN)
-            three, four = one, two
-            if GROUP == 16:
-                one = _inputs(x_at, chunk * 64, inputs, wanted, num_inputs, 0, 16, EVEN)
-                two = _inputs(x_at, chunk * 64 + 32, inputs, wanted, num_inputs, 0, 16, EVEN)
-                three = _inputs(x_at, chunk * 64, inputs, wanted, num_inputs, 16, 32, EVEN)
-                four = _inputs(x_at, chunk * 64 + 32, inputs, wanted, num_inputs, 16, 32, EVEN)
-            if BITS == 16:
-                at = packed + rows[:, None] * num_inputs + chunk * 64 + inputs[None, :]
+        if BITS == 16:
+            for i in tl.static_range(8):
+                begin_at = first * 64 + 32 * i
+                x_part = _inputs(x_at, begin_at, wanted, num_inputs, 0, 32, EVEN)
+                at = packed + rows[:, None] * num_inputs + begin_at + inputs[None, :]
                 mask = is_output[:, None]
-                upper_mask = mask
                 if not EVEN:
-                    mask = mask & (chunk * 64 + inputs < num_inputs)[None, :]
-                    upper_mask = upper_mask & (chunk * 64 + 32 + inputs < num_inputs)[None, :]
+                    mask = mask & (begin_at + inputs < num_inputs)[None, :]
                 part = tl.load(at, mask=mask, other=0.0)
-                total = tl.dot(part, one, total, input_precision="ieee")
-                part = tl.load(at + 32, mask=upper_mask, other=0.0)
-                total = tl.dot(part, two, total, input_precision="ieee")
+                total = tl.dot(part, x_part, total, input_precision="ieee")
                 if ACTIVATION != 0:
                     part = tl.load(at + ups_from * num_inputs, mask=mask, other=0.0)
-                    ups = tl.dot(part, one, ups, input_precision="ieee")
-                    part = tl.load(at + ups_from * num_inputs + 32, mask=upper_mask, other=0.0)
-                    ups = tl.dot(part, two, ups, input_precision="ieee")
-            else:
-                packed_at = packed + rows[:, None] * 32 + inputs[None, :]
-                total = _add_chunk(
-                    *(total, one, two, three, four, packed_at, scales + rows, chunk, num_rows),
-                    *(is_output, BITS, CENTRE, GROUP, ASM),
+                    ups = tl.dot(part, x_part, ups, input_precision="ieee")
+        else:
+            packed_at = packed + rows[:, None] * 32 + inputs[None, :]
+            scales_at = scales + rows
+            for i in tl.static_range(4 * BITS // 8):
+                run = first * BITS // 8 + i
+                one, two, three, four = _unpacked(
+                    *(packed_at, run, num_rows, is_output, BITS, CENTRE, ASM, x.dtype.element_ty)
                 )
-                if ACTIVATION != 0:
-                    packed_at += ups_from * 32
-                    ups = _add_chunk(
-                        *(ups, one, two, three, four, packed_at, scales + rows + ups_from, chunk),
-                        *(num_rows, is_output, BITS, CENTRE, GROUP, ASM),
+                chunk = first + i * 8 // BITS
+                total = _add_chunk(
+                    *(total, one, two, x_at, chunk, wanted, num_inputs, scales_at, num_rows),
+                    *(is_output, GROUP, EVEN),
+                )
+                if BITS == 4:
+                    total = _add_chunk(
+                        *(total, three, four, x_at, chunk + 1, wanted, num_inputs, scales_at),
+                        *(num_rows, is_output, GROUP, EVEN),
                     )
+                if ACTIVATION != 0:
+                    one, two, three, four = _unpacked(
+                        *(packed_at + ups_from * 32, run, num_rows, is_output, BITS, CENTRE, ASM),
+                        x.dtype.element_ty,
+                    )
+                    ups = _add_chunk(
+                        *(ups, one, two, x_at, chunk, wanted, num_inputs, scales_at + ups_from),
+                        *(num_rows, is_output, GROUP, EVEN),
+                    )
+                    if BITS == 4:
+                        ups = _add_chunk(
+                            *(ups, three, four, x_at, chunk + 1, wanted, num_inputs),
+                            *(scales_at + ups_from, num_rows, is_output, GROUP, EVEN),
+                        )
         if HAS_MIN:
             at = sums + sources[None, :] * (num_chunks * 4) + first * 4 + pairs[:, None]
             of_groups = tl.load(at, mask=wanted, other=0.0)
@@ -467,11 +497,12 @@ def _unpack_kernel(
     mask = is_row[:, None]
     for half in tl.static_range(2):
         if BITS == 4:
-            both = tl.load(at + chunk * num_rows * 32, mask=mask, other=0)
-            integers = ((both >> 4 * half) & 15).to(tl.float32) - CENTRE
+            found = tl.load(at + chunk // 2 * num_rows * 32, mask=mask, other=0)
+            shift = (chunk % 2 * 8 + 4 * half).to(tl.int16)
+            integers = ((found >> shift) & 15).to(tl.float32) - CENTRE
         else:
-            one = tl.load(at + (2 * chunk + half) * num_rows * 32, mask=mask, other=0)
-            integers = one.to(tl.float32) - 128.0
+            found = tl.load(at + chunk * num_rows * 32, mask=mask, other=0)
+            integers = ((found >> 8 * half) & 255).to(tl.float32) - 128.0
         if GROUP == 32:
             words = tl.load(scales + chunk * num_rows + rows, mask=is_row, other=0)
             numbers = integers * _scale(words, half == 1)[:, None]
@@ -484,8 +515,8 @@ def _unpack_kernel(
             numbers += below.to(tl.float32)[:, None]
         columns = chunk * 64 + 32 * half + inputs
         place = out + places.to(tl.int64)[:, None] * num_inputs + columns[None, :]
-        found = numbers.to(out.dtype.element_ty)
-        tl.store(place, found, mask=mask & (columns < num_inputs)[None, :])
+        numbers = numbers.to(out.dtype.element_ty)
+        tl.store(place, numbers, mask=mask & (columns < num_inputs)[None, :])
 
 
 def launch(x: Tensor) -> dict[str, bool]:
@@ -503,12 +534,14 @@ _PIECE = 1 << 25
 class CardMatrix(PackedMatrix):
     """A matrix [M, K] in few bits, laid out for the card.
 
-    What 32 inputs of a row have lies in 32 bytes, and those of all rows behind one another, so that
-    a tile of rows reads one stretch. Inputs are filled up to 256 with scales of 0.
+    A row has runs of 32 words of 16 bits, and the first run of all rows comes before the second, so
+    that a tile of rows reads one stretch. Word i of a run of 128 inputs has in 4 bits each inputs
+    i, 32 + i, 64 + i and 96 + i, from the lowest on; one of 64 inputs those of 8 bits likewise.
+    Inputs are filled up to 256 with scales of 0.
 
     Attributes:
-        packed_GCN: of 4 bits uint8 [C, M, 32], a byte holding inputs i and i + 32 of a chunk; of 8
-            uint8 [2 C, M, 32], 128 more than the integer, into which 5 and 6 bits are brought.
+        packed_GCN: int16 [runs, M, 32]. Integers of 8 bits, into which 5 and 6 are brought, are
+            stored with 128 added.
         scales: int32 [C, M], two float16 numbers of 32 inputs each; [2 C, M] of 16 inputs each.
             Products of scales and their steps are rounded to float16.
         minima: float16 [2 C, M] of 32 inputs each; None: there are none.
@@ -536,7 +569,7 @@ class CardMatrix(PackedMatrix):
     @property
     def num_chunks(self) -> int:
         """C."""
-        return len(self.packed_GCN) * 4 // self.integer_bits
+        return len(self.packed_GCN) * 8 // self.integer_bits
 
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.packed_GCN, self.scales, self.minima) if x is not None]
@@ -591,7 +624,7 @@ class CardMatrix(PackedMatrix):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            zeros(torch.uint8, chunks if is_half else 2 * chunks, num_rows, 32),
+            zeros(torch.int16, chunks // 2 if is_half else chunks, num_rows, 32),
             (num_rows,),
             num_inputs,
             scales=zeros(torch.int32, chunks * fields["scales_RB"] // 2, num_rows),
@@ -609,12 +642,13 @@ class CardMatrix(PackedMatrix):
             return F.pad(found_RB, (0, count - found_RB.shape[1]))
 
         integers_RK = padded(blocks.integers_RBK.flatten(1), chunks * CHUNK)
-        if self.integer_bits == 4:
-            halves = (integers_RK + self.centre).view(-1, chunks, 2, 32).view(torch.uint8)
-            packed_RC = halves[:, :, 0] | halves[:, :, 1] << 4
-        else:
-            packed_RC = (integers_RK.to(torch.int16) + 128).to(torch.uint8).view(-1, 2 * chunks, 32)
-        self.packed_GCN[:, rows] = packed_RC.transpose(0, 1)
+        per_word = 16 // self.integer_bits
+        zero = self.centre if per_word == 4 else 128
+        parts = (integers_RK.to(torch.int16) + zero).view(-1, len(self.packed_GCN), per_word, 32)
+        words_RC = parts[:, :, 0]
+        for i in range(1, per_word):
+            words_RC = words_RC | parts[:, :, i] << i * self.integer_bits
+        self.packed_GCN[:, rows] = words_RC.transpose(0, 1)
         scales_RB = padded(blocks.numbers("scales_RB").half(), 2 * len(self.scales)).contiguous()
         self.scales[:, rows] = scales_RB.view(torch.int32).T
         if self.minima is not None:
@@ -633,7 +667,11 @@ def _tiles(num_outputs: int, num_chunks: int, gated: bool, bits: int) -> dict[st
     tiles, splits = -(-num_outputs // 64), 1
     while tiles * splits < _PROGRAMS and num_chunks // 4 >= 4 * splits:
         splits *= 2
-    return {"TILE_M": 64, "SPLITS": splits, "STAGES": 3 if gated else 4, "num_warps": 2}
+    return {"TILE_M": 64, "SPLITS": splits, "STAGES": 2 if gated else 3, "num_warps": 2}
+
+
+_EXPERT_TILES = {"TILE_M": 32, "SPLITS": 1, "STAGES": 3, "num_warps": 2}
+"""An expert's matrices are small: more programs share them."""
 
 
 def prepared(
@@ -663,6 +701,11 @@ def prepared(
     return out_NK, sums
 
 
+def token_tile(num_tokens: int) -> int:
+    """Tokens of a tile; a token's bits are those of eight in any."""
+    return TILE // 2 if num_tokens <= TILE // 2 else TILE
+
+
 class Inputs(NamedTuple):
     """Inputs [N, K] of a product, with what is known of their sums.
 
@@ -687,12 +730,14 @@ class Chosen(NamedTuple):
 
     Attributes:
         experts_NS: int32, of each token in its slots; -1: none.
-        count: how many there are.
+        active: int32 [token tiles, 1 + X], how many there are in each tile of tokens, and which.
+        num_experts: how many there are.
         from_slots: whether inputs lie in slots, too: [N S, K]; else each token has its own.
     """
 
     experts_NS: Tensor
-    count: int
+    active: Tensor
+    num_experts: int
     from_slots: bool
 
 
@@ -726,7 +771,7 @@ def product(
         tiles: instead of those of the shape, to time others.
     """
     num_rows, num_inputs = weight_MK.shape
-    count, slots = (chosen.count, chosen.experts_NS.shape[1]) if chosen else (1, 0)
+    count, slots = (chosen.num_experts, chosen.experts_NS.shape[1]) if chosen else (1, 0)
     num_tokens = len(chosen.experts_NS) if chosen else len(x_NK)
     num_outputs = num_rows // count // (2 if activation else 1)
     if out_NM is None:
@@ -744,21 +789,24 @@ def product(
         operands, counters = (weight_MK, nothing, nothing), nothing
         form = {"BITS": 16, "CENTRE": 0, "GROUP": 32, "HAS_MIN": False}
     assert sums is not None or not form["HAS_MIN"]
+    if tiles is None and chosen:
+        tiles = _EXPERT_TILES
     tiles = dict(tiles or _tiles(num_outputs, num_chunks, activation is not None, form["BITS"]))
-    splits = 1 if chosen else tiles["SPLITS"]
-    del tiles["SPLITS"]
-    num_tiles = triton.cdiv(num_outputs, tiles["TILE_M"])
-    grid = (num_tiles, splits, count * triton.cdiv(num_tokens, TILE))
+    splits = tiles.pop("SPLITS")
+    num_tiles, tile = triton.cdiv(num_outputs, tiles["TILE_M"]), token_tile(num_tokens)
+    most = min(count, tile * max(slots, 1))
+    grid = (num_tiles, splits, most * triton.cdiv(num_tokens, tile))
     partials = nothing
     if splits > 1:
-        size = 2 * splits * tiles["TILE_M"] * TILE
+        size = 2 * splits * tiles["TILE_M"] * tile
         partials = x_NK.new_empty((grid[0] * grid[2], size), dtype=torch.float32)
     _product_kernel[grid](
         *(x_NK, nothing if sums is None else sums, *operands),
         *(nothing if bias_M is None else bias_M, nothing if residual_NM is None else residual_NM),
         *(out_NM, nothing if out_sums is None else out_sums),
-        *(chosen.experts_NS if chosen else nothing, partials, counters),
-        *(num_tokens, num_outputs, num_inputs, num_rows, num_rows // count, num_chunks),
+        *(chosen.experts_NS if chosen else nothing, chosen.active if chosen else nothing),
+        *(partials, counters, num_tokens, num_outputs, num_inputs, num_rows, num_rows // count),
+        *(count, num_chunks),
         *(out_NM.stride(0), scale),
         **form,
         HAS_BIAS=bias_M is not None,
@@ -770,7 +818,7 @@ def product(
         FROM_SLOTS=bool(chosen and chosen.from_slots),
         EVEN=num_inputs % (4 * CHUNK) == 0,
         IS_SPLIT=splits > 1,
-        TILE_N=TILE,
+        TILE_N=tile,
         ASM=x_NK.is_cuda and x_NK.dtype == torch.bfloat16 and form["BITS"] < 16,
         **launch(x_NK),
         **tiles,
@@ -854,7 +902,7 @@ def on_card(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
     Of a matrix with gates and ups in formats of their own no product is known: it is dequantised.
     """
 
-    def moved(_: str, matrix: Stack, num_parts: int) -> Any:
+    def moved(_: str, matrix: Any, num_parts: int) -> Any:
         if isinstance(matrix, StackedMatrix):
             if num_parts > 1:
                 return matrix.dequantised(weights.dtype).to(device)
