@@ -488,9 +488,9 @@ _FORMS = {
     "q4_0": Centred4Matrix,
 }
 _PACKED_TILES = [
-    {"TILE_M": m, "num_warps": warps, "STAGES": stages}
-    for m, warps, stages in (
-        *((64, 2, 2), (64, 2, 3), (32, 1, 2), (32, 1, 3), (32, 2, 2), (32, 2, 3)),
+    {"TILE_M": m, "num_warps": warps, "STAGES": stages, "maxnreg": registers}
+    for m, warps, stages, registers in (
+        *((64, 2, 2, 255), (64, 2, 2, 128), (64, 2, 3, 128), (32, 1, 3, 168), (32, 2, 3, 128)),
     )
 ]
 
@@ -514,6 +514,7 @@ def _packed_work(
     from foredraft.models.native.triton_packed import num_groups, prepared, product
 
     _, sums = prepared(x, None, 0.0, 0.0, num_groups(matrices[0]))
+    is_added = kind in ("norm", "residual")
     residual = x.new_zeros((len(x), matrices[0].shape[0]))
 
     def work() -> None:
@@ -521,7 +522,7 @@ def _packed_work(
             product(
                 *(x, matrix),
                 sums=sums,
-                residual_NM=residual if kind == "residual" else None,
+                residual_NM=residual if is_added else None,
                 activation="silu" if kind == "gated" else None,
                 dtype=torch.float32 if kind == "head" else None,
                 tiles=tiles,
@@ -540,13 +541,14 @@ def packed_compile(
     """Compile what `packed_products` times; ``--shard 2/12`` is a part of it."""
     shard, count = map(int, asked.shard.split("/"))
     wanted = [
-        (form, kind, tiles, splits)
+        (form, kind, tiles, splits, tokens)
         for tiles in _PACKED_TILES
         for form in asked.forms.split(",")
-        for kind, splits in (("gated", 1), ("gated", 2), ("norm", 2), ("residual", 2), ("head", 1))
+        for kind, splits in (("gated", 1), ("gated", 2), ("residual", 2), ("head", 1))
+        for tokens in (1, 16)
     ]
-    x = torch.ones(16, 4096, device=device, dtype=torch.bfloat16)
-    for form, kind, tiles, splits in wanted[shard::count]:
+    for form, kind, tiles, splits, tokens in wanted[shard::count]:
+        x = torch.ones(tokens, 4096, device=device, dtype=torch.bfloat16)
         try:
             matrix = _packed_matrix(1024, 4096, form, device)
             _packed_work([matrix], x, kind, {**tiles, "SPLITS": splits})()
@@ -659,7 +661,7 @@ def _take_tiles(path: Path, model: str) -> None:
     best: dict[tuple[int, int, int], dict[str, int]] = {}
     for row in json.loads(path.read_text())["parts"]["packed_products"][model].values():
         for form, found in row.items():
-            names = "TILE_M", "num_warps", "STAGES", "SPLITS"
+            names = "TILE_M", "num_warps", "STAGES", "maxnreg", "SPLITS"
             tiles = dict(zip(names, map(int, found["best"].split("x")), strict=True))
             outputs, inputs = found["shape"]
             bits = 4 if _FORMS[form].bits == 4 else 8

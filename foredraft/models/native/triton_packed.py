@@ -667,7 +667,7 @@ def _tiles(num_outputs: int, num_chunks: int, gated: bool, bits: int) -> dict[st
     tiles, splits = -(-num_outputs // 64), 1
     while tiles * splits < _PROGRAMS and num_chunks // 4 >= 4 * splits:
         splits *= 2
-    return {"TILE_M": 64, "SPLITS": splits, "STAGES": 2 if gated else 3, "num_warps": 2}
+    return {"TILE_M": 64, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
 
 
 _EXPERT_TILES = {"TILE_M": 32, "SPLITS": 1, "STAGES": 3, "num_warps": 2}
