@@ -490,7 +490,7 @@ _FORMS = {
 _PACKED_TILES = [
     {"TILE_M": m, "num_warps": warps, "STAGES": stages, "maxnreg": registers}
     for m, warps, stages, registers in (
-        *((64, 2, 2, 255), (64, 2, 2, 128), (64, 2, 3, 128), (32, 1, 3, 168), (32, 2, 3, 128)),
+        *((64, 2, 2, 255), (64, 2, 2, 128), (64, 2, 3, 128), (32, 2, 3, 128)),
     )
 ]
 
@@ -687,7 +687,7 @@ def packed_steps(
         for form in asked.forms.split(","):
             if time.monotonic() > deadline:
                 return
-            if asked.tiles:
+            if asked.tiles and form == asked.forms.split(",")[0]:
                 _take_tiles(Path(asked.tiles), model)
             target = _packed_target(model, form, device)
             weights = target.weights

@@ -647,7 +647,7 @@ class PagedDecoder(GraphedDecoder):
             else:
                 is_plain = isinstance(layer.gate_up_weight, Tensor)
                 down = layer.gate_up_weight if is_plain else layer.down_weight
-                sums = self._room_for_sums(hidden_NE, config.intermediate_size, down)
+                sums = self._room_for_sums(hidden_NE, layer.down_weight.shape[1], down)
                 activated_NF = multiply(
                     *(hidden_NE, layer.gate_up_weight),
                     norm_K=layer.mlp_norm_E,
@@ -759,6 +759,7 @@ class PagedDecoder(GraphedDecoder):
             *(hidden_NE, layer, self._config.experts, lengths_N),
             activation=activation,
             scale=self._config.residual_scale if is_added else None,
+            floor=self._config.family.chance_floor,
             **norms,
         )
         return mixed_NE if is_added else self._add(hidden_NE, mixed_NE, layer.mlp_post_norm_E)

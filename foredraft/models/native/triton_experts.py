@@ -41,6 +41,8 @@ def _route_kernel(
     active,
     num_tokens,
     num_experts,
+    floor,
+    factor,
     NUM_CHOSEN: tl.constexpr,
     SHARES: tl.constexpr,
     NORMALISED: tl.constexpr,
@@ -81,7 +83,8 @@ def _route_kernel(
         used = tl.maximum(used, tl.max((is_it & is_real[:, None]).to(tl.int32), 0))
         weights = tl.where(is_it, -1.0, weights)
     if NORMALISED:
-        parts = parts / tl.sum(parts, 1)[:, None]
+        parts = parts / (tl.sum(parts, 1)[:, None] + floor)
+    parts *= factor
     if SHARES:
         gates = tl.load(source + routed, mask=is_token, other=0.0).to(tl.float32)
         own = tl.where(slots == NUM_CHOSEN, num_experts - 1, own)
@@ -133,12 +136,15 @@ def _gather_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def route(logits_NX: Tensor, lengths_N: Tensor, experts: Experts) -> tuple[Chosen, Tensor]:
+def route(
+    logits_NX: Tensor, lengths_N: Tensor, experts: Experts, floor: float = 0.0
+) -> tuple[Chosen, Tensor]:
     """Each token's experts, and their chances, float32 [N, S].
 
     Args:
         logits_NX: of the router.
         lengths_N: 0: padding, which chooses none.
+        floor: added to the sum of chances that they are divided by.
     """
     num_tokens, num_experts = logits_NX.shape
     slots, device, tile = experts.per_token, logits_NX.device, token_tile(num_tokens)
@@ -148,8 +154,9 @@ def route(logits_NX: Tensor, lengths_N: Tensor, experts: Experts) -> tuple[Chose
     active = torch.empty((tiles, 1 + num_experts), dtype=torch.int32, device=device)
     _route_kernel[(tiles,)](
         *(logits_NX, lengths_N, chosen_NS, chances_NS, active, num_tokens, num_experts),
-        NUM_CHOSEN=slots - experts.shares,
-        SHARES=int(experts.shares),
+        *(floor, experts.scale),
+        NUM_CHOSEN=slots - experts.num_shared,
+        SHARES=experts.num_shared,
         NORMALISED=experts.normalised,
         PADDED=triton.next_power_of_2(num_experts),
         PADDED_SLOTS=triton.next_power_of_2(slots),
@@ -170,6 +177,7 @@ def mixture(
     norm_offset: float,
     activation: str,
     scale: float | None,
+    floor: float,
 ) -> Tensor:
     """``hidden_NE`` and ``scale`` times what each token's experts give; None: that alone."""
     gate_up, down, router_XE = layer.gate_up_weight, layer.down_weight, layer.router_XE
@@ -179,7 +187,7 @@ def mixture(
     norm_K = layer.mlp_norm_E
     normed_NE, sums = prepared(hidden_NE, norm_K, eps, norm_offset, num_groups(gate_up))
     logits_NX = linear(normed_NE, router_XE)
-    chosen, chances_NS = route(logits_NX, lengths_N, experts)
+    chosen, chances_NS = route(logits_NX, lengths_N, experts, floor)
     num_entries, num_inner = chances_NS.numel(), down.shape[1]
     inner_sums = room_for_sums(num_entries, num_inner, down, normed_NE)
     inner = product(
