@@ -83,7 +83,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--label", default="make gpu")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--trace", action="store_true", help="of packed_steps, by kernel")
-    parser.add_argument("--tiles", help="results of packed_products, whose best are taken")
     parser.add_argument("--forms", default=",".join(_FORMS), help="of weights in few bits")
     return parser.parse_args()
 
@@ -488,10 +487,8 @@ _FORMS = {
     "q4_0": Centred4Matrix,
 }
 _PACKED_TILES = [
-    {"TILE_M": m, "num_warps": warps, "STAGES": stages, "maxnreg": registers}
-    for m, warps, stages, registers in (
-        *((64, 2, 2, 255), (64, 2, 2, 128), (64, 2, 3, 128), (32, 2, 3, 128)),
-    )
+    {"TILE_M": m, "num_warps": warps, "STAGES": stages}
+    for m, warps, stages in ((64, 2, 2), (64, 2, 3), (32, 2, 3))
 ]
 
 
@@ -590,8 +587,7 @@ def packed_products(
                         for tokens in (1, 16)
                     ]
                 best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
-                row = {"gigabytes": num_bytes / 1e9, "us": times, "best": best[0][0]}
-                row["shape"] = [outputs // (2 if kind == "gated" else 1), inputs]
+                row = {"gigabytes": num_bytes / 1e9, "us": times}
                 found.setdefault(model, {}).setdefault(name, {})[form] = row
                 floor_us = num_bytes / 4.2e6
                 _say(model, name, form, f"{num_bytes / 1e6:.1f} MB, floor {floor_us:.1f}", best[:3])
@@ -654,27 +650,6 @@ def _packed_target(model: str, form: str, device: torch.device) -> NativeTarget:
     return NativeTarget(config, weights, PagedDecoder, 8192, memory)
 
 
-def _take_tiles(path: Path, model: str) -> None:
-    """The best tiles of `packed_products`, in place of the shape's own."""
-    from foredraft.models.native import triton_packed
-
-    best: dict[tuple[int, int, int], dict[str, int]] = {}
-    for row in json.loads(path.read_text())["parts"]["packed_products"][model].values():
-        for form, found in row.items():
-            names = "TILE_M", "num_warps", "STAGES", "maxnreg", "SPLITS"
-            tiles = dict(zip(names, map(int, found["best"].split("x")), strict=True))
-            outputs, inputs = found["shape"]
-            bits = 4 if _FORMS[form].bits == 4 else 8
-            best[outputs, -(-inputs // 256) * 4, bits] = tiles
-    usual = triton_packed._tiles
-    triton_packed._tiles = lambda m, k, gated, bits: (
-        best.get((m, k, bits))
-        or usual(  # type: ignore[assignment]
-            m, k, gated, bits
-        )
-    )
-
-
 def packed_steps(
     asked: argparse.Namespace,
     device: torch.device,
@@ -687,8 +662,6 @@ def packed_steps(
         for form in asked.forms.split(","):
             if time.monotonic() > deadline:
                 return
-            if asked.tiles and form == asked.forms.split(",")[0]:
-                _take_tiles(Path(asked.tiles), model)
             target = _packed_target(model, form, device)
             weights = target.weights
             matrices = [weights.head_VE]

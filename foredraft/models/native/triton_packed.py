@@ -662,12 +662,12 @@ _PROGRAMS = 256
 """A product is split until it has as many, or its stretches are short."""
 
 
-def _tiles(num_outputs: int, num_chunks: int, gated: bool, bits: int) -> dict[str, int]:
+def _tiles(num_outputs: int, num_chunks: int, gated: bool) -> dict[str, int]:
     """The tile of a product by its shape alone: never by the number of tokens."""
     tiles, splits = -(-num_outputs // 64), 1
     while tiles * splits < _PROGRAMS and num_chunks // 4 >= 4 * splits:
         splits *= 2
-    return {"TILE_M": 64, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
+    return {"TILE_M": 64, "SPLITS": splits, "STAGES": 2 if gated else 3, "num_warps": 2}
 
 
 _EXPERT_TILES = {"TILE_M": 32, "SPLITS": 1, "STAGES": 3, "num_warps": 2}
@@ -791,7 +791,7 @@ def product(
     assert sums is not None or not form["HAS_MIN"]
     if tiles is None and chosen:
         tiles = _EXPERT_TILES
-    tiles = dict(tiles or _tiles(num_outputs, num_chunks, activation is not None, form["BITS"]))
+    tiles = dict(tiles or _tiles(num_outputs, num_chunks, activation is not None))
     splits = tiles.pop("SPLITS")
     num_tiles, tile = triton.cdiv(num_outputs, tiles["TILE_M"]), token_tile(num_tokens)
     most = min(count, tile * max(slots, 1))
