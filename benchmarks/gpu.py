@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,15 @@ from torch import Tensor
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.cuda import GraphedDecoder, graphed_decoder
+from foredraft.models.native.cuda import GraphedDecoder, PagedDecoder, graphed_decoder
 from foredraft.models.native.model import DecoderFactory
+from foredraft.models.native.quant import (
+    Centred4Matrix,
+    Int4Matrix,
+    Int8Matrix,
+    Nested4Matrix,
+    Nested6Matrix,
+)
 from foredraft.models.native.target import NativeTarget
 
 _DECODERS: dict[str, DecoderFactory] = {"paged": graphed_decoder, "torch": GraphedDecoder}
@@ -74,6 +82,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--label", default="make gpu")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--trace", action="store_true", help="of packed_steps, by kernel")
+    parser.add_argument("--forms", default=",".join(_FORMS), help="of weights in few bits")
     return parser.parse_args()
 
 
@@ -210,35 +220,39 @@ def profile(
     """Microseconds of a step by kernel."""
     for model in asked.models.split(","):
         target = _target(model, device)
-        slot = _filled(target, 2048)
-        for tokens in (1, 16):
-            row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
-            target.score([row])
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if device.type == "cuda":
-                activities = [torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as trace:
-                for _ in range(3):
-                    target.score([row])
-                _wait(device)
-            attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-            kernels = sorted(trace.key_averages(), key=lambda k: -getattr(k, attribute))[:14]
-            found[f"{model}_{tokens}"] = [
-                {
-                    "name": k.key[:90],
-                    "us": round(getattr(k, attribute) / 3, 1),
-                    "count": k.count / 3,
-                }
-                for k in kernels
-            ]
-            _say(model, tokens)
-            for kernel in found[f"{model}_{tokens}"]:
-                _say("  ", kernel["us"], kernel["count"], kernel["name"][:70])
+        _trace(target, model, device, found)
         save()
         if time.monotonic() > deadline:
             return
         del target
         _empty(device)
+
+
+def _trace(target: NativeTarget, label: str, device: torch.device, found: _Results) -> None:
+    slot = _filled(target, 2048)
+    for tokens in (1, 16):
+        row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
+        target.score([row])
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as trace:
+            for _ in range(3):
+                target.score([row])
+            _wait(device)
+        attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        kernels = sorted(trace.key_averages(), key=lambda k: -getattr(k, attribute))[:14]
+        found[f"{label}_{tokens}"] = [
+            {
+                "name": k.key[:90],
+                "us": round(getattr(k, attribute) / 3, 1),
+                "count": k.count / 3,
+            }
+            for k in kernels
+        ]
+        _say(label, tokens)
+        for kernel in found[f"{label}_{tokens}"]:
+            _say("  ", kernel["us"], kernel["count"], kernel["name"][:70])
 
 
 # ---------------------------------------------------------------------------------------- products
@@ -463,6 +477,215 @@ def _microseconds(work: Callable[[], object], device: torch.device, count: int) 
         return -1.0
 
 
+# ------------------------------------------------------------------------------ weights in few bits
+
+_FORMS = {
+    "int4": Int4Matrix,
+    "q4_k": Nested4Matrix,
+    "q6_k": Nested6Matrix,
+    "int8": Int8Matrix,
+    "q4_0": Centred4Matrix,
+}
+_PACKED_TILES = [
+    {"TILE_M": m, "num_warps": warps, "STAGES": stages}
+    for m, warps, stages in ((64, 2, 2), (64, 2, 3), (32, 2, 3))
+]
+
+
+def _packed_matrix(rows: int, columns: int, form: str, device: torch.device) -> Any:
+    """Any numbers, laid out for the card."""
+    from foredraft.models.native.triton_packed import CardMatrix
+
+    card = CardMatrix.empty(_FORMS[form], rows, columns, device)
+    card.packed_GCN.random_(-32768, 32768)
+    scales = card.scales.view(torch.float16)
+    scales.uniform_(1e-3, 2e-3)
+    if card.minima is not None:
+        card.minima.copy_(-7.5 * 1.5e-3 * torch.ones_like(card.minima))
+    return card
+
+
+def _packed_work(
+    matrices: list[Any], x: Tensor, kind: str, tiles: dict[str, int] | None
+) -> Callable[[], None]:
+    from foredraft.models.native.triton_packed import num_groups, prepared, product
+
+    _, sums = prepared(x, None, 0.0, 0.0, num_groups(matrices[0]))
+    is_added = kind in ("norm", "residual")
+    residual = x.new_zeros((len(x), matrices[0].shape[0]))
+
+    def work() -> None:
+        for matrix in matrices:
+            product(
+                *(x, matrix),
+                sums=sums,
+                residual_NM=residual if is_added else None,
+                activation="silu" if kind == "gated" else None,
+                dtype=torch.float32 if kind == "head" else None,
+                tiles=tiles,
+            )
+
+    return work
+
+
+def packed_compile(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Compile what `packed_products` times; ``--shard 2/12`` is a part of it."""
+    shard, count = map(int, asked.shard.split("/"))
+    wanted = [
+        (form, kind, tiles, splits, tokens)
+        for tiles in _PACKED_TILES
+        for form in asked.forms.split(",")
+        for kind, splits in (("gated", 1), ("gated", 2), ("residual", 2), ("head", 1))
+        for tokens in (1, 16)
+    ]
+    for form, kind, tiles, splits, tokens in wanted[shard::count]:
+        x = torch.ones(tokens, 4096, device=device, dtype=torch.bfloat16)
+        try:
+            matrix = _packed_matrix(1024, 4096, form, device)
+            _packed_work([matrix], x, kind, {**tiles, "SPLITS": splits})()
+        except Exception as error:
+            _say(form, kind, tiles, str(error)[:200])
+
+
+def packed_products(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Microseconds of each product of a layer by form and tile; 1 and 16 tokens."""
+    for model in asked.models.split(","):
+        for name, (outputs, inputs, kind) in _product_shapes(model).items():
+            for form in asked.forms.split(","):
+                if time.monotonic() > deadline:
+                    return
+                first = _packed_matrix(outputs, inputs, form, device)
+                num_bytes = sum(x.nbytes for x in first.tensors())
+                more = max(0, min(15, (160 << 20) // num_bytes))
+                matrices = [first] + [
+                    _packed_matrix(outputs, inputs, form, device) for _ in range(more)
+                ]
+                times: dict[str, list[float]] = {}
+                for tiles in _PACKED_TILES:
+                    for splits in {"gated": (1, 2, 4), "head": (1,)}.get(kind, (2, 4, 8)):
+                        label = "x".join(map(str, (*tiles.values(), splits)))
+                        for tokens in (1, 16):
+                            x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+                            work = _packed_work(matrices, x, kind, {**tiles, "SPLITS": splits})
+                            taken = _microseconds(work, device, len(matrices))
+                            times.setdefault(label, []).append(taken)
+                if form == "int4":
+                    times["torch"] = [
+                        _microseconds(*_torch_int4(outputs, inputs, tokens, device))
+                        for tokens in (1, 16)
+                    ]
+                best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
+                row = {"gigabytes": num_bytes / 1e9, "us": times}
+                found.setdefault(model, {}).setdefault(name, {})[form] = row
+                floor_us = num_bytes / 4.2e6
+                _say(model, name, form, f"{num_bytes / 1e6:.1f} MB, floor {floor_us:.1f}", best[:3])
+                save()
+
+
+def _torch_int4(
+    outputs: int, inputs: int, tokens: int, device: torch.device
+) -> tuple[Callable[[], None], torch.device, int]:
+    """The product in 4 bits that torch has itself, of several matrices, for `_microseconds`."""
+    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+    count = max(1, min(16, (160 << 20) // (outputs * inputs // 2)))
+    packed = [
+        torch._convert_weight_to_int4pack(
+            torch.randint(0, 256, (outputs, inputs // 2), device=device, dtype=torch.uint8), 8
+        )
+        for _ in range(count)
+    ]
+    scales = torch.rand(inputs // 32, outputs, 2, device=device, dtype=torch.bfloat16)
+
+    def work() -> None:
+        for one in packed:
+            torch._weight_int4pack_mm(x, one, 32, scales)
+
+    return work, device, count
+
+
+def _packed_target(model: str, form: str, device: torch.device) -> NativeTarget:
+    """Made-up weights in few bits, a head of 8 bits."""
+    config = random_config(_MODELS.get(model, model))
+    outline = replace(config, num_hidden_layers=1, experts=None, vocab_size=64)
+    like = random_weights(outline, torch.bfloat16, device)
+    experts = config.experts.count if config.experts else 1
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query = config.num_attention_heads * config.head_dim
+    layer = like.layers[0]
+    layers = [
+        replace(
+            layer,
+            qkv_weight=_packed_matrix(len(layer.qkv_weight), hidden, form, device),  # type: ignore[arg-type]
+            output_weight=_packed_matrix(hidden, query, form, device),
+            gate_up_weight=_packed_matrix(experts * 2 * inner, hidden, form, device),
+            down_weight=_packed_matrix(experts * hidden, inner, form, device),
+            router_XE=(
+                torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) * 0.05
+                if config.experts
+                else None
+            ),
+        )
+        for _ in range(config.num_hidden_layers)
+    ]
+    embedding = torch.empty(config.vocab_size, hidden, device=device, dtype=torch.bfloat16)
+    weights = replace(
+        like,
+        embedding_VE=embedding.normal_(0.0, 0.02),
+        layers=tuple(layers),
+        head_VE=_packed_matrix(config.vocab_size, hidden, "int8", device),
+    )
+    memory = 8300 * config.kv_shape.bytes_per_token(torch.bfloat16) * 2
+    return NativeTarget(config, weights, PagedDecoder, 8192, memory)
+
+
+def packed_steps(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Milliseconds of steps with weights in few bits, and the bytes that they read."""
+    for model in asked.models.split(","):
+        for form in asked.forms.split(","):
+            if time.monotonic() > deadline:
+                return
+            target = _packed_target(model, form, device)
+            weights = target.weights
+            matrices = [weights.head_VE]
+            for layer in weights.layers:
+                matrices += [layer.qkv_weight, layer.output_weight]  # type: ignore[list-item]
+                matrices += [layer.gate_up_weight, layer.down_weight]  # type: ignore[list-item]
+            read = sum(x.nbytes for m in matrices for x in m.tensors())  # type: ignore[union-attr]
+            rows = found.setdefault(model, {}).setdefault(form, {"read_bytes": read, "steps": []})
+            for context in map(int, asked.contexts.split(",")):
+                slot = _filled(target, context)
+                for tokens in map(int, asked.tokens.split(",")):
+                    step = _step(target, slot, tokens, asked)
+                    row = {"context": context, "tokens": tokens, **step}
+                    rows["steps"].append(row)
+                    _say(model, form, f"floor {read / 4.2e9:.3f} ms", row)
+                    save()
+                target.cache.free(slot)
+            if asked.trace:
+                _trace(target, f"{model}_{form}", device, found)
+                save()
+            del target
+            _empty(device)
+
+
 # ---------------------------------------------------------------------------------------- drafters
 
 
@@ -592,6 +815,9 @@ _PARTS = {
     "product_bits": product_bits,
     "attention": attention,
     "drafters": drafters,
+    "packed_compile": packed_compile,
+    "packed_products": packed_products,
+    "packed_steps": packed_steps,
 }
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def shapes() -> dict[str, Shape]:
         "llama-3b": Shape(3072, 8192, 28, 24, 8, 128, 128256, True),
         "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
         "moe-1b": Shape(1024, 512, 16, 16, 4, 64, 32000, False, Experts(32, 4, True)),
+        "qwen3-30b-a3b": Shape(*(2048, 768, 48, 32, 4, 128, 151936, False), Experts(128, 8, True)),
         "olmoe-7b": Shape(2048, 1024, 16, 16, 16, 128, 50304, False, Experts(64, 8, False)),
     }
 

@@ -527,13 +527,13 @@ def plan_native(
     from foredraft.models.native.weights import formats_of
 
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
-    if kernel_problem:
-        _refuse_few_bits(options, kernel_problem)
+    few_bits_problem = kernel_problem and _card_problem(config, options, device, kernel_problem)
+    _refuse_few_bits(options, few_bits_problem, kernel_problem)
     dtype = _asked_dtype(options)
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
     cache_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
-    weights, not_kept = _native_weights(checkpoint, config, options, dtype, kernel_problem)
+    weights, not_kept = _native_weights(checkpoint, config, options, dtype, few_bits_problem)
     formats = tuple(formats_of(checkpoint)) if checkpoint and checkpoint.is_quantised else ()
     _check_activations(options, weights, formats)
     tiles = kernel_problem is None and weights == "bfloat16" and config.fits_tiles and has_tiles()
@@ -554,7 +554,7 @@ def plan_native(
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, cache_dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
-        activation_bits=_activation_bits(options, weights, formats),
+        activation_bits=16 if kernel_problem else _activation_bits(options, weights, formats),
         tiles=tiles,
         notes=(
             *_native_notes(config, device, kernel_problem),
@@ -572,13 +572,13 @@ def _native_weights(
     config: DecoderConfig,
     options: LoadOptions,
     dtype: str,
-    kernel_problem: str | None,
+    few_bits_problem: str | None,
 ) -> tuple[str, tuple[str, ...]]:
     """`ModelPlan.weights`, and a note where they cannot be those of the GGUF file."""
     from foredraft.models.native.weights import rounded_as_stored
 
     weights = options.weights if options.weights in _BITS else dtype
-    free = kernel_problem is None and options.weights == options.dtype == "auto"
+    free = few_bits_problem is None and options.weights == options.dtype == "auto"
     is_quantised = checkpoint is not None and checkpoint.is_quantised
     if options.weights != _AS_STORED and not (is_quantised and free):
         return weights, ()
@@ -662,17 +662,31 @@ def _why_not_as_stored(checkpoint: Checkpoint | None, config: DecoderConfig) -> 
     return why_not_as_stored(checkpoint, config)
 
 
-def _refuse_few_bits(options: LoadOptions, reason: str) -> None:
-    """What is asked for in few bits, where the fused kernel does not run for this reason."""
-    if options.weights in _BITS:
+def _card_problem(
+    config: DecoderConfig, options: LoadOptions, device: str, kernel_problem: str
+) -> str | None:
+    """Why weights in few bits are no faster on a GPU; None: they are."""
+    from foredraft.models.native.cuda import why_not_paged
+
+    if device == "cpu":
+        return kernel_problem
+    return "exact=True" if options.exact else why_not_paged(config, torch.device(device))
+
+
+def _refuse_few_bits(
+    options: LoadOptions, few_bits_problem: str | None, kernel_problem: str | None
+) -> None:
+    """What is asked for in few bits, where it is not faster for this reason."""
+    if few_bits_problem and options.weights in _BITS:
         raise ConfigError(
             f"weights {options.weights!r} are there where they are faster: on CPU with the fused "
-            f"kernel ({reason}); leave weights out"
+            f"kernel, and on GPUs with our own kernels ({few_bits_problem}); leave weights out"
         )
     for name in ("cache_dtype", "activations"):
-        if getattr(options, name) == "int8":
+        if kernel_problem and getattr(options, name) == "int8":
             raise ConfigError(
-                f"{name} 'int8' is there on CPU with the fused kernel ({reason}); leave {name} out"
+                f"{name} 'int8' is there on CPU with the fused kernel ({kernel_problem}); leave "
+                f"{name} out"
             )
 
 
@@ -721,7 +735,8 @@ def _plan_hf(
     except ImportError as problem:
         what = f"{name!r} runs through transformers, which needs"
         raise needs_extra(what, "hf", problem) from None
-    _refuse_few_bits(options, f"{name!r} runs through transformers")
+    reason = f"{name!r} runs through transformers"
+    _refuse_few_bits(options, reason, reason)
     sizes = read_sizes(checkpoint)
     dtype = _asked_dtype(options)
     if dtype == "auto":

@@ -137,9 +137,19 @@ def test_int8_is_refused_where_it_does_not_run(
         plan_of(tmp_path, **options)
 
 
-def test_int8_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_there_on_gpus_that_have_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    has_kernels = "foredraft.models.native.cuda._has_kernels"
+    monkeypatch.setattr(has_kernels, lambda device: False)
     with pytest.raises(ConfigError, match="on CPU with the fused kernel"):
         plan_of(tmp_path, weights="int8", device="cuda")
+    monkeypatch.setattr(has_kernels, lambda device: True)
+    plan = plan_of(tmp_path, weights="int8", device="cuda")
+    assert (plan.decoder, plan.weights, plan.packed_bits) == ("graphed", "int8", 8)
+    for options in ({"exact": True}, {"activations": "int8"}, {"cache_dtype": "int8"}):
+        with pytest.raises(ConfigError, match="leave"):
+            plan_of(tmp_path, weights="int8", device="cuda", **options)

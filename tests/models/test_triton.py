@@ -28,7 +28,10 @@ DEVICE = "cpu" if _INTERPRETED else "cuda"
 
 @pytest.fixture(
     scope="module",
-    params=["llama", "qwen3", "qwen2", "mistral-window", "gemma2", "phi3", "granite"],
+    params=[
+        *("llama", "qwen3", "qwen2", "mistral-window", "gemma2", "phi3", "granite"),
+        *("mixtral", "qwen3-moe"),
+    ],
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("triton") / request.param

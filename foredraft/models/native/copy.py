@@ -117,7 +117,7 @@ class NativeLowBitCopy:
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
         cache: Entries = self._cache
-        if max(starts) >= _LONG:
+        if max(starts) >= _LONG and isinstance(self._decoder, FusedDecoder):
             slots = [row.slot for row in rows]
             cache = short = _Shortened(self._cache, dict(zip(slots, starts, strict=True)))
             there = [
@@ -227,19 +227,20 @@ class Copies:
                 return self._of(self.weights.with_tensors(tensors))
         weights = (
             rounded(self.weights, bits)
-            if self.checkpoint is None
+            if self.checkpoint is None or self.weights.device.type != "cpu"
             else load_weights(self.checkpoint, self.config, self.weights.dtype, bits=bits)
         )
         self.kept.keep(_name(bits, False), self._recipe(), packed_tensors(weights))
         return self._of(weights)
 
     def _of(self, weights: DecoderWeights) -> NativeLowBitCopy:
+        on_cpu = self.weights.device.type == "cpu"
         weights = replace(
             weights,
             embedding_VE=self.weights.embedding_VE,
             states_dtype=self.weights.dtype,
             activation_bits=self.weights.activation_bits,
-            screen_VE=screen_of(weights.head_VE, self.kept, "copy-screen"),
+            screen_VE=screen_of(weights.head_VE, self.kept, "copy-screen") if on_cpu else None,
         )
         return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
 

@@ -77,7 +77,7 @@ class FusedDecoder:
     """
 
     name = "fused"
-    reads_packed = True
+    reads_packed = runs_copies = True
     reads_unseen = False
     draws = True
 

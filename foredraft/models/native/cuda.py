@@ -24,7 +24,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,11 @@ from foredraft.cache.store import Entries
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import Decoder, EagerDecoder, capped_attention, finished_logits
 from foredraft.models.native.plan import ForwardPlan
+from foredraft.models.native.quant import Stack
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+if TYPE_CHECKING:
+    from foredraft.models.native.triton_packed import Inputs
 
 _WARM_UPS = 2
 """Libraries allocate and choose kernels in their first calls, which may not be recorded."""
@@ -558,12 +562,14 @@ _TABLE_BYTES = 32 << 20
 """Of rotations of all positions, at most."""
 
 
-def paged_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) -> Bucket:
-    """The smallest bucket that ``plan`` fits, of at least `TILE` tokens."""
+def paged_bucket(
+    plan: ForwardPlan, block_size: int, taps: Sequence[int] = (), least: int = TILE
+) -> Bucket:
+    """The smallest bucket that ``plan`` fits, of at least ``least`` tokens."""
     rows, tokens = padded_shape(plan)
     if rows == 1 and tokens <= TILE:
-        tokens = TILE
-    rows = max(rows, -(-TILE // tokens))
+        tokens = TILE if tokens > least else least
+    rows = max(rows, -(-least // tokens))
     seen = max(plan.entries[row.start] for row in plan.rows) + tokens
     context = max(_MIN_CONTEXT, block_size)
     while context < seen:
@@ -581,13 +587,34 @@ class PagedDecoder(GraphedDecoder):
     """Runs a `ForwardPlan`, that of a decoding step as one recorded graph of our own kernels."""
 
     reads_unseen = False
+    runs_copies = True
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, **options: int) -> None:
-        super().__init__(config, weights, **options)
+        from foredraft.models.native import triton_packed
+
+        self._packed = triton_packed
+        super().__init__(config, triton_packed.on_card(weights, weights.device), **options)
+        is_plain = isinstance(self._weights.layers[0].gate_up_weight, Tensor)
+        self._least = TILE if is_plain and not config.experts else TILE // 2
         self._tables: list[tuple[Tensor, Tensor]] | None = None
 
+    def fits(self, plan: ForwardPlan) -> bool:
+        return fits_grid(plan)
+
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        head_VE = self._weights.head_VE
+        if isinstance(head_VE, Tensor):
+            return super().logits(normed_TE)
+        logits_TV = self._packed.multiply(normed_TE, head_VE, dtype=torch.float32)
+        return finished_logits(logits_TV, self._config)
+
+    def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Tensor):
+            return super()._linear(x, weight, bias)
+        return self._packed.dequantised_product(x, weight, bias)
+
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
-        return paged_bucket(plan, block_size, taps)
+        return paged_bucket(plan, block_size, taps, self._least)
 
     def _run(
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
@@ -596,7 +623,8 @@ class PagedDecoder(GraphedDecoder):
         from foredraft.models.native import triton_ops as ops
 
         config, weights, tapped = self._config, self._weights, dict[int, Tensor]()
-        rotations = self._turns(inputs.positions)
+        multiply, rotations = self._packed.multiply, self._turns(inputs.positions)
+        activation = "silu" if config.activation == "silu" else "gelu_tanh"
         hidden_NE = self.embed(inputs.token_ids)
         norms: dict[str, Any] = {
             "eps": config.rms_norm_eps,
@@ -604,31 +632,38 @@ class PagedDecoder(GraphedDecoder):
         }
         for index, layer in enumerate(weights.layers):
             if index not in weights.no_attention:
-                qkv = ops.linear(
-                    *(hidden_NE, _plain(layer.qkv_weight), layer.qkv_bias),
+                qkv = multiply(
+                    *(hidden_NE, layer.qkv_weight, layer.qkv_bias),
                     norm_K=layer.attention_norm_E,
                     **norms,
                 )
-                attended_NX = self._see(ops, qkv, index, layer, inputs, bucket, cache, rotations)
+                attended = self._see(ops, qkv, index, layer, inputs, bucket, cache, rotations)
                 hidden_NE = self._added(
-                    *(ops, hidden_NE, attended_NX, _plain(layer.output_weight)),
+                    *(hidden_NE, attended, layer.output_weight),
                     *(layer.output_bias, layer.attention_post_norm_E),
                 )
-            activated_NF = ops.linear(
-                *(hidden_NE, _plain(layer.gate_up_weight)),
-                norm_K=layer.mlp_norm_E,
-                activation="silu" if config.activation == "silu" else "gelu_tanh",
-                **norms,
-            )
-            hidden_NE = self._added(
-                *(ops, hidden_NE, activated_NF, _plain(layer.down_weight)),
-                *(None, layer.mlp_post_norm_E),
-            )
+            if layer.router_XE is not None:
+                hidden_NE = self._mixed(hidden_NE, layer, inputs.lengths, activation, norms)
+            else:
+                is_plain = isinstance(layer.gate_up_weight, Tensor)
+                down = layer.gate_up_weight if is_plain else layer.down_weight
+                sums = self._room_for_sums(hidden_NE, layer.down_weight.shape[1], down)
+                activated_NF = multiply(
+                    *(hidden_NE, layer.gate_up_weight),
+                    norm_K=layer.mlp_norm_E,
+                    activation=activation,
+                    out_sums=sums,
+                    **norms,
+                )
+                hidden_NE = self._added(
+                    *(hidden_NE, self._packed.Inputs(activated_NF, sums), layer.down_weight),
+                    *(None, layer.mlp_post_norm_E),
+                )
             if index in bucket.taps:
                 tapped[index] = hidden_NE
         wanted_NE = hidden_NE.index_select(0, inputs.heads)
-        ops.linear(
-            *(wanted_NE, _plain(weights.head_VE)),
+        multiply(
+            *(wanted_NE, weights.head_VE),
             norm_K=weights.final_norm_E,
             out_NM=logits_NV,
             **norms,
@@ -662,7 +697,7 @@ class PagedDecoder(GraphedDecoder):
         bucket: Bucket,
         cache: KVCache,
         rotations: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
+    ) -> Inputs:
         """Keys and values stored, and what each token sees of them; [N, H D]."""
         config, kind = self._config, layer.kind
         store = cache.store.keys, cache.store.values
@@ -677,6 +712,9 @@ class PagedDecoder(GraphedDecoder):
             eps=config.rms_norm_eps,
             norm_offset=config.family.norm_offset,
         )
+        sums = None
+        if config.head_dim in (32, 64, 128, 256):
+            sums = self._room_for_sums(qkv, query_NHD[0].numel(), layer.output_weight)
         attended_NHD: Tensor = ops.attend(
             *(query_NHD, store, index, inputs.tables, inputs.lengths, inputs.starts, inputs.paths),
             context=bucket.context,
@@ -684,44 +722,63 @@ class PagedDecoder(GraphedDecoder):
             scale=config.query_scale or config.head_dim**-0.5,
             window=kind.window,
             cap=config.attention_cap,
+            out_sums=sums,
         )
-        return attended_NHD.flatten(1)
+        return self._packed.Inputs(attended_NHD.flatten(1), sums)
 
-    def _added(  # type: ignore[no-untyped-def]
+    def _room_for_sums(self, like: Tensor, num_inputs: int, weight: Stack) -> Tensor | None:
+        return self._packed.room_for_sums(len(like), num_inputs, weight, like)
+
+    def _added(
         self,
-        ops,
         hidden_NE: Tensor,
-        part_NK: Tensor,
-        weight: Tensor,
+        part: Inputs,
+        weight: Stack,
         bias: Tensor | None,
         post_norm_E: Tensor | None,
     ) -> Tensor:
-        if post_norm_E is not None or (bias is not None and self._config.residual_scale != 1.0):
-            return self._add(hidden_NE, F.linear(part_NK, weight, bias), post_norm_E)
         scale = self._config.residual_scale
-        added: Tensor = ops.linear(part_NK, weight, bias, residual_NM=hidden_NE, scale=scale)
-        return added
+        if post_norm_E is not None or (bias is not None and scale != 1.0):
+            part_NE = self._packed.multiply(part, weight, bias)
+            return self._add(hidden_NE, part_NE, post_norm_E)
+        return self._packed.multiply(part, weight, bias, residual_NM=hidden_NE, scale=scale)
+
+    def _mixed(
+        self,
+        hidden_NE: Tensor,
+        layer: LayerWeights,
+        lengths_N: Tensor,
+        activation: str,
+        norms: Mapping[str, Any],
+    ) -> Tensor:
+        from foredraft.models.native.triton_experts import mixture
+
+        assert self._config.experts is not None
+        is_added = layer.mlp_post_norm_E is None
+        mixed_NE = mixture(
+            *(hidden_NE, layer, self._config.experts, lengths_N),
+            activation=activation,
+            scale=self._config.residual_scale if is_added else None,
+            floor=self._config.family.chance_floor,
+            **norms,
+        )
+        return mixed_NE if is_added else self._add(hidden_NE, mixed_NE, layer.mlp_post_norm_E)
 
 
 def graphed_decoder(config: DecoderConfig, weights: DecoderWeights) -> Decoder:
     """The fastest decoder of a GPU for this model."""
-    paged = _has_kernels(weights.device) and why_not_paged(config, weights) is None
+    paged = why_not_paged(config, weights.device) is None
     return (PagedDecoder if paged else GraphedDecoder)(config, weights)
-
-
-def _has_kernels(device: torch.device) -> bool:
-    """Whether Triton is there, and the shared memory that the tiles take: Hopper, or its heir."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    is_large = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return is_large and importlib.util.find_spec("triton") is not None
 
 
 def unusual(config: DecoderConfig) -> str | None:
     """What of a model is run by `EagerDecoder` alone; None: nothing."""
+    return "mixtures of experts" if config.experts else _unusual_layers(config)
+
+
+def _unusual_layers(config: DecoderConfig) -> str | None:
     family = config.family
     features = {
-        "mixtures of experts": config.experts is not None,
         "recurrent layers": config.recurrent is not None,
         "norms that subtract the mean": family.layer_norms,
         "layers whose parts read one input": config.is_parallel,
@@ -732,16 +789,19 @@ def unusual(config: DecoderConfig) -> str | None:
     return next((name for name, is_there in features.items() if is_there), None)
 
 
-def why_not_paged(config: DecoderConfig, weights: DecoderWeights) -> str | None:
-    """What of a model the kernels do not know; None: nothing."""
-    if reason := unusual(config):
+def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
+    """What of a model or a device the kernels do not know; None: nothing."""
+    if not _has_kernels(device):
+        return "it takes a Hopper or Blackwell GPU, and Triton"
+    if reason := _unusual_layers(config):
         return reason
-    if not all(isinstance(m, Tensor) for x in weights.layers for m in _matrices(x)):
-        return "weights in few bits"
-    if not isinstance(weights.head_VE, Tensor):
-        return "a head in few bits"
-    norms = [x.query_norm_D for x in weights.layers if x.query_norm_D is not None]
-    if any(len(norm) != config.head_dim for norm in norms):
+    if (experts := config.experts) and (
+        experts.has_bias
+        or config.family.chances != "softmax"
+        or experts.num_shared != experts.shared_gate
+    ):
+        return "experts that are chosen otherwise than by a softmax"
+    if any(size != config.head_dim for size in config.head_norm_sizes):
         return "norms of all heads together"
     if config.head_dim > 256:
         return f"heads of {config.head_dim}"
@@ -750,10 +810,9 @@ def why_not_paged(config: DecoderConfig, weights: DecoderWeights) -> str | None:
     return None
 
 
-def _matrices(layer: LayerWeights) -> list[object]:
-    return [layer.qkv_weight, layer.output_weight, layer.gate_up_weight, layer.down_weight]
-
-
-def _plain(matrix: object) -> Tensor:
-    assert isinstance(matrix, Tensor)
-    return matrix
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton is there, and the shared memory that the tiles take: Hopper, or its heir."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    is_large = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return is_large and importlib.util.find_spec("triton") is not None

@@ -49,7 +49,12 @@ class Decoder(Protocol):
 
     @property
     def reads_packed(self) -> bool:
-        """Whether packed weights save it time: then it also runs heads and copies in few bits."""
+        """Whether packed weights save it time: then it also runs heads in few bits."""
+        ...
+
+    @property
+    def runs_copies(self) -> bool:
+        """Whether copies of its weights in few bits are faster than these."""
         ...
 
     @property
@@ -106,7 +111,7 @@ class EagerDecoder:
     """Runs a `ForwardPlan` layer by layer."""
 
     name = "eager"
-    reads_packed = False
+    reads_packed = runs_copies = False
     reads_unseen = False
     draws = False
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -123,18 +123,21 @@ class Blocks:
 
     def dequantised(self) -> Tensor:
         """Float32 [R, K], each product and each sum rounded once."""
-        blocks_of_step = STEP_INPUTS // self.integers_RBK.shape[2]
-
-        def numbers(found_RB: Tensor, steps_RS: Tensor | None) -> Tensor:
-            if steps_RS is None:
-                return found_RB.float()[..., None]
-            steps_RB = steps_RS.float().repeat_interleave(blocks_of_step, 1)
-            return (steps_RB[:, : found_RB.shape[1]] * found_RB.float())[..., None]
-
-        numbers_RBK = self.integers_RBK.float() * numbers(self.scales_RB, self.steps_RS)
+        numbers_RBK = self.integers_RBK.float() * self.numbers("scales_RB")[..., None]
         if self.minima_RB is not None:
-            numbers_RBK += numbers(self.minima_RB, self.minimum_steps_RS)
+            numbers_RBK += self.numbers("minima_RB")[..., None]
         return numbers_RBK.flatten(1)
+
+    def numbers(self, field: Literal["scales_RB", "minima_RB"]) -> Tensor:
+        """Scales or minima, float32 [R, B], multiplied with their steps where there are any."""
+        is_scale = field == "scales_RB"
+        found_RB: Tensor = getattr(self, field)
+        steps_RS = self.steps_RS if is_scale else self.minimum_steps_RS
+        if steps_RS is None:
+            return found_RB.float()
+        blocks_of_step = STEP_INPUTS // self.integers_RBK.shape[2]
+        steps_RB = steps_RS.float().repeat_interleave(blocks_of_step, 1)
+        return steps_RB[:, : found_RB.shape[1]] * found_RB.float()
 
     def is_finite(self) -> bool:
         """Whether scales and minima are numbers."""
@@ -307,6 +310,19 @@ class QuantisedMatrix(PackedMatrix):
     def _blocks(weight_RK: Tensor) -> Blocks:
         """Round some rows."""
         raise NotImplementedError
+
+    def in_pieces(self, device: torch.device) -> Iterator[tuple[int, Blocks]]:
+        """Some rows at a time, on a device: which is the first, and what they hold.
+
+        Inputs are filled up to the whole runs of the layout.
+        """
+        start = 0
+        for part in self.parts:
+            for first, rows in _pieces(part.shape[0]):
+                group = first // GROUP_ROWS
+                piece = part.packed_GCN[group : group + _num_groups(rows)].to(device)
+                yield start + first, self._blocks_of(piece).rows(slice(0, rows))
+            start += part.shape[0]
 
     @classmethod
     def _put(cls, blocks: Blocks, packed_GCN: Tensor) -> None:

@@ -193,7 +193,7 @@ class NativeTarget:
 
     @property
     def low_bits(self) -> tuple[int, ...]:
-        return self._copies.bits if self.decoder.reads_packed else ()
+        return self._copies.bits if self.decoder.runs_copies else ()
 
     def low_bit_copy(self, bits: int) -> NativeLowBitCopy:
         return self._copies.copy(bits)

@@ -309,15 +309,20 @@ def _join_kernel(
     peaks,
     lengths,
     out,
+    out_sums,
     num_stretches,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
     STRETCH: tl.constexpr,
     JOINED: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One head of one token: its stretches joined, in their order."""
+    """One head of one token: its stretches joined, in their order.
+
+    With the sums of 32 outputs each, as `triton_packed.Inputs` has them.
+    """
     if EARLY:
         gdc_wait()
     token = tl.program_id(0)
@@ -348,7 +353,15 @@ def _join_kernel(
         gdc_launch_dependents()
     total = total / tl.where(weight == 0.0, 1.0, weight)
     place = out + (token.to(tl.int64) * HEADS + head) * HEAD + dims
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(place, rounded, mask=inside)
+    if HAS_SUMS:
+        of_groups = tl.sum(tl.reshape(rounded.to(tl.float32), (HEAD // 32, 32)), 1)
+        groups = head * (HEAD // 32) + tl.arange(0, HEAD // 32)
+        at = token.to(tl.int64) * (HEADS * HEAD // 16) + groups // 8 * 16 + groups % 8
+        upper = of_groups.to(out.dtype.element_ty)
+        tl.store(out_sums + at, upper)
+        tl.store(out_sums + at + 8, (of_groups - upper.to(tl.float32)).to(out.dtype.element_ty))
 
 
 def _early(x: Tensor) -> dict[str, bool]:
@@ -486,6 +499,7 @@ def attend(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    out_sums: Tensor | None = None,
     sizes: AttentionSizes | None = None,
 ) -> Tensor:
     """Attention of a grid's tokens over their slots' entries; [N, H, D].
@@ -499,6 +513,7 @@ def attend(
         context: no token sees more entries.
         is_chain: whether the tokens of each row see one another as in a chain: then several
             share the work, and ``paths_NT`` counts from 0 in each of them.
+        out_sums: where the sums of groups go, of heads of 32, 64, 128 or 256 numbers.
         sizes: to time others than those of the head size.
     """
     sizes = sizes or (AttentionSizes() if query_NHD.shape[-1] <= 64 else _LARGE)
@@ -533,12 +548,14 @@ def attend(
     )
     out_NHD = torch.empty_like(query_NHD)
     _join_kernel[(num_tokens, num_heads)](
-        *(sums, peaks, lengths_N, out_NHD, num_stretches),
+        *(sums, peaks, lengths_N, out_NHD, out_NHD if out_sums is None else out_sums),
+        num_stretches,
         HEADS=num_heads,
         HEAD=head_dim,
         PADDED_HEAD=padded_head,
         STRETCH=sizes.stretch,
         JOINED=_JOINED,
+        HAS_SUMS=out_sums is not None,
         **_early(query_NHD),
         num_warps=1,
     )

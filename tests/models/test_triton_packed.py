@@ -1,0 +1,201 @@
+"""Products with weights in few bits, and mixtures, on a GPU: they equal what they stand for.
+
+On a CPU they run in Triton's interpreter, where it is installed: `TRITON_INTERPRET=1 pytest ...`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.core.tree import TokenTree
+from foredraft.models.base import ScoreRow
+from foredraft.models.native.cuda import PagedDecoder
+from foredraft.models.native.model import EagerDecoder
+from foredraft.models.native.plan import announce, plan_forward
+from foredraft.models.native.quant import (
+    QUANTISED,
+    Blocks,
+    Int4Matrix,
+    Nested4Matrix,
+    Nested6Matrix,
+    QuantisedMatrix,
+)
+from foredraft.models.native.target import NativeTarget
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.test_graphed import TREE, Pair, text
+
+pytest.importorskip("triton")
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+DEVICE = torch.device("cpu" if _INTERPRETED else "cuda")
+DTYPES = [torch.float32 if _INTERPRETED else torch.bfloat16]
+"""The interpreter multiplies no bfloat16."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
+"""Of the norm of the difference, with the rounding of results to the dtype."""
+
+if torch.cuda.is_available() or _INTERPRETED:
+    from foredraft.models.native import triton_packed as packed
+
+
+def made_up(form: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> QuantisedMatrix:
+    """Any numbers that the form can hold."""
+    generator = torch.Generator().manual_seed(num_rows)
+    fields = {name: dtype for name, _, dtype in form.head}
+    block = 16 if form is Nested6Matrix else 32
+    half = 1 << form.bits - 1
+    low, high = (-half, half) if form.is_signed else (0, 2 * half)
+    count = num_inputs // block
+
+    def numbers(dtype: torch.dtype, columns: int, sign: float = 1.0) -> Tensor:
+        if dtype == torch.int8:
+            return torch.randint(1, 64, (num_rows, columns), generator=generator).to(torch.int8)
+        found = 0.002 + 0.004 * torch.rand(num_rows, columns, generator=generator)
+        return (sign * found).half()
+
+    integers = torch.randint(low, high, (num_rows, count, block), generator=generator)
+    blocks = Blocks(
+        integers.to(torch.int8),
+        scales_RB=numbers(fields["scales_RB"], count),
+        minima_RB=numbers(fields["minima_RB"], count, -8.0) if "minima_RB" in fields else None,
+        steps_RS=numbers(torch.float16, num_inputs // 256) if form.steps else None,
+        minimum_steps_RS=(
+            numbers(torch.float16, num_inputs // 256, -8.0) if len(form.steps) > 1 else None
+        ),
+    )
+    return form.of_blocks(blocks, num_inputs)
+
+
+def on_card(matrix: QuantisedMatrix) -> packed.CardMatrix:
+    return packed.CardMatrix.of(matrix, DEVICE)
+
+
+def inputs(num_tokens: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.randn(num_tokens, num_inputs, generator=generator).to(DEVICE, dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error < tolerance, float(error)
+
+
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda form: form.__name__)
+def test_weights_are_those_of_the_form(form: type[QuantisedMatrix]) -> None:
+    matrix = made_up(form, 72, 256 if form.steps else 96)
+    card = on_card(matrix)
+    expected = matrix.dequantised(torch.float32).to(DEVICE)
+    assert_near(card.dequantised(torch.float32), expected, 5e-4)  # products of scales: float16
+    rows = torch.tensor([3, 71, 3, 40])
+    assert torch.equal(card.rows(rows, torch.float32), card.dequantised(torch.float32)[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda form: form.__name__)
+def test_products_equal_those_of_dequantised_weights(
+    form: type[QuantisedMatrix], dtype: torch.dtype
+) -> None:
+    card = on_card(made_up(form, 144, 768 if form.steps else 704))
+    num_inputs = card.num_inputs
+    x_NK, norm_K = inputs(5, num_inputs, dtype), inputs(1, num_inputs, dtype)[0]
+    bias_M, residual = inputs(1, 144, dtype)[0], inputs(5, 144, dtype)
+    weight = card.dequantised(torch.float32)
+    normed = F.rms_norm(x_NK.float(), (num_inputs,), 1.0 + norm_K.float(), 1e-5).to(dtype)
+    found = packed.multiply(
+        *(x_NK, card, bias_M), norm_K=norm_K, eps=1e-5, norm_offset=1.0, dtype=torch.float32
+    )
+    expected = F.linear(normed.float(), weight, bias_M.float())
+    assert_near(found, expected, 1e-5 if dtype == torch.float32 else 2e-3)
+    found = packed.multiply(x_NK, card, residual_NM=residual, scale=0.3)
+    expected = residual.float() + 0.3 * F.linear(x_NK.float(), weight)
+    assert_near(found, expected, TOLERANCE[dtype])
+    for name, function in (
+        ("silu", F.silu),
+        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+    ):
+        found = packed.multiply(x_NK, card, activation=name)
+        gates, ups = F.linear(x_NK.float(), weight).chunk(2, 1)
+        assert_near(found, function(gates) * ups, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_split_products_add_up_in_order(splits: int) -> None:
+    card = on_card(made_up(Nested4Matrix, 100, 1024))
+    x_NK = inputs(20, 1024, torch.float32)
+    _, sums = packed.prepared(x_NK, None, 0.0, 0.0, 2 * card.num_chunks)
+    tiles = {"TILE_M": 32, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
+    for _ in range(2):  # the counters are zeros again
+        found = packed.product(x_NK, card, sums=sums, tiles=tiles)
+        assert_near(found, F.linear(x_NK, card.dequantised(torch.float32)), 1e-5)
+    assert not card.counters.any()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_products_give_the_sums_of_their_own_groups(splits: int) -> None:
+    card = on_card(made_up(Nested4Matrix, 1024, 512))
+    x_NK = inputs(20, 512, torch.float32)
+    _, sums = packed.prepared(x_NK, None, 0.0, 0.0, 16)
+    tiles = {"TILE_M": 32, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
+    out_sums = packed.room_for_sums(20, 512, card, x_NK)
+    options = {"activation": "silu", "out_sums": out_sums, "tiles": tiles}
+    found = packed.product(x_NK, card, sums=sums, **options)
+    assert out_sums is not None
+    numbers = out_sums.view(20, -1, 2, 8).sum(2).flatten(1)
+    assert_near(numbers, found.view(20, 16, 32).sum(2), 1e-5)
+
+
+@pytest.mark.skipif(_INTERPRETED, reason="the interpreter's products depend on a token's place")
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda form: form.__name__)
+def test_company_changes_no_bit(form: type[QuantisedMatrix]) -> None:
+    card = on_card(made_up(form, 1024, 2048))
+    x_NK = inputs(16, 2048, torch.bfloat16)
+    together = packed.multiply(x_NK, card, norm_K=x_NK[0], eps=1e-5)
+    for size in range(1, 17):
+        for first in range(0, 17 - size, size):
+            some = packed.multiply(x_NK[first : first + size], card, norm_K=x_NK[0], eps=1e-5)
+            assert torch.equal(some, together[first : first + size])
+
+
+def test_prompts_are_multiplied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, x_NK = (
+        on_card(Int4Matrix.of_weight(torch.randn(200, 128))),
+        inputs(40, 128, torch.float32),
+    )
+    expected = F.linear(x_NK, card.dequantised(torch.float32))
+    monkeypatch.setattr(packed, "_PIECE", 64 * 128)
+    assert_near(packed.dequantised_product(x_NK, card, None), expected, 1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral", "qwen3-moe"])
+def test_steps_equal_the_eager_decoder(family: str, bits: int, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS[family]())
+    eager = NativeTarget.load(tmp_path, device=DEVICE, bits=bits)
+    paged = NativeTarget.load(tmp_path, device=DEVICE, bits=bits, new_decoder=PagedDecoder)
+    pair = Pair(eager, paged)
+    slot, other = pair.open(text(20)), pair.open(text(30))
+    rows = [ScoreRow(slot, [11, 12], TREE), ScoreRow(other, [3], TokenTree.chain((4, 5)))]
+    pair.score(rows, taps=(1,))
+    assert pair.num_replayed == 1
+
+
+def test_a_copy_drafts_on_the_cache_of_its_target(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
+    target = NativeTarget.load(tmp_path, device=DEVICE, new_decoder=PagedDecoder)
+    assert target.low_bits == (4, 8)
+    copy, slot = target.low_bit_copy(4), target.cache.allocate()
+    target.score([ScoreRow(slot, text(20))])
+    target.cache.keep(slot, 20, ())
+    found = copy.score([ScoreRow(slot, [5])], [20])[0].logits_NV
+    eager = EagerDecoder(target.config, copy.weights)
+    plan = plan_forward([ScoreRow(slot, [5])], [20])
+    announce(plan, target.cache)
+    expected, _ = eager.forward(plan, target.cache)
+    assert torch.allclose(found, expected, atol=1e-4)
