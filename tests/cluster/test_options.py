@@ -30,7 +30,8 @@ def test_what_a_cluster_does_not_do_is_refused() -> None:
 def test_engines_of_a_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], threads: int | None
 ) -> None:
-    monkeypatch.setattr("foredraft.cli.cluster.available_cpus", lambda: 6)
+    for module in ("foredraft.cli.cluster", "foredraft.options"):
+        monkeypatch.setattr(f"{module}.available_cpus", lambda: 6)
     cluster = ClusterAsked(True, **asked)
     assert cluster._shared(LoadOptions()).threads == threads
     assert cluster._shared(LoadOptions(threads=1)).threads == 1

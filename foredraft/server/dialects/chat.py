@@ -54,7 +54,7 @@ class ChatRequest(ChoicesFields, ConversationFields):
         parameters = super().parameters()
         if self.logprobs:
             parameters["logprobs"] = ("top_logprobs", self.top_logprobs or 0)
-        elif self.top_logprobs is not None:
+        elif self.top_logprobs:
             raise ConfigError("top_logprobs needs logprobs: true", field="top_logprobs")
         return parameters
 

@@ -45,6 +45,7 @@ from foredraft.server.dialects.sampling import (
 from foredraft.server.errors import ApiError
 from foredraft.server.formats.reading import Part
 from foredraft.server.generation import ReplyState, finish_reason
+from foredraft.server.settings import ServerSettings
 from foredraft.server.thinking import Thinking
 from foredraft.server.tools import read_tools
 from foredraft.server.usage import num_cached, speculation_of
@@ -82,6 +83,15 @@ class CountRequest(MessageFields):
 
 class MessagesRequest(MessageFields, ConversationFields):
     """A conversation to be replied to."""
+
+    def check_limits(self, settings: ServerSettings) -> None:
+        super().check_limits(settings)
+        if self.messages[-1].get("role") == "assistant":
+            raise ConfigError(
+                "messages ends with one of the assistant, and a reply here begins anew: leave it "
+                "out (output_config may bind the form of a reply)",
+                field="messages",
+            )
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[Words, Sets("stop")] = None
