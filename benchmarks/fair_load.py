@@ -47,6 +47,7 @@ class FairLoad:
         differing: requests with two texts.
         memory_mb: resident memory of the server, once a second, of the second part.
         replies: in all.
+        idle_mb: resident memory at the end, after some time without requests.
     """
 
     alike: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -56,6 +57,7 @@ class FairLoad:
     differing: list[str] = field(default_factory=list)
     memory_mb: list[float] = field(default_factory=list)
     replies: int = 0
+    idle_mb: float = 0.0
 
     @property
     def worst(self) -> float:
@@ -149,6 +151,7 @@ def fair_load(
         list[str] | None,
         typer.Option(help="For the server, such as --model=DIR; may be repeated."),
     ] = None,
+    idle: Annotated[float, typer.Option(min=0, help="Seconds to wait afterwards.")] = 0.0,
     output: o.Output = None,
 ) -> None:
     """Load a server with 32 clients of four keys, one of them greedy.
@@ -163,6 +166,8 @@ def fair_load(
         options = [*(serve_option or ()), "--api-key-file", str(keys)]
         with served(options) as server:
             result = asyncio.run(run_load(server, 60 * minutes))
+            time.sleep(idle)
+            result.idle_mb = resident_mb(server.pid or os.getpid())
     _report(result, minutes).give(output)
     if result.statuses or result.differing or result.worst > _MOST_WAIT:
         raise ForedraftError(
@@ -202,6 +207,8 @@ def _report(result: FairLoad, minutes: float) -> Report:
         "differing": len(result.differing),
         "worst_of_fair": result.worst,
         "memory_growth": result.growth,
+        "memory_mb": [round(each) for each in result.memory_mb[:: max(1, int(minutes))]],
+        "idle_mb": result.idle_mb,
         "cores": os.cpu_count(),
     }
     memory = result.memory_mb or [0.0]
@@ -212,6 +219,7 @@ def _report(result: FairLoad, minutes: float) -> Report:
             f"{result.replies} replies to {len(result.texts)} requests, {len(result.differing)} "
             "that differ",
             f"waiting of other keys beside a greedy one: {result.worst:.2f} of their fair share",
-            f"memory: {memory[0]:.0f} to {memory[-1]:.0f} MB, {result.growth:+.1%}",
+            f"memory: {memory[0]:.0f} to {memory[-1]:.0f} MB, {result.growth:+.1%}; "
+            f"{result.idle_mb:.0f} MB when idle",
         ],
     )
