@@ -121,6 +121,7 @@ class GateReplica:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve when the gate starts. Until there is an engine it answers 503."""
+        application = serve.get_replica_context().app_name  # configuration files name their own
         loop, describing = asyncio.get_running_loop(), asyncio.create_task(self._describe())
 
         async def model() -> RemoteModel:
@@ -128,7 +129,7 @@ class GateReplica:
 
         def connect(context: ServerContext) -> RemoteEngine:  # on a thread of its own
             found = asyncio.run_coroutine_threadsafe(model(), loop).result()
-            watch = EngineWatch(RayActors(_NAME, _ENGINE), self._silence)
+            watch = EngineWatch(RayActors(application, _ENGINE), self._silence)
             loop.call_soon_threadsafe(watch.begin)
             return connected(self._engines, found, watch, context)
 
