@@ -2,6 +2,7 @@
 # make test-page: the page in headless Chromium (apt install chromium)
 # make wheel: a wheel with compiled kernels in dist/, for this machine or that of a cross compiler in CXX
 # make test-cluster: Ray clusters on this machine whose engines, machines and gates go away
+# make test-soak: a server for half an hour, 32 clients of four keys, one greedy (SOAK_MINUTES=5)
 # make test-all, make lint, make types, make example: what CI and contributors run besides
 # make sizes: lines by package and their budgets; make newcomer: the README's commands, run in order
 # make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
@@ -23,7 +24,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-real lint types example docs tour heads heads-gpu kinds gpu clean
+.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-soak test-all test-clients test-real lint types example docs tour heads heads-gpu kinds gpu clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -59,6 +60,10 @@ test-page: $(VENV)/.installed-dev
 # Clusters on this machine whose engines are killed; FOREDRAFT_KILLS=200 for the longer run (50:100: a part).
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 0 tests/cluster $(TEST_OPTIONS)
+
+SOAK_MINUTES ?= 30
+test-soak: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks fair-load --minutes $(SOAK_MINUTES)
 
 test-all: $(VENV)/.installed-dev example
 	$(PYTEST)

@@ -15,6 +15,7 @@ from benchmarks.cluster import cluster
 from benchmarks.contexts import contexts
 from benchmarks.curves import curves
 from benchmarks.drafters import drafters
+from benchmarks.fair_load import fair_load
 from benchmarks.grammar import grammar
 from benchmarks.memory import memory
 from benchmarks.prefix import prefix, prefix_hits
@@ -27,6 +28,7 @@ from benchmarks.same_text import same_text
 from benchmarks.serve_load import serve_load
 from benchmarks.serve_sim import serve_sim
 from benchmarks.serve_stream import serve_stream
+from benchmarks.stalls import stalls
 from benchmarks.step import step
 from foredraft.cli.main import exit_with_message
 from foredraft.system.timing_lock import measuring
@@ -36,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_TIMES_NOTHING = ("report", "curves", "quality", "gguf", "priors", "serve-load", "prefix-hits",
+_TIMES_NOTHING = ("report", "curves", "quality", "gguf", "priors", "serve-load", "fair-load", "prefix-hits",
                   "affinity", "same-text")  # fmt: skip
 
 
@@ -59,7 +61,7 @@ def _alone(command: Callable[..., None]) -> Callable[..., None]:
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster, affinity),
     *(prefix, prefix_hits, contexts, grammar, quality, gguf, same_text, memory, priors, revisions),
-    *(report, curves),
+    *(report, curves, stalls, fair_load),
 )
 for command in COMMANDS:
     name = command.__name__.replace("_", "-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -155,6 +156,33 @@ def _wake(mailboxes: Sequence[_Mailbox]) -> None:
         mailbox.wake()
 
 
+class _Idle:
+    """Work of an engine's thread while there are no requests.
+
+    Attributes:
+        worker: the thread; None while it is being made.
+    """
+
+    def __init__(self, llm: LLM, proof: LiveProof | None, give_back_after: float | None) -> None:
+        self._llm, self._proof, self._after = llm, proof, give_back_after
+        self._given_back = 0.0  # after which step
+        self.worker: EngineThread | None = None
+
+    def __call__(self) -> float | None:
+        wanted = self._proof.advance() if self._proof else None
+        if self._after is None or self.worker is None:
+            return wanted
+        last = self.worker.last_step
+        if self._given_back == last:
+            return wanted
+        left = last + self._after - time.monotonic()
+        if left > 0:
+            return left if wanted is None else min(wanted, left)
+        self._llm.give_memory_back()
+        self._given_back = last
+        return wanted
+
+
 class AsyncLLM:
     """An `LLM` that a thread of its own runs, for asyncio.
 
@@ -167,6 +195,8 @@ class AsyncLLM:
         prove_every: one of this many steps with drafts is run again without drafts while the engine
             is idle; see `LiveProof`. 0: none.
         on_proof: called after each of these proofs, on the engine's thread; True: nothing differs.
+        give_back_after: seconds without a request after which cached prompts are given up and their
+            memory is returned to the system; None: never.
 
     Attributes:
         llm: the same.
@@ -184,6 +214,7 @@ class AsyncLLM:
         max_waiting: int = MAX_WAITING,
         prove_every: int = 0,
         on_proof: Callable[[bool], None] = lambda is_same: None,
+        give_back_after: float | None = None,
     ) -> None:
         if type(max_waiting) is not int or max_waiting < 0:
             raise ConfigError(
@@ -198,8 +229,8 @@ class AsyncLLM:
                 raise ConfigError("another AsyncLLM proves the steps of this LLM; close it first")
             plain = Policy(FixedBudget(0, drafter=None), is_apart=True)
             self.proof = llm.engine.proof = LiveProof(llm.engine, plain, prove_every, on_proof)
-        idle = self.proof.advance if self.proof else lambda: None
-        self._worker = EngineThread(llm.engine, llm.policy, self._post.send, idle)
+        idle = _Idle(llm, self.proof, give_back_after)
+        self._worker = idle.worker = EngineThread(llm.engine, llm.policy, self._post.send, idle)
         if self.proof is not None:
             self.proof.wake = self._worker.wake
         # Also when the interpreter ends: a thread in the middle of a step would be cut off.
@@ -221,6 +252,18 @@ class AsyncLLM:
     def is_healthy(self) -> bool:
         """Whether it takes requests and its thread is well."""
         return self._worker.problem is None
+
+    is_alive = is_healthy
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that the present step has taken so far; 0 between two steps."""
+        return self._worker.step_seconds
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds of the longest step so far."""
+        return self._worker.longest_step
 
     def stats(self) -> EngineStats:
         """Counters and state of the engine. Never waits."""

@@ -12,6 +12,7 @@ from os import PathLike
 from typing import Any, cast, overload
 
 from foredraft.auto import FOR_PREDICTIONS
+from foredraft.cache.memory import CacheMemory
 from foredraft.control.base import Controller
 from foredraft.control.experience import Experience
 from foredraft.core.cost import CostModel
@@ -34,6 +35,7 @@ from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversa
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import DEFAULT_MODEL, LoadOptions
 from foredraft.speculation import USUAL_CONTEXT, experience_of, policy_for
+from foredraft.system.machine import give_memory_back
 
 _log = logging.getLogger("foredraft")
 
@@ -222,6 +224,20 @@ class LLM:
     def draft_plan(self) -> ModelPlan | None:
         """How the draft model runs, if there is one."""
         return self._draft.plan if self._draft else None
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Most bytes of keys and values; None: without a limit, or of a cache of transformers."""
+        memory = getattr(self.target.cache, "memory", None)
+        return memory.num_bytes if isinstance(memory, CacheMemory) else None
+
+    def give_memory_back(self) -> None:
+        """Return cached prompts and freed memory to the system. Later prompts are read anew."""
+        self.engine.forget_prefixes()
+        if self._draft is not None:
+            with self.engine.lock:
+                self._draft.target.cache.forget()
+        give_memory_back()
 
     @property
     def drafter_context(self) -> DrafterContext:

@@ -352,6 +352,34 @@ def test_an_idle_one_that_nobody_holds_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
+def test_memory_is_given_back_after_a_while_without_requests() -> None:
+    async def run() -> None:
+        llm = new_llm()
+        found: list[float] = []
+        llm.give_memory_back = lambda: found.append(time.monotonic())  # type: ignore[method-assign]
+        async with AsyncLLM(llm, give_back_after=0.2) as engine:
+            for number in (1, 2):
+                await engine.generate([1, 2, 3], PARAMS)
+                over = time.monotonic()
+                await asyncio.sleep(0.5)
+                assert len(found) == number  # once after each work
+                assert found[-1] - over > 0.1
+
+    asyncio.run(run())
+
+
+def test_cached_prompts_are_given_up() -> None:
+    llm = new_llm()
+    llm.generate([[1, 2, 3] * 40], PARAMS)
+    llm.generate([[1, 2, 3] * 40], PARAMS)
+    before = llm.engine.stats().prefix_cached_tokens
+    assert before > 0
+    llm.give_memory_back()
+    (result,) = llm.generate([[1, 2, 3] * 40], PARAMS)
+    assert result.num_cached_tokens == 0
+    assert llm.engine.stats().prefix_cached_tokens == before
+
+
 def test_slow_grammars_keep_no_other_request_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

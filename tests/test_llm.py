@@ -329,7 +329,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(directory: Path, tmp_pat
     [
         ("", "the prompt is empty"),
         ([[]], "the prompt is empty"),
-        ("ferry " * 2000, r"the prompt has \d+ tokens and the context holds 2048"),
+        ("ferry " * 2000, r"prompt is too long: \d+ tokens > 2047 maximum"),
         ([[1, 2, VOCAB_SIZE]], f"prompt token {VOCAB_SIZE} is not an id below {VOCAB_SIZE}"),
         ([[1, -1]], "prompt token -1"),
         ([[1, 2.0]], "prompt token 2.0 is not a token id"),

@@ -21,6 +21,10 @@ _SHARE = 4
 """By default caches take at most this fraction (1 / value) of the memory."""
 _FREE_SHARE = 2
 """And at most this fraction of the memory that weights and work leave free."""
+_OF_MODEL = 4
+"""And at most so many times the model itself: a small one is not to fill a large machine."""
+_ENOUGH = 1 << 30
+"""Which any model may take."""
 _LEAST = 64 << 20
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?)b?\s*", re.IGNORECASE)
@@ -100,7 +104,8 @@ def default_memory(device: torch.device | str, to_come: int = 0) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return max(int(free) - to_come, 0) // _FREE_SHARE
     left = available_memory() - to_come
-    return max(min(machine_memory() // _SHARE, left // _FREE_SHARE), _LEAST)
+    of_model = max(_OF_MODEL * to_come, _ENOUGH) if to_come else machine_memory()
+    return max(min(machine_memory() // _SHARE, left // _FREE_SHARE, of_model), _LEAST)
 
 
 def check_fits(name: str, weights: int, work: int) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foredraft.core.errors import ConfigError
+from foredraft.kernels.threads import available_cpus
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -44,6 +47,15 @@ Address = Annotated[
         hidden=True,
     ),
 ]
+EngineTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=2.0,
+        help="Seconds of silence after which an engine counts as frozen; 5 by default.",
+        rich_help_panel=_PANEL,
+        hidden=True,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -58,12 +70,14 @@ class ClusterAsked:
     replicas: int | None = None
     autoscale: str | None = None
     address: str | None = None
+    engine_timeout: float | None = None
 
     def __post_init__(self) -> None:
         given = {
             "--replicas": self.replicas,
             "--autoscale": self.autoscale,
             "--address": self.address,
+            "--engine-timeout": self.engine_timeout,
         }
         named = [name for name, value in given.items() if value is not None]
         if named and not self.ray:
@@ -72,8 +86,35 @@ class ClusterAsked:
             raise ConfigError("give --replicas or --autoscale, not both")
         self.sizes()
 
+    def _deploy(self, settings: ServerSettings) -> Any:
+        """The module, which imports Ray: it reads its variables then.
+
+        A cluster of this machine alone listens where the server does: on loopback, if it does.
+        Whoever reaches a port of Ray may run code, so there is a token as well.
+        """
+        if self.address is None:
+            if settings.is_loopback:  # the name is about other systems, and it works on Linux
+                os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+            if "RAY_AUTH_MODE" not in os.environ:
+                os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        from foredraft.cluster import deploy
+
+        return deploy
+
+    def _shared(self, load: LoadOptions) -> LoadOptions:
+        """Engines of one machine share its cores; one alone takes what is fastest."""
+        most = max(self.sizes().get("autoscale", (0, self.replicas or 1)))
+        if load.threads is not None or self.address is not None or most == 1:
+            return load
+        return replace(load, threads=max(1, available_cpus() // most))
+
     def sizes(self) -> dict[str, Any]:
         """Fields of `ClusterOptions`."""
+        if self.engine_timeout is not None:
+            return {**self._numbers(), "engine_timeout": self.engine_timeout}
+        return self._numbers()
+
+    def _numbers(self) -> dict[str, Any]:
         if self.autoscale is None:
             return {"replicas": self.replicas or 1}
         fewest, colon, most = self.autoscale.partition(":")
@@ -88,10 +129,10 @@ class ClusterAsked:
         Raises:
             ConfigError: of the API keys; a gate's own error would only be in Ray's logs.
         """
-        from foredraft.cluster import deploy
         from foredraft.server.gate import ApiKeys
 
         ApiKeys.of(settings)
+        deploy, load = self._deploy(settings), self._shared(load)
         options = deploy.ClusterOptions(num_cpus=load.threads or 1, **self.sizes())
         load_one = partial(deploy.load_llm, load)
         app = deploy.application(load_one, load.max_batch_size, settings, options)
@@ -103,14 +144,14 @@ class ClusterAsked:
         self, load: LoadOptions, settings: ServerSettings
     ) -> Iterator[tuple[Callable[..., FastAPI], int]]:
         """A factory of a server in this process over engines elsewhere, and their capacity."""
-        from foredraft.cluster import deploy
         from foredraft.server.app import api_app
 
+        deploy, load = self._deploy(settings), self._shared(load)
         options = deploy.ClusterOptions(num_cpus=load.threads or 1, **self.sizes())
         load_one = partial(deploy.load_llm, load)
         app = deploy.engine_application(load_one, load.max_batch_size, settings, options)
         with deploy.running(app, self.address, None) as engines:
             model = engines.describe.remote().result().model()
-            connect = partial(deploy.connected, engines, model)
+            connect = partial(deploy.connected, engines, model, deploy.watch_of(options))
             most = options.autoscale[1] if options.autoscale else options.replicas
             yield partial(api_app, connect, settings), most * load.max_batch_size

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cache.memory import default_memory
 from foredraft.cli import config
 from foredraft.cli import options as o
 from foredraft.cli.display import megabytes
@@ -142,6 +143,7 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "in_4_bits": _in_4_bits(plan, options),
         "cache_bytes": plan.cache_bytes(length),
         "state_bytes": plan.state_bytes,
+        "cache_limit_bytes": plan.cache_memory or default_memory(plan.device, plan.to_come_bytes),
         "work_bytes": plan.work_bytes,
         "total_bytes": plan.memory_bytes(length),
         "notes": list(plan.notes),
@@ -278,6 +280,7 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
             f"{megabytes(model['cache_bytes'])} at {tokens} tokens, {model['cache_dtype']}",
         ),
         *_states(model),
+        ("cache limit", f"{megabytes(model['cache_limit_bytes'])}, of prompts that are kept too"),
         ("work memory", f"{megabytes(model['work_bytes'])} for the longest step"),
         ("memory", f"{megabytes(model['total_bytes'])} for all of these"),
     ]

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from foredraft.cli import cluster
 from foredraft.cli import options as o
-from foredraft.cli.display import say
+from foredraft.cli.display import megabytes, say
 from foredraft.core.errors import ConfigError, nearest
 from foredraft.options import LoadOptions
 from foredraft.server.settings import ServerSettings
@@ -103,6 +103,7 @@ def serve(
     replicas: cluster.Replicas = None,
     autoscale: cluster.Autoscale = None,
     address: cluster.Address = None,
+    engine_timeout: cluster.EngineTimeout = None,
 ) -> None:
     """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
 
@@ -120,7 +121,7 @@ def serve(
 
         foredraft serve --ray --replicas 2
     """
-    asked = cluster.ClusterAsked(ray, replicas, autoscale, address)
+    asked = cluster.ClusterAsked(ray, replicas, autoscale, address, engine_timeout)
     _check_certificate(settings)
     if asked.ray:
         if log_requests or trace is not None:
@@ -188,12 +189,20 @@ def _check_certificate(settings: ServerSettings) -> None:
 
 
 def _greet(context: ServerContext, address: str) -> None:
+    from foredraft.llm import LLM
+
     lines = [
         f"Serving {context.model_names[0]} with drafter {context.llm.drafter_name}",
         *([f"  page       {address}/"] if context.settings.has_page else []),
         f"  OpenAI     {address}/v1",
         f"  Anthropic  {address}",
     ]
+    if isinstance(llm := context.llm, LLM) and llm.plan is not None:
+        taken = megabytes(llm.plan.to_come_bytes)
+        most = "any amount" if llm.cache_bytes is None else megabytes(llm.cache_bytes)
+        lines.append(
+            f"  memory     {taken} of weights and work, and up to {most} of cached prompts"
+        )
     if not context.keys:
         lines.append("  no API key is set: whoever can connect may use it")
     say("\n".join(lines), stderr=True)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import secrets
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any
 
+import torch
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 try:
     import ray
     from ray import serve
+    from ray.exceptions import RayError
     from ray.serve.config import (
         AutoscalingConfig,
         AutoscalingContext,
@@ -24,6 +27,7 @@ try:
         RequestRouterConfig,
     )
     from ray.serve.deployment import Application
+    from ray.serve.exceptions import RayServeException
     from ray.serve.handle import DeploymentHandle
 except ImportError as error:
     from foredraft.core.errors import ConfigError
@@ -32,7 +36,9 @@ except ImportError as error:
 
 from foredraft.cluster.remote import FailOvers, RemoteEngine, Sessions
 from foredraft.cluster.replica import EngineReplica, ModelCard, RemoteModel
+from foredraft.cluster.watch import EngineWatch, RayActors
 from foredraft.core.errors import ConfigError
+from foredraft.kernels.threads import available_cpus
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
 from foredraft.server.app import api_app
@@ -41,6 +47,9 @@ from foredraft.server.settings import ServerSettings
 
 _RING = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _NAME = "foredraft"
+_ENGINE = "engine"
+_AT_ONCE = 2.0
+"""Seconds that a gate waits for an engine before it answers 503."""
 _STORE = 200 << 20
 """Bytes of Ray's object store in a cluster of this machine alone."""
 _FULL = 0.7
@@ -49,15 +58,19 @@ _GRACE = 15.0
 """Seconds beyond the longest reply that a replica has to shut down."""
 _LOOK = 0.25
 """Seconds between two checks whether all replies are finished."""
+_log = logging.getLogger("foredraft.cluster")
 _OWN_CLUSTER = {
     "RAY_worker_niceness": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "foredraft.system.ray_paths:middlewares",
 }
 """Variables that Ray's processes read: engines of our own cluster are not the last that a machine
 runs, and what they send passes through fewer threads, which would all ask for the engine's lock.
-Where a busy machine starts a proxy slowly, it is waited for."""
+Where a busy machine starts a proxy slowly, it is waited for. An engine that is not healthy is not
+waited for. The proxies' own paths, which know no keys, are closed."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -71,7 +84,9 @@ class ClusterOptions(BaseModel):
         num_cpus, num_gpus: that an engine keeps for itself.
         upscale_delay, downscale_delay: seconds that load must ask for more engines, or for fewer,
             before there are; load is that of the last ``upscale_delay`` seconds.
-        health_check_period: seconds between two looks at a replica.
+        engine_timeout: seconds of silence after which an engine counts as frozen and is ended.
+        health_check_period: seconds between two looks of Serve at a replica.
+        health_check_timeout: seconds that it has to answer, three times in a row.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,7 +97,9 @@ class ClusterOptions(BaseModel):
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     upscale_delay: Annotated[float, Field(gt=0)] = 30.0
     downscale_delay: Annotated[float, Field(gt=0)] = 600.0
+    engine_timeout: Annotated[float, Field(ge=2)] = 5.0
     health_check_period: Annotated[float, Field(gt=0)] = 5.0
+    health_check_timeout: Annotated[float, Field(gt=0)] = 10.0
 
 
 @serve.ingress()
@@ -93,31 +110,60 @@ class GateReplica:
         engines: the deployment of `EngineReplica`.
         settings: of the server.
         salt: secret that separates tenants in caches; all gates use the same.
+        silence: see `ClusterOptions.engine_timeout`.
     """
 
-    def __init__(self, engines: DeploymentHandle, settings: ServerSettings, salt: bytes) -> None:
+    def __init__(
+        self, engines: DeploymentHandle, settings: ServerSettings, salt: bytes, silence: float
+    ) -> None:
         self._engines, self._settings, self._salt = engines, settings, salt
+        self._silence = silence
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Ray Serve when the gate starts: it waits until there is an engine."""
-        card: ModelCard = await self._engines.describe.remote()
-        model = card.model()
-        connect = partial(connected, self._engines, model)
+        """Called by Ray Serve when the gate starts. Until there is an engine it answers 503."""
+        application = serve.get_replica_context().app_name  # configuration files name their own
+        loop, describing = asyncio.get_running_loop(), asyncio.create_task(self._describe())
+
+        async def model() -> RemoteModel:
+            return await asyncio.shield(describing)
+
+        def connect(context: ServerContext) -> RemoteEngine:  # on a thread of its own
+            found = asyncio.run_coroutine_threadsafe(model(), loop).result()
+            watch = EngineWatch(RayActors(application, _ENGINE), self._silence)
+            loop.call_soon_threadsafe(watch.begin)
+            return connected(self._engines, found, watch, context)
+
+        await asyncio.wait((describing,), timeout=_AT_ONCE)  # a new gate misses no request
         app = api_app(connect, self._settings, salt=self._salt)
         app.add_middleware(Sessions)
+        self._context: ServerContext = app.state.context
         return app
+
+    async def drain(self) -> None:
+        """Take no more requests; return when those under way have ended."""
+        await self._context.drain()
+
+    async def _describe(self) -> RemoteModel:
+        card: ModelCard = await self._engines.describe.remote()
+        return card.model()
+
+
+def watch_of(options: ClusterOptions) -> EngineWatch:
+    """Looks at the engines of an application."""
+    return EngineWatch(RayActors(_NAME, _ENGINE), options.engine_timeout)
 
 
 def connected(
-    engines: DeploymentHandle, model: RemoteModel, context: ServerContext
+    engines: DeploymentHandle, model: RemoteModel, watch: EngineWatch, context: ServerContext
 ) -> RemoteEngine:
     """The engine of a gate."""
     counter = context.metrics.counter
+    context.metrics.leave_steps_out()
     fail_overs = FailOvers(
         counter("resumed", "How often a reply went on in another replica."),
         counter("lost", "Replies that ended as their replica died."),
     )
-    return RemoteEngine(engines, model, fail_overs, context.settings.request_timeout)
+    return RemoteEngine(engines, model, fail_overs, context.settings.request_timeout, watch)
 
 
 def engine_application(
@@ -144,7 +190,7 @@ def engine_application(
         }
     return serve.deployment(
         EngineReplica,
-        name="engine",
+        name=_ENGINE,
         max_ongoing_requests=max_batch_size,
         max_queued_requests=settings.max_waiting,
         request_router_config=RequestRouterConfig(request_router_class=_RING),
@@ -152,8 +198,9 @@ def engine_application(
         graceful_shutdown_timeout_s=longest,
         graceful_shutdown_wait_loop_s=_LOOK,
         health_check_period_s=options.health_check_period,
+        health_check_timeout_s=options.health_check_timeout,
         **scaling,
-    ).bind(load, settings.max_waiting)
+    ).bind(load, settings.max_waiting, settings.give_back_after)
 
 
 def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
@@ -179,7 +226,12 @@ def application(
         load: loads the model, in the process of each engine.
         max_batch_size: replies that an engine takes: further ones go to the next, or wait.
         salt: see `GateReplica`; None: a fresh one. With another, gates are started anew.
+
+    Raises:
+        ConfigError: the settings ask for what a cluster does not do.
     """
+    if settings.prove_every:
+        raise ConfigError("prove_every (--prove-every) proves in one process: not in a cluster")
     engines = engine_application(load, max_batch_size, settings, options)
     gates = serve.deployment(
         GateReplica,
@@ -190,8 +242,10 @@ def application(
         graceful_shutdown_timeout_s=settings.request_timeout + 2 * _GRACE,
         graceful_shutdown_wait_loop_s=_LOOK,
         health_check_period_s=options.health_check_period,
+        health_check_timeout_s=options.health_check_timeout,
     )
-    return gates.bind(engines, settings, salt or secrets.token_bytes(32))
+    salt = salt or secrets.token_bytes(32)
+    return gates.bind(engines, settings, salt, options.engine_timeout)
 
 
 def app(args: Mapping[str, Any]) -> Application:
@@ -216,6 +270,8 @@ def app(args: Mapping[str, Any]) -> Application:
 
 def load_llm(options: LoadOptions) -> LLM:
     """Load the model, in the process of an engine."""
+    if options.threads is None:  # Ray's variables allow torch one
+        torch.set_num_threads(available_cpus())
     return LLM.load(**vars(options))
 
 
@@ -248,16 +304,19 @@ def running(
         yield serve.run(application, name=_NAME, route_prefix=route)
     finally:
         signal.signal(signal.SIGTERM, before)
-        _delete(0.0 if settings is None else settings.drain_timeout)
+        if settings is not None:
+            _drain(settings.drain_timeout + _GRACE)
+        if address is not None:  # our own cluster ends as it is: then no request finds Ray's 404
+            serve.delete(_NAME, _blocking=False)
         ray.shutdown()
 
 
-def _delete(seconds: float) -> None:
-    """Take no more requests, and give running replies that many seconds to finish."""
-    until = time.monotonic() + seconds
-    serve.delete(_NAME, _blocking=False)
-    while _NAME in serve.status().applications and time.monotonic() < until:
-        time.sleep(_LOOK)
+def _drain(seconds: float) -> None:
+    """Let gates take no more requests and end those under way, as a server of one process does."""
+    try:
+        serve.get_app_handle(_NAME).broadcast("drain").results(timeout_s=seconds)
+    except (RayError, RayServeException, TimeoutError) as error:
+        _log.warning("not every gate has ended its replies: %s", error)
 
 
 def _http(settings: ServerSettings) -> dict[str, Any]:

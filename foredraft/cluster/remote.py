@@ -7,7 +7,7 @@ import itertools
 import logging
 import secrets
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foredraft.cluster.replica import AskedReply, RemoteModel
+from foredraft.cluster.watch import EngineWatch
 from foredraft.core.errors import EngineStoppedError, ForedraftError, QueueFullError
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import SEED_BITS
@@ -29,6 +30,8 @@ from foredraft.engine.stats import EngineStats
 
 _log = logging.getLogger("foredraft.cluster")
 _KEY_TOKENS = 256
+_AT_ONCE = 0.5
+"""Seconds in which a request may be refused with an HTTP status; then its headers are sent."""
 _MOST_LOST = 4
 """Replicas that a reply may lose in a row without a token in between."""
 _PAUSE = 0.2
@@ -157,6 +160,18 @@ class RemoteReplies(AsyncIterator[Event]):
             task.cancel()
 
 
+async def _all_taken(
+    answers: Iterable[asyncio.Future[None]], seconds: float
+) -> set[asyncio.Future[None]]:
+    """Those still waiting after a time, or as soon as one is refused, which raises."""
+    done, waiting = await asyncio.wait(
+        [*answers], timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
+    )
+    for answer in done:
+        answer.result()
+    return waiting
+
+
 class RemoteEngine:
     """Stands where a server has its `AsyncLLM`: see `ServedEngine`.
 
@@ -168,13 +183,14 @@ class RemoteEngine:
         model: what the engines run.
         fail_overs: counters.
         patience: seconds that a request may wait for an engine.
+        watch: of the engines.
 
     Attributes:
         llm: the same as ``model``.
-        is_healthy: that of engines is Ray's to look after.
+        is_alive: a gate's process has nothing that a restart would mend.
     """
 
-    is_healthy = True
+    is_alive = True
 
     def __init__(
         self,
@@ -182,11 +198,17 @@ class RemoteEngine:
         model: RemoteModel,
         fail_overs: FailOvers,
         patience: float,
+        watch: EngineWatch,
     ) -> None:
         self._handle, self.llm, self._fail_overs = handle, model, fail_overs
-        self._patience = patience
+        self._patience, self._watch = patience, watch
         self._ids = itertools.count()
         self._live: set[_Reply] = set()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether an engine takes requests."""
+        return self._watch.has_engine
 
     def stats(self) -> EngineStats:
         """Counts of this gate's replies alone."""
@@ -214,18 +236,25 @@ class RemoteEngine:
             bringing = self._run(reply, stream.put)
             stream.run(asyncio.create_task(bringing, context=Context()))
         try:
-            async with asyncio.timeout(self._patience):
-                await asyncio.gather(*(reply.accepted for reply in replies))
-        except TimeoutError:
-            await stream.aclose()
-            raise QueueFullError(f"no engine had room within {self._patience:g} seconds") from None
+            waiting = await _all_taken((reply.accepted for reply in replies), _AT_ONCE)
         except BaseException:
             await stream.aclose()
             raise
+        if waiting:  # the client gets headers, and hears later what comes of it
+            stream.run(asyncio.create_task(self._wait(waiting, stream)))
         return stream
 
+    async def _wait(self, waiting: Iterable[asyncio.Future[None]], stream: RemoteReplies) -> None:
+        """Pass on that an engine refuses a reply, or that none has room in time."""
+        try:
+            if await _all_taken(waiting, self._patience):
+                stream.put(QueueFullError(f"no engine had room within {self._patience:g} seconds"))
+        except Exception as error:
+            stream.put(error)
+
     async def aclose(self, *, drain: bool = True) -> None:
-        """The engine has nothing of its own to close: closing a reply's stream ends it."""
+        """Watch engines no more; closing a reply's stream ends it."""
+        self._watch.close()
 
     def _replies(
         self,
@@ -301,7 +330,8 @@ class RemoteEngine:
             async for item in items:
                 if isinstance(item, ForedraftError):
                     raise item
-                if item is None:
+                if isinstance(item, str):
+                    self._watch.see(item)
                     if not reply.accepted.done():
                         reply.accepted.set_result(None)
                     continue

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import ray
+
 from foredraft.async_llm import AsyncLLM
 from foredraft.core.errors import EngineStoppedError, ForedraftError
 from foredraft.core.params import SamplingParams
@@ -14,8 +16,10 @@ from foredraft.engine.request import Event, ReplySoFar
 from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
 
-Item = Event | ForedraftError | None
-"""Items of an engine's stream: None when it has accepted a reply, then events or an error."""
+Item = Event | ForedraftError | str
+"""Items of an engine's stream: its name when it has accepted a reply, then events or an error."""
+_STUCK = 60.0
+"""Seconds of a step that no model takes."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,14 @@ class EngineReplica:
     Args:
         load: loads the model.
         max_waiting: most replies that wait beside those in the batch.
+        give_back_after: see `AsyncLLM`.
     """
 
-    def __init__(self, load: Callable[[], LLM], max_waiting: int) -> None:
-        self._engine = AsyncLLM(load(), max_waiting=max_waiting)
+    def __init__(
+        self, load: Callable[[], LLM], max_waiting: int, give_back_after: float | None = None
+    ) -> None:
+        self._name = ray.get_runtime_context().get_actor_name() or ""
+        self._engine = AsyncLLM(load(), max_waiting=max_waiting, give_back_after=give_back_after)
 
     def describe(self) -> ModelCard:
         """The model's description for gates."""
@@ -113,7 +121,7 @@ class EngineReplica:
                 so_far=asked.so_far,
             )
             async with stream:
-                yield None
+                yield self._name
                 async for event in stream:
                     yield event
         except ForedraftError as error:
@@ -130,8 +138,10 @@ class EngineReplica:
         """Called by Ray Serve, which replaces a replica that raises three times in a row.
 
         Raises:
-            EngineStoppedError: the engine's thread has failed.
+            EngineStoppedError: the engine's thread has failed, or stands still in a step.
         """
+        if self._engine.step_seconds > max(_STUCK, 4 * self._engine.longest_step):
+            raise EngineStoppedError("the engine stands still in a step")
         if not self._engine.is_healthy:
             raise EngineStoppedError("the engine has stopped; the replica's log says why")
 

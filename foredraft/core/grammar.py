@@ -14,6 +14,13 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 _KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 _MAX_CHARACTERS = 1 << 18
+_FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "uri", "uuid", "unknown"),
+    }
+)
+"""Formats of strings that llguidance has a grammar for."""
 _MAX_CHOICES = 1024
 _MAX_DEPTH = 64
 """Levels of a schema. Deeper ones take minutes to compile, and real data is not that deep."""
@@ -61,7 +68,7 @@ class Grammar:
             raise ConfigError(f"a JSON schema must be an object, not {shown(schema)}")
         _check_schema(schema)
         try:
-            return cls("json_schema", json.dumps(schema, allow_nan=False))
+            return cls("json_schema", json.dumps(known_formats(schema), allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"the JSON schema cannot be written as JSON: {error}") from error
 
@@ -147,3 +154,19 @@ def _check_object(schema: Mapping[str, Any]) -> None:
             f"the JSON schema has an object of {num_optional} optional properties; {MAX_OPTIONAL} "
             "are possible: make properties required, or split the object"
         )
+
+
+def known_formats(schema: Any) -> Any:
+    """A schema without the string formats that no grammar is known for.
+
+    JSON Schema calls a format an annotation: one that is not known binds nothing.
+    """
+    if isinstance(schema, list | tuple):
+        return [known_formats(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: value if key in ("const", "enum", "default", "examples") else known_formats(value)
+        for key, value in schema.items()
+        if not (key == "format" and isinstance(value, str) and value not in _FORMATS)
+    }

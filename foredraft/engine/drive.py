@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from foredraft.core.errors import EngineStoppedError, QueueFullError
@@ -30,6 +31,11 @@ class EngineThread:
         send: called when mailboxes have received events: after each step, and after each command.
         idle: does a little background work while no request is live. It returns the seconds after
             which it wants to be called again; None: only after there was work again.
+
+    Attributes:
+        problem: why it takes no more requests; None: it does.
+        longest_step: seconds of the longest step so far.
+        last_step: when the last one ended, by `time.monotonic`.
     """
 
     def __init__(
@@ -46,8 +52,16 @@ class EngineThread:
         self._num_live = 0  # replies promised and not over
         self._stopping = self._is_over = False
         self.problem: str | None = None
+        self.longest_step, self.last_step = 0.0, time.monotonic()
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that the present step has taken so far; 0 between two steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def enter(self, num_replies: int, limit: int) -> None:
         """Count a request in, or refuse it."""
@@ -104,7 +118,10 @@ class EngineThread:
             while not self._stopping:
                 self._obey(0.0 if self._mailboxes else self._idle())
                 if self._mailboxes:
+                    self._step_began = time.monotonic()
                     self._engine.step(self._policy)
+                    self.longest_step = max(self.longest_step, self.step_seconds)
+                    self._step_began, self.last_step = None, time.monotonic()
                 self._send()
         except BaseException as error:
             _log.critical("the engine's thread has failed: %s", error, exc_info=error)

@@ -319,6 +319,11 @@ class Engine:
             prefix_cached_tokens=self._slots.num_cached_tokens,
         )
 
+    def forget_prefixes(self) -> None:
+        """Give up the cached entries of texts that no request uses."""
+        with self.lock:
+            self._slots.clear()
+
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Refuse a prompt that cannot be generated from.
 
@@ -327,17 +332,14 @@ class Engine:
         """
         if self._encoder is not None:
             most = self._encoder.max_source
-            check_ids(
-                prompt, self._target.vocab_size, most, f"the encoder reads {most}: shorten it"
-            )
+            check_ids(prompt, self._target.vocab_size, most, "the encoder reads no more")
         else:
             self._check_beginning(prompt)
 
     def _check_beginning(self, prompt: Sequence[int]) -> None:
         """Refuse a decoder prompt that a reply cannot continue."""
         limit = self._target.max_context
-        room = f"the context holds {limit}: shorten it so that at least one token fits behind it"
-        check_ids(prompt, self._target.vocab_size, limit - 1, room)
+        check_ids(prompt, self._target.vocab_size, limit - 1, context_holds(limit))
 
     def _begin_reply(
         self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
@@ -539,12 +541,17 @@ class Engine:
         return self.proof is not None and self.proof.owns(request)
 
 
-def check_ids(prompt: Sequence[int], vocab_size: int, most: int, room: str) -> None:
+def context_holds(limit: int) -> str:
+    """The limit of a prompt in words."""
+    return f"this model's maximum context length is {limit} tokens"
+
+
+def check_ids(prompt: Sequence[int], vocab_size: int, most: int, limit: str) -> None:
     """Refuse token ids that cannot be generated from.
 
     Args:
         most: most ids allowed.
-        room: the same limit in words, for the error message.
+        limit: where it comes from, for the error message.
 
     Raises:
         PromptError: there are none, too many, or some that are outside the vocabulary.
@@ -553,7 +560,8 @@ def check_ids(prompt: Sequence[int], vocab_size: int, most: int, room: str) -> N
         raise PromptError("the prompt is empty: there is nothing to continue", field="prompt")
     if len(prompt) > most:
         raise PromptError(
-            f"the prompt has {len(prompt)} tokens and {room}",
+            # The words by which clients know to shorten a conversation and ask again.
+            f"the prompt is too long: {len(prompt)} tokens > {most} maximum ({limit}): shorten it",
             field="prompt",
             code="context_length_exceeded",
         )

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from foredraft.server.context import ServerContext
 from foredraft.server.errors import ApiError, as_api_error
+from foredraft.server.resume import StreamPlace
 from foredraft.server.wire import JsonResponse, event_stream
 
 T = TypeVar("T")
@@ -29,14 +31,31 @@ async def context_of(request: Request) -> ServerContext:  # FastAPI takes others
     return context
 
 
-async def key_id_of(request: Request) -> str | None:
-    """The id of the key that the request was let in with."""
-    key_id: str | None = request.state.key_id
-    return key_id
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a request.
+
+    Attributes:
+        key_id: of the key that the request was let in with.
+        arrived: when its headers had come, in seconds of `time.perf_counter`.
+        size: of its body, in bytes.
+        last_event: id of the last event that the client has, from a stream that broke.
+    """
+
+    key_id: str | None
+    arrived: float
+    size: int
+    last_event: str | None
+
+
+async def caller_of(request: Request) -> Caller:
+    state = request.state
+    size, last_event = len(await request.body()), request.headers.get("last-event-id")
+    return Caller(state.key_id, state.arrived, size, last_event)
 
 
 Context = Annotated[ServerContext, Depends(context_of)]
-KeyId = Annotated[str | None, Depends(key_id_of)]
+Called = Annotated[Caller, Depends(caller_of)]
 
 
 def new_id(prefix: str) -> str:
@@ -47,17 +66,6 @@ def now() -> int:
     return int(time.time())
 
 
-class Body(Protocol):
-    """A request's body."""
-
-    @property
-    def stream(self) -> bool | None: ...
-
-    def ignored(self) -> list[str]:
-        """Its fields without effect."""
-        ...
-
-
 class GenerationAsked(Protocol):
     """The generation that a request asks for; see `GenerationRequest`."""
 
@@ -65,6 +73,8 @@ class GenerationAsked(Protocol):
     def ignored(self) -> Sequence[str]: ...
     @property
     def model_defaults(self) -> Mapping[str, float]: ...
+    @property
+    def place(self) -> StreamPlace | None: ...
 
 
 class AnswerWriter(Protocol):
@@ -85,26 +95,26 @@ class AnswerWriter(Protocol):
 
 async def respond(
     writer: AnswerWriter,
-    body: Body,
     wanted: GenerationAsked,
+    is_stream: bool | None,
     context: ServerContext,
     request: Request,
 ) -> Response:
     """The answer, whole or as a stream.
 
     Args:
-        body: the request.
-        wanted: what is generated for it. Headers name its fields without effect, and the model's
+        wanted: what is generated. Headers name its fields without effect, and the model's
             own sampling defaults that count.
     """
-    ignored = sorted([*body.ignored(), *wanted.ignored])
-    names = [name for name in ignored if name.isascii() and name.isprintable()][:_MAX_IGNORED]
+    names = [name for name in sorted(wanted.ignored) if name.isascii() and name.isprintable()][
+        :_MAX_IGNORED
+    ]
     headers = {IGNORED_HEADER: ", ".join(name[:_MAX_NAME] for name in names)} if names else {}
     if wanted.model_defaults:
         named = (f"{name}={value:g}" for name, value in wanted.model_defaults.items())
         headers[DEFAULTS_HEADER] = ", ".join(named)
-    if body.stream:
-        return await stream_of(context, writer.stream(), writer.error_event, headers)
+    if is_stream:
+        return await stream_of(context, writer.stream(), writer.error_event, headers, wanted.place)
     return JsonResponse(await _unless_gone(request, writer.whole()), headers=headers)
 
 
@@ -113,23 +123,29 @@ async def stream_of(
     events: AsyncGenerator[bytes, None],
     error_event: Callable[[ApiError], bytes],
     headers: dict[str, str] | None = None,
+    place: StreamPlace | None = None,
 ) -> Response:
     """Events as a response; an error in a stream becomes an event, never a silent cut.
 
     Args:
         events: the first comes as soon as the request is accepted, and may be empty.
+        place: names the events, so that a client may resume the stream.
 
     Raises:
         Exception: what ``events`` raises before its first event: nothing has been sent by then.
     """
     first = await anext(events)
 
+    def name(event: bytes) -> bytes:
+        return event if place is None else place.named(event)
+
     async def guarded() -> AsyncIterator[bytes]:
         try:
-            if first:
-                yield first
+            if first and (named := name(first)):
+                yield named
             async for event in events:
-                yield event
+                if named := name(event):
+                    yield named
         except Exception as error:
             yield error_event(as_api_error(error))
         finally:

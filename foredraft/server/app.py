@@ -60,11 +60,14 @@ def create_app(
         llm = load(context.steps)
         loaded.append(llm)
         context.metrics.watch_speculation(llm)
+        if llm.grammars is not None:
+            llm.grammars.prepare()
         return AsyncLLM(
             llm,
             max_waiting=context.settings.max_waiting,
             prove_every=context.settings.prove_every,
             on_proof=context.metrics.add_proof,
+            give_back_after=context.settings.give_back_after,
         )
 
     app = api_app(load_here, settings, when_loaded)

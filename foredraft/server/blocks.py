@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from foredraft.server.formats.reading import Part
@@ -30,7 +29,7 @@ class Block:
     name: str = ""
     text: str = ""
     key: int = 0
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    id: str = ""
 
 
 BlockChange = tuple[Change, Block, Part | None]
@@ -38,9 +37,14 @@ BlockChange = tuple[Change, Block, Part | None]
 
 
 class BlockBuilder:
-    """Builds the blocks of one reply from its parts."""
+    """Builds the blocks of one reply from its parts.
 
-    def __init__(self) -> None:
+    Args:
+        reply_id: what the ids of blocks begin with.
+    """
+
+    def __init__(self, reply_id: str) -> None:
+        self._reply_id = reply_id
         self.all: list[Block] = []
         self._is_open = False
 
@@ -60,7 +64,9 @@ class BlockBuilder:
             ):
                 yield from self.close()
                 name = part.text if part.kind == "call" else ""
-                block = Block(kind, len(self.all), name, key=part.index)
+                number = len(self.all)
+                block_id = f"{self._reply_id}{number:x}"
+                block = Block(kind, number, name, key=part.index, id=block_id)
                 self.all.append(block)
                 self._is_open = True
                 yield "open", block, None

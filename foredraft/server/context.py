@@ -11,8 +11,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import cached_property
-from typing import Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from typing import ParamSpec, Protocol, TypeVar
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
@@ -27,6 +28,7 @@ from foredraft.server.generation import Generation
 from foredraft.server.metrics import Metrics
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import spans_to
+from foredraft.system.priority import lower_priority
 
 _log = logging.getLogger("foredraft.server")
 
@@ -72,6 +74,10 @@ class Abortable(Protocol):
 
 A = TypeVar("A", bound=Abortable)
 T = TypeVar("T")
+P = ParamSpec("P")
+LARGE = 64 << 10
+"""Bytes of a request that is read within a millisecond or so."""
+_NUM_READERS = 2
 
 
 class ServerContext:
@@ -103,6 +109,7 @@ class ServerContext:
         self.created = int(time.time())
         self.failure: BaseException | None = None
         self._engine: ServedEngine | None = None
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "foredraft-read", lower_priority)
         self._is_draining, self._is_hurried = False, False
         self._live: set[Abortable] = set()
         self._num_live_of: Counter[str] = Counter()  # replies, by key
@@ -121,11 +128,29 @@ class ServerContext:
         """End the engine's thread."""
         if self._engine is not None:
             await self._engine.aclose(drain=False)
+        self._readers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.spans.close)
+
+    async def on_thread(
+        self, size: int, call: Callable[P, T], *given: P.args, **named: P.kwargs
+    ) -> T:
+        """Call a function on a thread, where the engine's threads go first if it takes long.
+
+        Args:
+            size: of the request that it reads, in bytes.
+        """
+        pool = self._readers if size > LARGE else None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, partial(call, *given, **named))
 
     @property
     def is_ready(self) -> bool:
-        return self._engine is not None and not self._is_draining and self._is_healthy
+        return self.has_engine and not self._is_draining
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a model is loaded that takes requests."""
+        return self._engine is not None and self._engine.is_healthy
 
     @property
     def is_loading(self) -> bool:
@@ -134,11 +159,7 @@ class ServerContext:
     @property
     def is_live(self) -> bool:
         """Whether the process is healthy: a restart would not help."""
-        return self.failure is None and self._is_healthy
-
-    @property
-    def _is_healthy(self) -> bool:
-        return self._engine is None or self._engine.is_healthy
+        return self.failure is None and (self._engine is None or self._engine.is_alive)
 
     @property
     def num_live(self) -> int:
@@ -237,6 +258,7 @@ class ServerContext:
         session: str | None = None,
         *,
         scores_only: bool = False,
+        arrived: float | None = None,
     ) -> AsyncIterator[Generation]:
         """Running replies; on exit, unfinished ones are aborted. See `Generation.open`.
 
@@ -246,7 +268,9 @@ class ServerContext:
         """
         with self._counted(tenant, len(prompts) * params.n):
             generation = await Generation.open(
-                *(self.engine, prompts, params, tenant, priority, session), scores_only=scores_only
+                *(self.engine, prompts, params, tenant, priority, session),
+                scores_only=scores_only,
+                arrived=arrived,
             )
             try:
                 async with self.under_way(generation):

@@ -74,6 +74,11 @@ class ServedEngine(Protocol):
         """Whether it takes requests."""
         ...
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it will take requests without a restart of the process."""
+        ...
+
     def stats(self) -> EngineStats:
         """Counts of its work so far and of its live requests. Never waits."""
         ...

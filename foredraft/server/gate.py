@@ -320,7 +320,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         began, status, request_id = time.perf_counter(), 0, _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, arrived=began)
 
         async def noting(message: Message) -> None:
             nonlocal status

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
-from foredraft.engine.engine import check_ids
+from foredraft.engine.engine import check_ids, context_holds
 from foredraft.engine.request import Event, GenerationResult
 from foredraft.server.engine import ServedEngine, ServedModel, ServedReplies
 from foredraft.server.errors import ApiError
 from foredraft.server.pace import Paced
+from foredraft.server.resume import StreamPlace
 
 
 @dataclass
@@ -52,19 +53,23 @@ class Generation:
     Attributes:
         replies: by index: prompts one after the other, n to each.
         num_prompt_tokens: of all prompts, each counted once.
-        began: when it was opened, in seconds of `time.perf_counter`.
+        began: when it was asked for, in seconds of `time.perf_counter`.
     """
 
-    def __init__(self, stream: ServedReplies, prompt_sizes: Sequence[int], n: int) -> None:
+    def __init__(
+        self, stream: ServedReplies, prompt_sizes: Sequence[int], n: int, began: float
+    ) -> None:
         self._stream = stream
         self._indices = {number: index for index, number in enumerate(stream.request_ids)}
         self.replies = [ReplyState(size) for size in prompt_sizes for _ in range(n)]
         self.num_prompt_tokens = sum(prompt_sizes)
-        self.began = time.perf_counter()
+        self.began = began
         self._error: ApiError | None = None
         self._is_late = False
         self._num_open = len(self.replies)
         self._paced: Paced | None = None
+        self._place: StreamPlace | None = None
+        self._cut: deque[Event] = deque()
 
     @classmethod
     async def open(
@@ -77,27 +82,34 @@ class Generation:
         session: str | None = None,
         *,
         scores_only: bool = False,
+        arrived: float | None = None,
     ) -> Generation:
         """Submit all prompts, or none of them.
 
         Args:
             scores_only: no reply is wanted: the log probabilities of a prompt's last token are
                 reported as those of its reply.
+            arrived: when the request came; None: now.
 
         Raises:
             QueueFullError, EngineStoppedError, PromptError, ConfigError: as
                 `ServedEngine.open_all`.
         """
+        began = time.perf_counter() if arrived is None else arrived
         asked = [
             _scoring(engine.llm, prompt, params) if scores_only else (prompt, params)
             for prompt in prompts
         ]
         stream = await engine.open_all(asked, tenant=tenant, priority=priority, session=session)
-        return cls(stream, [len(prompt) for prompt in prompts], params.n)
+        return cls(stream, [len(prompt) for prompt in prompts], params.n, began)
 
     def pace(self) -> None:
         """From now on events come with one token each, at an even pace."""
         self._paced = Paced(self._steps())
+
+    def follow(self, place: StreamPlace) -> None:
+        """From now on events are cut where the client of a broken stream stopped reading."""
+        self._place = place
 
     def __aiter__(self) -> Generation:
         return self
@@ -108,7 +120,12 @@ class Generation:
         Raises:
             ApiError: a reply failed, or the server ended it early (`abort`).
         """
-        return await (self._next() if self._paced is None else self._paced.next())
+        if self._place is None:
+            return await (self._next() if self._paced is None else self._paced.next())
+        while not self._cut:
+            self._cut.extend(self._place.cut((await self._next())[1]))
+        self._place.took(event := self._cut.popleft())
+        return 0, event
 
     async def _steps(self) -> AsyncIterator[tuple[int, Event]]:
         """Events, one for each step."""
@@ -185,14 +202,9 @@ def _scoring(
     Raises:
         PromptError: the prompt is longer than the context, or its last token is no id.
     """
-    size, limit = len(prompt), model.max_context
-    if size > limit:
-        raise PromptError(
-            f"the prompt has {size} tokens and the context holds {limit}: shorten it",
-            code="context_length_exceeded",
-        )
+    limit = model.max_context
+    check_ids(prompt, model.vocab_size, limit, context_holds(limit))
     *start, last = prompt
-    check_ids([last], model.vocab_size, limit, f"the context holds {limit}")
     if not start:
         return prompt, params
     return start, SamplingParams(

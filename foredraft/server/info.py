@@ -38,8 +38,9 @@ async def health(context: Context, ready: str = "0") -> Response:
     """Whether the process is well and the model loaded. With ``?ready``, as `/ready`."""
     if ready.lower() not in ("0", "false"):
         return await is_ready(context)
-    if context.is_live and context.is_loading:
-        raise unavailable("the model is still being loaded", "loading")
+    if context.is_live and not context.has_engine:
+        what = "the model is still being loaded" if context.is_loading else "no engine is there"
+        raise unavailable(what, "loading" if context.is_loading else "no_engine")
     return await live(context)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.cost import CostModel
@@ -70,13 +71,15 @@ class Metrics:
             "negative while speculation costs more than it gives.",
         )
         self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request to its first token.", _SECONDS
+            "time_to_first_token_seconds", "From a request's headers to its first token.", _SECONDS
         )
         self._between = self._histogram(
             "inter_token_latency_seconds", "Between two tokens of a reply, on average.", _BETWEEN
         )
         self._whole = self._histogram(
-            "e2e_request_latency_seconds", "From a request to the end of its reply.", _SECONDS
+            "e2e_request_latency_seconds",
+            "From a request's headers to the end of its reply.",
+            _SECONDS,
         )
         self._prompt_sizes = self._histogram(
             "request_prompt_tokens", "Tokens of a prompt.", _TOKENS
@@ -101,6 +104,12 @@ class Metrics:
             "1 where the one stays below the other by more than chance.",
             *("drafter", "noise"),
         )
+        self._has_steps = True
+        self._of_steps: tuple[Collector, ...] = (
+            *(self._drafts, self._drafted, self._accepted, self._by_position, self._times),
+            *(self._preemptions, self._steps, self._proofs, self._differences, self.page_runs),
+            *(self._saved, self._seen, self._promised, self._below),
+        )
         self._cost: CostModel | None = None
         self._controller: AdaptiveBudget | None = None
 
@@ -119,7 +128,8 @@ class Metrics:
             "kv_cache_usage_perc": ("Share of the cache in use.", cache_usage),
         }
         for name, (text, read) in stats.items():
-            self._gauge(name, text).set_function(read)
+            if self._has_steps or not name.startswith("kv_cache"):
+                self._gauge(name, text).set_function(read)
 
     def watch_speculation(self, llm: LLM) -> None:
         """Add gauges of the gain of speculation, and of the controller's estimates."""
@@ -133,6 +143,12 @@ class Metrics:
         for name, (text, field) in _LEDGER.items():
             self._gauge(name, text).set_function(partial(seconds, field))
         self._controller = controller
+
+    def leave_steps_out(self) -> None:
+        """Show no figures of steps and caches: the engines are in other processes."""
+        self._has_steps = False
+        for collector in self._of_steps:
+            self._registry.unregister(collector)
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

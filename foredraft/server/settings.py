@@ -111,6 +111,9 @@ class ServerSettings(BaseSettings):
     ping_interval: Positive = 15.0
     """Time between the comments that keep a silent stream open."""
 
+    give_back_after: Positive = 600.0
+    """Time without a request after which cached prompts are given up, and memory is returned to the
+    system."""
     prove_every: Annotated[int, Field(ge=0)] = 0
     """One in this many steps that drafted is repeated without drafts while the server is idle, and
     compared; 0: none."""

@@ -49,6 +49,7 @@ def test_anything_else_is_refused(asked: object) -> None:
 
 def test_by_default_it_is_a_share_of_the_machine() -> None:
     assert default_memory("cpu") == machine_memory() // 4
+    assert default_memory("cpu", 200 << 20) == min(machine_memory() // 4, 1 << 30)
     shape = KVShape(2, 3, 4)
     per_token = shape.bytes_per_token(torch.float32)
     total = KVCache(shape, torch.float32, "cpu", 100).usage.total

@@ -39,7 +39,8 @@ class Death:
 
     Attributes:
         path: a file that holds ``after``. The engine that removes it dies, so there is one death a
-            file. If "stops" follows, the engine dies and its process lives.
+            file. If "stops" follows, the engine dies and its process lives; if "freezes" does, the
+            process stands still.
         target: of the engine.
     """
 
@@ -59,6 +60,9 @@ class Death:
             try:
                 self.path.unlink()
             except FileNotFoundError:
+                return
+            if how == "freezes":
+                os.kill(os.getpid(), signal.SIGSTOP)
                 return
             if how != "stops":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -73,11 +73,19 @@ def test_sigterm_lets_replies_end_and_says_nothing(checkpoint: Path) -> None:
                 return False
 
         wait_until(is_ready, 120)
-        body = ASKED | {"prompt": "The ferry", "stream": True}
+        body = ASKED | {"prompt": "The ferry", "stream": True, "max_tokens": 400}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as other:
+                wait_until(lambda: other.get("/ready").status_code == 503)
+                assert other.get("/live").status_code == 200
+                refused = other.post("/v1/completions", json={"prompt": "x"})
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"]
+                assert other.get("/-/routes").status_code == 404
+                assert other.get("/-/healthz").status_code == 404
             assert "data: [DONE]" in lines
         assert "SIGTERM" not in said_by(process)
 

@@ -22,8 +22,11 @@ from foredraft.server.context import ServerContext
 from tests.models.checkpoints import VOCAB_SIZE
 
 remote = pytest.importorskip("foredraft.cluster.remote", reason="clusters need foredraft[ray]")
+watch = pytest.importorskip("foredraft.cluster.watch", reason="clusters need foredraft[ray]")
+EngineWatch = watch.EngineWatch
 exceptions = pytest.importorskip("ray.serve.exceptions")
 
+TAKEN = "an engine"
 Script = list[Any]
 """Items that a replica sends; an exception is raised there."""
 FOREVER = asyncio.Event
@@ -67,6 +70,30 @@ class _Call:
         self._replicas.num_cancelled += 1
 
 
+class Processes:
+    """Stands for the engines' processes.
+
+    Attributes:
+        is_frozen: none of them answers any more.
+        ended: those that were ended.
+    """
+
+    def __init__(self) -> None:
+        self.is_frozen = False
+        self.ended: list[str] = []
+        self.number = 1
+
+    async def beat(self, name: str) -> None:
+        if self.is_frozen:
+            await asyncio.Event().wait()
+
+    def end(self, name: str) -> None:
+        self.ended.append(name)
+
+    def num_running(self) -> int:
+        return self.number
+
+
 def event(*token_ids: int) -> Event:
     return Event(77, token_ids, 0, ())
 
@@ -85,7 +112,9 @@ def engine_of(scripts: list[Script], tokenizer: Tokenizer | None = None) -> tupl
     replicas = Replicas(scripts)
     model = remote.RemoteModel("tiny", tokenizer, 512, VOCAB_SIZE, "none", {})
     counters = [Counter(name, name, registry=None) for name in ("resumed", "lost")]
-    return remote.RemoteEngine(replicas, model, remote.FailOvers(*counters), 5.0), replicas
+    fail_overs = remote.FailOvers(*counters)
+    looks = EngineWatch(Processes(), 2.0)
+    return remote.RemoteEngine(replicas, model, fail_overs, 5.0, looks), replicas
 
 
 def count(counter: Counter) -> float:
@@ -104,7 +133,7 @@ async def events_of(engine: Any, **params: Any) -> list[Event]:
 
 
 def test_a_reply_goes_on_behind_what_has_come() -> None:
-    engine, replicas = engine_of([[None, event(1), event(2), lost()], [lost()], [None, end()]])
+    engine, replicas = engine_of([[TAKEN, event(1), event(2), lost()], [lost()], [TAKEN, end()]])
     events = asyncio.run(events_of(engine))
     assert [each.token_ids for each in events] == [(1,), (2,), (3,)]
     sessions, asked = zip(*replicas.asked, strict=True)
@@ -117,7 +146,7 @@ def test_a_reply_goes_on_behind_what_has_come() -> None:
 
 
 def test_a_reply_that_loses_one_replica_after_another_says_so() -> None:
-    engine, replicas = engine_of([[None, event(1), lost()], [lost()]])
+    engine, replicas = engine_of([[TAKEN, event(1), lost()], [lost()]])
     with pytest.raises(EngineStoppedError, match="replicas were lost"):
         asyncio.run(events_of(engine))
     assert count(engine._fail_overs.lost) == 1
@@ -143,8 +172,47 @@ def test_what_refuses_a_request_is_told_as_it_is(said: Exception, error: type[Ex
     assert engine.stats().running == 0
 
 
+def test_a_silent_engine_is_ended_and_a_reply_that_waits_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "_PERIOD", 0.02)
+    processes = Processes()
+
+    async def run() -> None:
+        looks = EngineWatch(processes, 0.2)
+        looks.begin()
+        looks.see("an engine")
+        await asyncio.sleep(0.4)
+        assert processes.ended == []
+        assert looks.has_engine
+        processes.is_frozen, processes.number = True, 0
+        await asyncio.sleep(0.4)
+        assert processes.ended == ["an engine"]
+        assert not looks.has_engine
+        looks.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_for_an_engine_is_answered_and_refused_in_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "_AT_ONCE", 0.05)
+    engine, _ = engine_of([[FOREVER]])
+    engine._patience = 0.3
+
+    async def run() -> None:
+        began = asyncio.get_running_loop().time()
+        stream = await engine.open_all([([1, 2], SamplingParams())])
+        assert asyncio.get_running_loop().time() - began < 0.25
+        with pytest.raises(QueueFullError, match="no engine had room"):
+            await anext(stream)
+
+    asyncio.run(run())
+
+
 def test_whoever_leaves_ends_all_replies() -> None:
-    engine, replicas = engine_of([[None, event(1), FOREVER]])
+    engine, replicas = engine_of([[TAKEN, event(1), FOREVER]])
 
     async def leave() -> None:
         stream = await engine.open_all([([1, 2], SamplingParams(n=2))])
@@ -169,7 +237,7 @@ def test_whoever_leaves_ends_all_replies() -> None:
 def test_a_lost_reply_ends_with_an_error_in_its_dialect(
     tokenizer_directory: Path, path: str, body: dict[str, Any]
 ) -> None:
-    engine, _ = engine_of([[None, event(1), lost()], [lost()]], Tokenizer(tokenizer_directory))
+    engine, _ = engine_of([[TAKEN, event(1), lost()], [lost()]], Tokenizer(tokenizer_directory))
 
     def connect(_: ServerContext) -> Any:
         return engine

@@ -175,7 +175,7 @@ def test_the_context_is_filled_to_the_last_token_and_no_further() -> None:
     ("prompt", "message"),
     [
         ([], "the prompt is empty"),
-        (list(range(10)), "the prompt has 10 tokens and the context holds 10"),
+        (list(range(10)), "the prompt is too long: 10 tokens > 9 maximum"),
         ([1, 10], "prompt token 10 is not an id below 10"),
         ([-1], "prompt token -1"),
         ([True], "prompt token True"),

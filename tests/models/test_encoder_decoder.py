@@ -299,7 +299,9 @@ def test_what_an_encoder_decoder_has_not_is_refused_by_name(t5: Any) -> None:
     with pytest.raises(PromptError, match="is not an id below 300"):
         engine.submit((VOCAB_SIZE,), GREEDY)
     bart = llm_of(new_target("bart"), "none").engine
-    with pytest.raises(PromptError, match=r"129 tokens and the encoder reads 128: shorten it"):
+    with pytest.raises(
+        PromptError, match=r"129 tokens > 128 maximum \(the encoder reads no more\): shorten it"
+    ):
         bart.submit([5] * 129, GREEDY)
     decoder = new_engine(TableModel.random(5, seed=1))
     with pytest.raises(ConfigError, match="source is for encoder-decoders"):

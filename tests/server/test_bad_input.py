@@ -374,5 +374,21 @@ def test_an_error_repeats_no_prompt(client: httpx.Client) -> None:
     assert "secret" not in client.post(CHAT, json=body).text
 
 
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ('{"messages": [], "user": "%s"}', "messages is []"),
+        ('{"messages": [{"role": "user", "content": "%s"}], "n": "x"}', "n is 'x'"),
+        ('{"messages": "%s", ', "no JSON"),
+        ('["%s"]', "the body must be a JSON object"),
+    ],
+)
+def test_large_bodies_are_checked_as_small_ones(client: httpx.Client, body: str, part: str) -> None:
+    """A thread reads them."""
+    for size in (10, 100_000):
+        answer = client.post(CHAT, content=body % ("x" * size), headers=JSON)
+        assert part in refused(answer)["message"]
+
+
 def test_the_server_lives_on(client: httpx.Client) -> None:
     assert client.post(CHAT, json={"messages": USER, "max_tokens": 2}).status_code == 200

@@ -176,7 +176,7 @@ def test_a_prompt_that_fills_the_context_is_scored(tokenizer: Tokenizer) -> None
     assert answer["usage"]["prompt_tokens"] == 32 + 9 + 1
     assert answer["usage"]["completion_tokens"] == 0
     assert longer.json()["error"]["code"] == "context_length_exceeded"
-    assert "33 tokens and the context holds 32" in longer.json()["error"]["message"]
+    assert "33 tokens > 32 maximum" in longer.json()["error"]["message"]
     assert "prompt token 300 is not an id below 300" in foreign.json()["error"]["message"]
 
 
@@ -270,6 +270,82 @@ def test_a_conversation_of_items(client: httpx.Client) -> None:
     assert client.post("/v1/responses", json=body).status_code == 200
 
 
+def test_text_and_its_calls_are_one_message_in_every_dialect(client: httpx.Client) -> None:
+    """The same conversation has the same tokens, so the cache finds it and templates alternate."""
+    call = {"name": "look", "arguments": '{"at": 1}'}
+    chat = [
+        *USER,
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+    ]
+    items = [
+        {"type": "additional_tools", "tools": []},
+        *USER,
+        {"type": "message", "role": "assistant", "content": "Let me see."},
+        {"type": "web_search_call", "id": "w"},
+        {"type": "function_call", "call_id": "c1", **call},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+    ]
+    used = {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}}
+    blocks = [
+        *USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "Let me see."}, used]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "rain"}],
+        },
+    ]
+    answers = [
+        client.post(path, json=body | COMMON)
+        for path, body in (
+            ("/v1/chat/completions", {"messages": chat, "max_tokens": 1}),
+            ("/v1/responses", {"input": items, "max_output_tokens": 1}),
+            ("/v1/messages", {"messages": blocks, "max_tokens": 1}),
+        )
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert answers[1].headers["x-foredraft-ignored"] == "input[0], input[3]"
+    usages = [answer.json()["usage"] for answer in answers]
+    sizes = [
+        usages[0]["prompt_tokens"],
+        usages[1]["input_tokens"],
+        usages[2]["input_tokens"] + usages[2]["cache_read_input_tokens"],
+    ]
+    assert len(set(sizes)) == 1
+
+
+def test_the_model_sees_that_a_tool_has_failed_and_the_order_of_what_was_said() -> None:
+    from foredraft.server.dialects.messages import MessagesRequest
+
+    failed = {"type": "tool_result", "tool_use_id": "c", "content": "no such file"}
+    content = [
+        {"type": "text", "text": "Before."},
+        failed | {"is_error": True},
+        {"type": "text", "text": "After."},
+    ]
+    body = MessagesRequest(max_tokens=1, messages=[{"role": "user", "content": content}])
+    assert [each["content"] for each in body.chat_messages()] == [
+        *("Before.", "Error: no such file", "After."),
+    ]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_clients_know_a_prompt_that_is_too_long_by_its_words(
+    client: httpx.Client, path: str
+) -> None:
+    said = [{"role": "user", "content": "the ferry " * 3000}]
+    name = "input" if path == "/v1/responses" else "messages"
+    error = client.post(path, json={name: said, "max_tokens": 1}).json()["error"]
+    assert "prompt is too long: " in error["message"]
+    assert "maximum context length is" in error["message"]
+    if path != "/v1/messages":
+        assert error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -277,7 +353,6 @@ def test_a_conversation_of_items(client: httpx.Client) -> None:
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
     ],
 )

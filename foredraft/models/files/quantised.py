@@ -157,8 +157,9 @@ def _made_of(found: _Format, parts: Mapping[str, StoredTensor]) -> StoredTensor:
     if found.layout == "mxfp4" and len(first.shape) == 4:
         experts, rows, groups, half = first.shape
         place = PackedPlace("mxfp4", parts, 4, 2 * half, keeps=False)
-        shape = (experts, groups * 2 * half, rows)
-        return StoredTensor(first.file, "MXFP4 of experts", shape, packed=place)
+        return StoredTensor(
+            first.file, "MXFP4 of experts", (experts, groups * 2 * half, rows), packed=place
+        )
     rows, words = first.shape[0], first.shape[-1]
     each = _WORD // found.bits
     shape = {

@@ -8,14 +8,11 @@ Shape legend: V vocabulary.
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ import numpy as np
 from foredraft.core.errors import ConfigError, GrammarError
 from foredraft.core.grammar import MAX_OPTIONAL, Grammar
 from foredraft.core.rules.grammar import Array, Matcher
+from foredraft.system.priority import lower_priority
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 _MAX_KEPT = 64
 """Compiled grammars that are kept, the most recently used."""
 _NUM_WORKERS = 2
-_NICENESS = 10
 _MAX_ROW_ITEMS = 4 * MAX_OPTIONAL
 """Parser items after one token. An optional property of a JSON object takes four, and a step takes
 time in proportion: 30 ms at this bound."""
@@ -75,7 +72,14 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._jobs: dict[Grammar, _Job] = {}
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(_NUM_WORKERS, "foredraft-grammar", _lower_priority)
+        self._pool = ThreadPoolExecutor(_NUM_WORKERS, "foredraft-grammar", lower_priority)
+
+    def prepare(self) -> None:
+        """Read the vocabulary before the first grammar comes, on a thread.
+
+        It takes up to a second, in which the interpreter's lock is held.
+        """
+        self._pool.submit(lambda: self._ll_tokenizer)
 
     def compile(self, grammar: Grammar) -> Future[LLMatcher]:
         """Start to compile a grammar, unless it is compiled or being compiled.
@@ -203,15 +207,6 @@ class _GuidanceMatcher:
 
     def is_complete(self) -> bool:
         return bool(self._matcher.is_stopped())
-
-
-def _lower_priority() -> None:
-    """Let the engine's threads go first. Only Linux has a priority for each thread."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with suppress(OSError):  # a sandbox may not allow it
-            niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def _pass_on(wait: Future[LLMatcher], job: Future[LLMatcher]) -> None:

@@ -146,7 +146,8 @@ def _checked_message(where: str, message: object) -> dict[str, Any]:
             _tool_call(f"{where}.tool_calls[{i}]", call)
             for i, call in enumerate(checked_list(f"{where}.tool_calls", calls))
         ]
-    plain["content"] = "" if calls and content is None else text_of(f"{where}.content", content)
+    is_empty = content is None and (calls or plain["role"] == "assistant")
+    plain["content"] = "" if is_empty else text_of(f"{where}.content", content)
     return plain
 
 

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.server.answers import Context, KeyId, error_responses, new_id, respond, streamed
+from foredraft.server.answers import Called, Context, error_responses, new_id, respond, streamed
+from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import (
     ChoicesAnswer,
@@ -33,7 +34,7 @@ from foredraft.server.generation import finish_reason
 from foredraft.server.logprobs import chat_logprobs
 from foredraft.server.thinking import Thinking
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 
 class ChatRequest(ChoicesFields, ConversationFields):
@@ -53,7 +54,7 @@ class ChatRequest(ChoicesFields, ConversationFields):
         parameters = super().parameters()
         if self.logprobs:
             parameters["logprobs"] = ("top_logprobs", self.top_logprobs or 0)
-        elif self.top_logprobs is not None:
+        elif self.top_logprobs:
             raise ConfigError("top_logprobs needs logprobs: true", field="top_logprobs")
         return parameters
 
@@ -96,13 +97,13 @@ class ChatCompletion(ChoicesAnswer):
     responses={200: streamed("replies, whole or as events", ChatCompletion), **error_responses()},
 )
 async def create_chat_completion(
-    body: ChatRequest, request: Request, context: Context, key_id: KeyId
+    body: ChatRequest, request: Request, context: Context, caller: Called
 ) -> Response:
     """Reply to a conversation."""
     options = body.check_stream_options()
-    wanted = await read_conversation(context, body, key_id)
+    wanted = await context.on_thread(caller.size, read_conversation, context, body, caller)
     writer = ChatWriter(context, wanted, options)
-    return await respond(writer, body, wanted, context, request)
+    return await respond(writer, wanted, body.stream, context, request)
 
 
 class ChatWriter(ChoicesWriter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, ClassVar
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.server.answers import new_id, now
+from foredraft.server.answers import now
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Refused, Sets, at_most
 from foredraft.server.dialects.request import GenerationRequest
@@ -132,7 +133,7 @@ class ChoicesWriter(ABC):
         self, context: ServerContext, request: GenerationRequest, options: StreamOptions
     ) -> None:
         self._context, self._request, self._options = context, request, options
-        self._id, self._created = new_id(self.id_prefix), now()
+        self._id, self._created = self.id_prefix + request.reply_id, now()
         self._repeated: list[Repeated] = []
         if request.prediction is not None:
             num_replies = len(request.prompts) * request.params.n
@@ -163,11 +164,15 @@ class ChoicesWriter(ABC):
             async for index, event in generation:
                 self._count(index, event)
             self.finish(generation)
-            choices = []
-            for index, reply in enumerate(generation.replies):
-                assert reply.result is not None
-                choices.append({"index": index, **self.choice(index, reply.result)})
-            return self._with_usage(self._answer(self.kind, choices), generation)
+            # Of a long reply with log probabilities it is a million numbers.
+            return await asyncio.to_thread(self._answered, generation)
+
+    def _answered(self, generation: Generation) -> dict[str, Any]:
+        choices = []
+        for index, reply in enumerate(generation.replies):
+            assert reply.result is not None
+            choices.append({"index": index, **self.choice(index, reply.result)})
+        return self._with_usage(self._answer(self.kind, choices), generation)
 
     def error_event(self, error: ApiError) -> bytes:
         return data_event(error.for_openai)
@@ -181,7 +186,10 @@ class ChoicesWriter(ABC):
             async for index, event in generation:
                 self._count(index, event)
                 usage = self._usage(generation) if continuous else None
-                piece = self.piece(index, event)
+                if event.prompt_logprobs is None:
+                    piece = self.piece(index, event)
+                else:
+                    piece = await asyncio.to_thread(self.piece, index, event)
                 if piece is not None:
                     yield self.chunk(index, piece, usage=usage)
                 if event.result is not None:

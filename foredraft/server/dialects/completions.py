@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,7 +15,8 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.engine.request import Event, GenerationResult
 from foredraft.models.text.infill import Infill, required_infill
-from foredraft.server.answers import Context, KeyId, error_responses, respond, streamed
+from foredraft.server.answers import Called, Context, error_responses, respond, streamed
+from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import ChoicesAnswer, ChoicesFields, ChoicesWriter
 from foredraft.server.dialects.fields import Items, Refused
@@ -24,7 +24,7 @@ from foredraft.server.dialects.request import GenerationRequest, read_prompts
 from foredraft.server.generation import Generation, finish_reason
 from foredraft.server.logprobs import CompletionLogprobs
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 
 class CompletionRequest(ChoicesFields):
@@ -84,7 +84,7 @@ class Completion(ChoicesAnswer):
     responses={200: streamed("continuations, whole or as events", Completion), **error_responses()},
 )
 async def create_completion(
-    body: CompletionRequest, request: Request, context: Context, key_id: KeyId
+    body: CompletionRequest, request: Request, context: Context, caller: Called
 ) -> Response:
     """Continue prompts: text, texts, token ids, or lists of token ids."""
     body.check_stream_options()
@@ -92,13 +92,16 @@ async def create_completion(
     prompts, ends = body.prompts(), tuple[int, ...]()
     if body.suffix:
         marks = required_infill(context.tokenizer)
-        prompts, ends = await asyncio.to_thread(_with_hole, context, body, marks), marks.ends
-    wanted = await read_prompts(context, body, prompts, special, key_id)
+        prompts = await context.on_thread(caller.size, _with_hole, context, body, marks)
+        ends = marks.ends
+    wanted = await context.on_thread(
+        caller.size, read_prompts, context, body, prompts, special, caller
+    )
     if ends:
         stops = (*wanted.params.stop_token_ids, *ends)
         wanted = replace(wanted, params=replace(wanted.params, stop_token_ids=stops))
     writer = CompletionWriter(context, replace(wanted, scores_only=body.is_empty), body)
-    return await respond(writer, body, wanted, context, request)
+    return await respond(writer, wanted, body.stream, context, request)
 
 
 def _with_hole(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Annotated, Any
@@ -16,7 +15,8 @@ from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import GenerationResult
 from foredraft.models.text.infill import required_infill
-from foredraft.server.answers import Context, KeyId, error_responses, respond, streamed
+from foredraft.server.answers import Called, Context, error_responses, respond, streamed
+from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Sets, entries
 from foredraft.server.dialects.request import GenerationRequest, read_prompts
@@ -25,7 +25,7 @@ from foredraft.server.errors import ApiError
 from foredraft.server.generation import ReplyState
 from foredraft.server.wire import data_event
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 _NUM_PREDICTED = 128
 
@@ -82,19 +82,21 @@ class Filled(BaseModel):
     responses={200: streamed("the text, whole or as events", Filled), **error_responses()},
 )
 async def infill(
-    body: InfillRequest, request: Request, context: Context, key_id: KeyId
+    body: InfillRequest, request: Request, context: Context, caller: Called
 ) -> Response:
     """Fill a hole in, for models that have the tokens."""
     tokenizer = context.tokenizer
     marks = required_infill(tokenizer)
     texts = body.input_prefix, body.input_suffix, body.prompt, body.files()
-    prompt = await asyncio.to_thread(marks.prompt, tokenizer, *texts)
-    wanted = await read_prompts(context, body, [prompt], False, key_id)
+    prompt = await context.on_thread(caller.size, marks.prompt, tokenizer, *texts)
+    wanted = await context.on_thread(
+        caller.size, read_prompts, context, body, [prompt], False, caller
+    )
     params = replace(
         wanted.params, n=1, stop_token_ids=(*wanted.params.stop_token_ids, *marks.ends)
     )
     writer = InfillWriter(context, replace(wanted, params=params))
-    return await respond(writer, body, wanted, context, request)
+    return await respond(writer, wanted, body.stream, context, request)
 
 
 class InfillWriter:

@@ -18,14 +18,14 @@ from foredraft.core.errors import ConfigError
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnthropicErrorBody,
+    Called,
     Context,
-    KeyId,
     error_responses,
-    new_id,
     respond,
     streamed,
 )
 from foredraft.server.blocks import Block, BlockBuilder, Change
+from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, RequestBody, Sets, entries
 from foredraft.server.dialects.request import (
@@ -45,12 +45,13 @@ from foredraft.server.dialects.sampling import (
 from foredraft.server.errors import ApiError
 from foredraft.server.formats.reading import Part
 from foredraft.server.generation import ReplyState, finish_reason
+from foredraft.server.settings import ServerSettings
 from foredraft.server.thinking import Thinking
 from foredraft.server.tools import read_tools
 from foredraft.server.usage import num_cached, speculation_of
 from foredraft.server.wire import JsonResponse, named_event
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 _ERRORS = error_responses(AnthropicErrorBody)
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -82,6 +83,15 @@ class CountRequest(MessageFields):
 
 class MessagesRequest(MessageFields, ConversationFields):
     """A conversation to be replied to."""
+
+    def check_limits(self, settings: ServerSettings) -> None:
+        super().check_limits(settings)
+        if self.messages[-1].get("role") == "assistant":
+            raise ConfigError(
+                "messages ends with one of the assistant, and a reply here begins anew: leave it "
+                "out (output_config may bind the form of a reply)",
+                field="messages",
+            )
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[Words, Sets("stop")] = None
@@ -137,6 +147,15 @@ def _messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _blocks(where: str, role: str, blocks: list[Any]) -> Iterator[dict[str, Any]]:
     """Results of tools become messages of their own; text and calls stay together."""
+
+    def rest() -> Iterator[dict[str, Any]]:
+        if texts or calls:
+            message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+            message |= {"tool_calls": [*calls]} if calls else {}
+            yield message | ({"reasoning": "".join(thoughts)} if thoughts else {})
+        texts.clear()
+        calls.clear()
+
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -150,14 +169,16 @@ def _blocks(where: str, role: str, blocks: list[Any]) -> Iterator[dict[str, Any]
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_result":
+            yield from rest()
             content = text_of(f"{at}.content", block.get("content") or "")
+            if block.get("is_error"):
+                content = f"Error: {content}"
             yield {"role": "tool", "content": content, "tool_call_id": block.get("tool_use_id")}
         elif kind != "redacted_thinking":
             raise malformed(at, f"is of type {shown(kind)}; text is all there is here")
-    if texts or calls or not blocks:
-        message: dict[str, Any] = {"role": role, "content": "".join(texts)}
-        message |= {"tool_calls": calls} if calls else {}
-        yield message | ({"reasoning": "".join(thoughts)} if thoughts else {})
+    if not blocks:
+        yield {"role": role, "content": ""}
+    yield from rest()
 
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,21 +236,25 @@ class TokenCount(BaseModel):
     responses={200: streamed("a reply, whole or as events", MessageAnswer), **_ERRORS},
 )
 async def create_message(
-    body: MessagesRequest, request: Request, context: Context, key_id: KeyId
+    body: MessagesRequest, request: Request, context: Context, caller: Called
 ) -> Response:
     """Reply to a conversation."""
-    wanted = await read_conversation(context, body, key_id)
-    return await respond(MessagesWriter(context, wanted), body, wanted, context, request)
+    wanted = await context.on_thread(caller.size, read_conversation, context, body, caller)
+    return await respond(MessagesWriter(context, wanted), wanted, body.stream, context, request)
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=_ERRORS)
-async def count_tokens(body: CountRequest, context: Context) -> Response:
+async def count_tokens(body: CountRequest, context: Context, caller: Called) -> Response:
     """Count the tokens of a conversation in the model's template, system and tools included."""
     context.check_model(body.model)
+    count = await context.on_thread(caller.size, _count, context, body)
+    return JsonResponse({"input_tokens": count})
+
+
+def _count(context: ServerContext, body: CountRequest) -> int:
     body.check_limits(context.settings)
     tools = read_tools(body.chat_tools(), context.takes_tools)
-    tokens = await encode_conversation(context, body.chat_messages(), tools)
-    return JsonResponse({"input_tokens": len(tokens)})
+    return len(encode_conversation(context, body.chat_messages(), tools))
 
 
 class MessagesWriter:
@@ -237,8 +262,8 @@ class MessagesWriter:
 
     def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
         self._context, self._request = context, request
-        self._id = new_id("msg_")
-        self._blocks = BlockBuilder()
+        self._id = f"msg_{request.reply_id}"
+        self._blocks = BlockBuilder(request.reply_id)
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer: the sum of a stream's events."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import secrets
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -15,6 +16,7 @@ from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
+from foredraft.server.answers import Caller
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import excluded
 from foredraft.server.dialects.sampling import SamplingFields
@@ -22,6 +24,7 @@ from foredraft.server.errors import in_words_of
 from foredraft.server.formats.base import Format, reply_grammar
 from foredraft.server.generation import Generation
 from foredraft.server.replies import ReplyParser, opens_thoughts
+from foredraft.server.resume import StreamPlace, placed
 from foredraft.server.spans import Operation
 from foredraft.server.thinking import Thinking
 from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
@@ -50,10 +53,11 @@ class GenerationRequest:
         tenant: the owner of the request.
         priority: requests of higher numbers go first.
         session: see `ServedEngine.open_all`.
+        arrived: when it came, in seconds of `time.perf_counter`.
         names: by sampling parameter the field that it came from.
         model_defaults: sampling parameters that the model's makers name, where the request does
             not.
-        ignored: fields without effect on this model.
+        ignored: fields without effect here.
         form: the model's form of thoughts and calls.
         prediction: the text that the reply is expected to repeat; None: none is named.
         tools: that a reply may call.
@@ -61,6 +65,8 @@ class GenerationRequest:
         in_thoughts: whether the prompt has opened them.
         scores_only: whether nothing is to be generated: the prompts are only scored.
         is_paced: whether events come one by one with a token each.
+        place: in the stream of one reply; None: it cannot be resumed.
+        reply_id: a part of the ids of the answer.
     """
 
     operation: Operation
@@ -70,6 +76,7 @@ class GenerationRequest:
     tenant: str | None
     priority: int
     session: str | None
+    arrived: float
     names: Mapping[str, str] = field(default_factory=dict)
     model_defaults: Mapping[str, float] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
@@ -80,6 +87,11 @@ class GenerationRequest:
     in_thoughts: bool = False
     scores_only: bool = False
     is_paced: bool = False
+    place: StreamPlace | None = None
+
+    @cached_property
+    def reply_id(self) -> str:
+        return secrets.token_hex(12) if self.place is None else self.place.now.reply_id
 
     def new_parser(self) -> ReplyParser:
         tools, is_one = self.tools.tools, not self.tools.parallel
@@ -103,11 +115,14 @@ class GenerationRequest:
                 context.generation(
                     *(self.prompts, self.params, self.tenant, self.priority, self.session),
                     scores_only=self.scores_only,
+                    arrived=self.arrived,
                 )
             )
             span.watch(generation)
             if self.is_paced:
                 generation.pace()
+            elif self.place is not None:
+                generation.follow(self.place)
             yield generation
 
 
@@ -165,10 +180,12 @@ class ConversationFields(SamplingFields):
         ]
 
 
-async def read_conversation(
-    context: ServerContext, body: ConversationFields, key_id: str | None
+def read_conversation(
+    context: ServerContext, body: ConversationFields, caller: Caller
 ) -> GenerationRequest:
     """The generation that a conversation asks for.
+
+    To be called on a thread: schemas, templates and texts may take long.
 
     Raises:
         ApiError, ConfigError, PromptError: something in it cannot be used.
@@ -176,12 +193,12 @@ async def read_conversation(
     model = context.check_model(body.model)
     body.check_limits(context.settings)
     tools, thinking = read_tools(body.chat_tools(), context.takes_tools), body.asked_thinking()
-    given, names = await asyncio.to_thread(body.sampling, context.llm.sampling_defaults)
+    given, names = body.sampling(context.llm.sampling_defaults)
     _check_replies(1, given.n, context)
     with in_words_of({"messages": body.conversation_field}):
         messages = body.chat_messages()
         known = context.tokenizer.template_variables(bool(tools.tools))
-        prompt = await encode_conversation(context, messages, tools, thinking.of_template(known))
+        prompt = encode_conversation(context, messages, tools, thinking.of_template(known))
     end = context.tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
     in_thoughts = context.thinks and opens_thoughts(end, context.form)
     thinks = context.thinks and not end.rstrip().endswith(context.form.end_think)
@@ -199,23 +216,26 @@ async def read_conversation(
         if thinks
         else None,
     )
+    params, place = _placed(body, params, (prompt,), caller)
     return GenerationRequest(
         "chat",
         model,
         (prompt,),
         params,
-        context.tenant(key_id, body.cache_salt),
+        context.tenant(caller.key_id, body.cache_salt),
         _priority(context, body),
         body.prompt_cache_key or _opening(messages),
+        caller.arrived,
         names,
         given.left_to(defaults),
-        (thinking.field,) if thinking.unheeded(known) else (),
+        (*body.ignored(), *((thinking.field,) if thinking.unheeded(known) else ())),
         context.form,
-        await _prediction(context, params),
+        _prediction(context, params),
         tools,
         thinks,
         in_thoughts,
         is_paced=_is_paced(body),
+        place=place,
     )
 
 
@@ -250,7 +270,7 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
     return opening[:_OPENING]
 
 
-async def encode_conversation(
+def encode_conversation(
     context: ServerContext,
     messages: Sequence[Mapping[str, Any]],
     tools: ToolUse,
@@ -266,20 +286,17 @@ async def encode_conversation(
     """
     known = [{name: each[name] for name in _OF_A_MESSAGE if name in each} for each in messages]
     adapted = context.form.adapted(known, tools.tools)
-    # Templates are programs, and texts may be long: neither is to hold the others up.
-    return await asyncio.to_thread(
-        context.tokenizer.encode_chat, adapted, list(tools.tools), variables
-    )
+    return context.tokenizer.encode_chat(adapted, list(tools.tools), variables)
 
 
-async def read_prompts(
+def read_prompts(
     context: ServerContext,
     body: SamplingFields,
     prompts: Sequence[str | list[int]],
     add_special_tokens: bool,
-    key_id: str | None,
+    caller: Caller,
 ) -> GenerationRequest:
-    """The generation that a request with prompts asks for.
+    """The generation that a request with prompts asks for. To be called on a thread.
 
     Raises:
         ApiError, ConfigError, PromptError: something in it cannot be used.
@@ -287,7 +304,7 @@ async def read_prompts(
     model = context.check_model(body.model)
     body.check_limits(context.settings)
     defaults = context.llm.sampling_defaults
-    given, names = await asyncio.to_thread(body.sampling, defaults)  # may name many ids
+    given, names = body.sampling(defaults)
     params = given.by(defaults)
     _check_replies(len(prompts), params.n, context)
 
@@ -296,25 +313,37 @@ async def read_prompts(
             return prompt
         return context.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
-    encoded = await asyncio.to_thread(lambda: tuple(map(encode, prompts)))
+    encoded = tuple(map(encode, prompts))
     for number, prompt in enumerate(encoded):
         if not prompt:
             raise ConfigError(
                 f"prompt {number} is empty: there is nothing to continue", field="prompt"
             )
+    params, place = _placed(body, params, encoded, caller)
     return GenerationRequest(
         "text_completion",
         model,
         encoded,
         params,
-        context.tenant(key_id, body.cache_salt),
+        context.tenant(caller.key_id, body.cache_salt),
         _priority(context, body),
         body.prompt_cache_key,
+        caller.arrived,
         names,
         given.left_to(defaults or {}),
-        prediction=await _prediction(context, params),
+        tuple(body.ignored()),
+        prediction=_prediction(context, params),
         is_paced=_is_paced(body),
+        place=place,
     )
+
+
+def _placed(
+    body: SamplingFields, params: SamplingParams, prompts: Sequence[list[int]], caller: Caller
+) -> tuple[SamplingParams, StreamPlace | None]:
+    if not body.stream or body.paced_stream:
+        return params, None
+    return placed(params, prompts, caller.last_event)
 
 
 def _is_paced(body: SamplingFields) -> bool:
@@ -345,9 +374,8 @@ def _priority(context: ServerContext, body: SamplingFields) -> int:
     return -priority
 
 
-async def _prediction(context: ServerContext, params: SamplingParams) -> ExpectedText | None:
+def _prediction(context: ServerContext, params: SamplingParams) -> ExpectedText | None:
     text = params.prediction
     if text is None:
         return None
-    tokenizer = context.tokenizer
-    return await asyncio.to_thread(lambda: ExpectedText(tokenizer.encode(text, False)))
+    return ExpectedText(context.tokenizer.encode(text, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,15 +18,15 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
+    Called,
     Context,
-    KeyId,
     error_responses,
-    new_id,
     now,
     respond,
     streamed,
 )
 from foredraft.server.blocks import Block, BlockBuilder, Change
+from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
 from foredraft.server.dialects.request import (
@@ -48,9 +49,12 @@ from foredraft.server.thinking import Thinking
 from foredraft.server.usage import Thoughts, num_cached, speculation_of
 from foredraft.server.wire import named_event
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 _LOGPROBS = "message.output_text.logprobs"
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_UNREAD = ("reasoning", "item_reference", "additional_tools")
 _STATELESS = "nothing is stored: send the conversation so far as input"
 
 
@@ -116,7 +120,9 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
 
     def ignored(self) -> list[str]:
         hosted = [i for i, tool in enumerate(self.tools or ()) if not _is_function(tool)]
-        return sorted([*super().ignored(), *(f"tools[{number}]" for number in hosted)])
+        items = self.input if isinstance(self.input, list) else []
+        unread = [f"input[{i}]" for i, item in enumerate(items) if _is_unread(item)]
+        return sorted([*super().ignored(), *unread, *(f"tools[{number}]" for number in hosted)])
 
 
 def _instructions(text: str | None) -> Iterator[dict[str, Any]]:
@@ -124,34 +130,39 @@ def _instructions(text: str | None) -> Iterator[dict[str, Any]]:
         yield {"role": "system", "content": text_of("instructions", text)}
 
 
-def _messages(items: str | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(items, str):
-        yield {"role": "user", "content": items}
-        return
-    calls: list[dict[str, Any]] = []
+        return [{"role": "user", "content": items}]
+    said: list[dict[str, Any]] = []
     for number, item in enumerate(items):
-        where = f"input[{number}]"
-        kind = item.get("type", "message")
-        if kind == "function_call":
-            calls.append(_call(item))
-            continue
-        if calls:  # calls that follow each other belong to one message
-            yield {"role": "assistant", "content": None, "tool_calls": calls}
-            calls = []
-        if kind == "message":
+        where, kind = f"input[{number}]", item.get("type", "message")
+        if kind in _CALLS:  # it belongs to what the assistant said before it
+            if not said or said[-1]["role"] != "assistant":
+                said.append({"role": "assistant", "content": None})
+            said[-1].setdefault("tool_calls", []).append(_call(item))
+        elif kind == "message":
             content = text_of(f"{where}.content", item.get("content"))
-            yield {"role": item.get("role"), "content": content}
-        elif kind == "function_call_output":
+            said.append({"role": item.get("role"), "content": content})
+        elif kind in _OUTPUTS:
             content = text_of(f"{where}.output", item.get("output"))
-            yield {"role": "tool", "content": content, "tool_call_id": item.get("call_id")}
-        elif kind != "reasoning":  # thoughts of earlier turns are not shown again
+            said.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
+        elif not _is_unread(item):
             raise malformed(where, f"is of type {shown(kind)}, which is not supported")
-    if calls:
-        yield {"role": "assistant", "content": None, "tool_calls": calls}
+    return said
+
+
+def _is_unread(item: Mapping[str, Any]) -> bool:
+    """Whether an item is left out: thoughts of earlier turns, and what the provider itself runs."""
+    kind = str(item.get("type", "message"))
+    is_hosted = kind.endswith(("_call", "_call_output")) and kind not in (*_CALLS, *_OUTPUTS)
+    return is_hosted or kind in _UNREAD
 
 
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+    arguments = item.get("arguments", "{}")
+    if item.get("type") == "custom_tool_call":
+        arguments = json.dumps({"input": item.get("input")})
+    function = {"name": item.get("name"), "arguments": arguments}
     return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
@@ -201,11 +212,13 @@ class ResponseObject(BaseModel):
     responses={200: streamed("a reply, whole or as events", ResponseObject), **error_responses()},
 )
 async def create_response(
-    body: ResponsesRequest, request: Request, context: Context, key_id: KeyId
+    body: ResponsesRequest, request: Request, context: Context, caller: Called
 ) -> Response:
     """Reply to a conversation. Nothing is stored."""
-    wanted = await read_conversation(context, body, key_id)
-    return await respond(ResponsesWriter(context, wanted, body), body, wanted, context, request)
+    wanted = await context.on_thread(caller.size, read_conversation, context, body, caller)
+    return await respond(
+        ResponsesWriter(context, wanted, body), wanted, body.stream, context, request
+    )
 
 
 class ResponsesWriter:
@@ -216,7 +229,7 @@ class ResponsesWriter:
     ) -> None:
         self._context, self._request = context, request
         self._numbers = itertools.count()
-        self._blocks = BlockBuilder()
+        self._blocks = BlockBuilder(request.reply_id)
         self._is_cut = False
         self._entries = ReplyLogprobs(  # of text to come
             context.tokenizer, request.prompts[0], request.params.skip_special_tokens
@@ -375,7 +388,7 @@ def _call_events(
 def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]:
     params = request.params
     return {
-        "id": new_id("resp_"),
+        "id": f"resp_{request.reply_id}",
         "object": "response",
         "created_at": now(),
         "status": "in_progress",

@@ -39,13 +39,14 @@ def response_grammar(form: object) -> Grammar | None:
     Raises:
         ConfigError: an unknown type, or a schema that is none.
     """
-    kind = form.get("type") if isinstance(form, Mapping) else None
+    options: Mapping[str, Any] = form if isinstance(form, Mapping) else {}
+    kind = options.get("type")
     if form is None or kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and "schema" not in options:
         return Grammar.json_object()
-    if kind == "json_schema" and isinstance(form, Mapping):
-        named = form.get("json_schema", form)
+    if kind in ("json_schema", "json_object"):  # llama.cpp's form has a schema under both
+        named = options.get("json_schema", options)
         schema = named.get("schema") if isinstance(named, Mapping) else None
         if isinstance(schema, Mapping | bool):
             return Grammar.json_schema(schema)
@@ -133,7 +134,7 @@ class SamplingFields(RequestBody):
     stream: bool | None = None
     paced_stream: bool | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_k: _TopK | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
@@ -173,6 +174,8 @@ class SamplingFields(RequestBody):
         if defaults is None:
             values.setdefault("temperature", _DEFAULT_TEMPERATURE)
         values.setdefault("max_tokens", self.default_max_tokens)
+        if values.get("top_p") == 0 and values.get("temperature") == 0:  # it says nothing then
+            del values["top_p"]
         with in_words_of(names):
             return SamplingParams(**values), names
 

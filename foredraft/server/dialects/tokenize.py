@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -13,7 +12,8 @@ from starlette.responses import Response
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.server.answers import Context, error_responses
+from foredraft.server.answers import Called, Context, error_responses
+from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, RequestBody, entries
 from foredraft.server.dialects.request import encode_conversation
@@ -21,7 +21,7 @@ from foredraft.server.dialects.sampling import Tools
 from foredraft.server.tools import read_tools
 from foredraft.server.wire import JsonResponse
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 
 class TokenizeRequest(RequestBody):
@@ -54,23 +54,18 @@ class DetokenizeRequest(RequestBody):
 
 
 @router.post("/tokenize", responses=error_responses())
-async def tokenize(body: TokenizeRequest, context: Context) -> Response:
+async def tokenize(body: TokenizeRequest, context: Context, caller: Called) -> Response:
     """The token ids of a text, or of a conversation as the model is given it."""
     context.check_model(body.model)
     body.check_one()
-    body.check_limits(context.settings)
-    tokens = None
-    if body.messages is not None:
-        tools = read_tools({"tools": body.tools}, context.takes_tools)
-        tokens = await encode_conversation(context, body.messages, tools)
-    return await asyncio.to_thread(_tokenized, context, body, tokens)
+    return await context.on_thread(caller.size, _tokenized, context, body)
 
 
 @router.post("/detokenize", responses=error_responses())
-async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
+async def detokenize(body: DetokenizeRequest, context: Context, caller: Called) -> Response:
     """The text of token ids, special tokens included."""
     context.check_model(body.model)
-    return await asyncio.to_thread(_detokenized, context.tokenizer, body.tokens)
+    return await context.on_thread(caller.size, _detokenized, context.tokenizer, body.tokens)
 
 
 @router.get("/tokenizer_info", responses=error_responses())
@@ -89,14 +84,14 @@ async def tokenizer_info(context: Context) -> Response:
     )
 
 
-def _tokenized(context: ServerContext, body: TokenizeRequest, tokens: list[int] | None) -> Response:
-    """Runs on a thread, for a text may have millions of tokens.
-
-    Args:
-        tokens: of the conversation; None: there is a text.
-    """
+def _tokenized(context: ServerContext, body: TokenizeRequest) -> Response:
+    """Runs on a thread, for a text may have millions of tokens."""
+    body.check_limits(context.settings)
     tokenizer = context.tokenizer
-    if tokens is None:
+    if body.messages is not None:
+        tools = read_tools({"tools": body.tools}, context.takes_tools)
+        tokens = encode_conversation(context, body.messages, tools)
+    else:
         special = body.add_special_tokens is not False
         tokens = tokenizer.encode(body.prompt or "", add_special_tokens=special)
     answer: dict[str, Any] = {

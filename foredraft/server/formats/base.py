@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.grammar import Grammar
+from foredraft.core.grammar import Grammar, known_formats
 from foredraft.server.formats.reading import Incoming, Part, Reads, json_calls
 
 Tool = Mapping[str, Any]
@@ -197,7 +197,8 @@ def value_rule(rule: str, tool: Tool) -> str:
 
 def schema_rule(rule: str, schema: Mapping[str, Any]) -> str:
     """The rule of one value as JSON."""
-    return f"{rule}: %json {json.dumps({**schema, 'x-guidance': _COMPACT}, allow_nan=False)}\n"
+    bound = {**known_formats(schema), "x-guidance": _COMPACT}
+    return f"{rule}: %json {json.dumps(bound, allow_nan=False)}\n"
 
 
 def is_text(schema: object) -> bool:

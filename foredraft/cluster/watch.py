@@ -1,0 +1,126 @@
+"""Which engines of a cluster are alive, as a gate sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any, Protocol
+
+import ray
+from ray import serve
+
+_log = logging.getLogger("foredraft.cluster")
+_PERIOD = 1.0
+"""Seconds between two looks."""
+
+
+class Actors(Protocol):
+    """The engines' processes, by name; `RayActors`."""
+
+    def beat(self, name: str) -> Awaitable[object]:
+        """Done when the process has answered; raises if it is gone."""
+        ...
+
+    def end(self, name: str) -> None:
+        """End a process, whatever it is at. May wait."""
+        ...
+
+    def num_running(self) -> int:
+        """Engines that take requests. May wait."""
+        ...
+
+
+class RayActors:
+    """The replicas of a deployment of Ray Serve.
+
+    Args:
+        application, deployment: their names.
+    """
+
+    def __init__(self, application: str, deployment: str) -> None:
+        self._application, self._deployment = application, deployment
+        self._found: dict[str, Any] = {}
+
+    def beat(self, name: str) -> Awaitable[object]:
+        answer: Awaitable[object] = self._actor(name).__ray_ready__.remote()
+        return answer
+
+    def end(self, name: str) -> None:
+        ray.kill(self._actor(name))
+
+    def _actor(self, name: str) -> Any:
+        if name not in self._found:
+            self._found[name] = ray.get_actor(name, namespace="serve")
+        return self._found[name]
+
+    def num_running(self) -> int:
+        application = serve.status().applications.get(self._application)
+        found = application.deployments.get(self._deployment) if application else None
+        return 0 if found is None else int(found.replica_states.get("RUNNING", 0))
+
+
+class EngineWatch:
+    """Looks at each engine once a second, and ends one that is silent: it is frozen.
+
+    Ray reports the end of a process to all who wait for it at once, while an engine that stands
+    still would hold its requests until Serve's health checks have failed three times. An engine
+    answers between its steps and during them: a step is computed on another thread. It is watched
+    from its first reply on, for it does not answer while it loads the model.
+
+    Args:
+        actors: the engines' processes.
+        silence: seconds after which one is ended.
+
+    Attributes:
+        has_engine: whether an engine takes requests; True until the first look.
+    """
+
+    def __init__(self, actors: Actors, silence: float) -> None:
+        self._actors, self._silence = actors, silence
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._counting: asyncio.Task[None] | None = None
+        self.has_engine = True
+
+    def begin(self) -> None:
+        """Look whether there are engines, from now on."""
+        if self._counting is None:
+            self._counting = asyncio.create_task(self._count())
+
+    def see(self, name: str) -> None:
+        """An engine has taken a reply: watch it."""
+        if name not in self._watching:
+            self._watching[name] = asyncio.create_task(self._watch(name))
+
+    def close(self) -> None:
+        for task in (self._counting, *self._watching.values()):
+            if task is not None:
+                task.cancel()
+
+    async def _count(self) -> None:
+        while True:
+            try:
+                self.has_engine = await asyncio.to_thread(self._actors.num_running) > 0
+            except Exception as error:
+                _log.warning("the engines cannot be counted: %s", error)
+            await asyncio.sleep(_PERIOD)
+
+    async def _watch(self, name: str) -> None:
+        try:
+            while True:
+                async with asyncio.timeout(self._silence - _PERIOD):
+                    await self._actors.beat(name)
+                await asyncio.sleep(_PERIOD)
+        except TimeoutError:
+            _log.error("%s has been silent for %g seconds and is ended", name, self._silence)
+            await self._ended(name)
+        except Exception as error:  # it is gone, or is being replaced
+            _log.info("%s is watched no more: %s", name, error)
+        finally:
+            self._watching.pop(name, None)
+
+    async def _ended(self, name: str) -> None:
+        try:
+            await asyncio.to_thread(self._actors.end, name)
+        except Exception as error:  # another gate was first
+            _log.info("%s: %s", name, error)
