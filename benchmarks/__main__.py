@@ -38,8 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_TIMES_NOTHING = ("report", "curves", "quality", "gguf", "priors", "serve-load", "fair-load", "prefix-hits",
-                  "affinity", "same-text")  # fmt: skip
+_TIMES_NOTHING = ("report", "curves", "quality", "gguf", "priors", "serve-load", "fair-load",
+                  "prefix-hits", "affinity", "same-text")  # fmt: skip
 
 
 @app.callback()

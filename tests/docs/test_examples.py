@@ -69,7 +69,8 @@ def test_commands_of_a_page_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompts = [{"id": f"p{n}", "category": "c", "turns": [f"The river {n}"]} for n in range(3)]
-    Path("mine.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    for name in ("mine.jsonl", "speed-bench.jsonl"):
+        Path(name).write_text("\n".join(map(json.dumps, prompts)))
     llm = LLM.load(str(model), dtype="float32", drafter="ngram")
     with running(lambda trace: llm) as server:
         before = ["generate", "The", "--trace", "run.jsonl", "--drafter", "ngram", "--model"]
