@@ -11,7 +11,7 @@ export const sharing = (race) => card(words(race), (ctx) => paint(ctx, race));
 export const scoreCard = (guesses, score) => card(`${score}. ${where()}.`, (ctx) => {
   const { say } = ground(ctx);
   say(score, LEFT, 190, "#0b7a6f", 62, 700);
-  guesses.slice(0, 11).forEach(({ part, said, found, isNear }, i) => say(`${isNear ? "✓" : "·"}  ${part}: said ${said}, is ${found}`, LEFT, 246 + i * 29, isNear ? "#1d1c1a" : "#6a655d", 22));
+  guesses.slice(0, 11).forEach(({ title, said, found, isNear }, i) => say(`${isNear ? "✓" : "·"}  ${title} I said ${said}: it is ${found}.`, LEFT, 246 + i * 29, isNear ? "#1d1c1a" : "#6a655d", 20));
   say(where(), LEFT, 596, "#1d1c1a", 22);
 });
 

@@ -24,7 +24,7 @@ export const ASKED = {
   },
   "much": {
     "messages": [{ "role": "user", "content": "Tell me a short story about a lighthouse keeper." }],
-    "lanes": [{ "drafter": ["served"], "num_draft_tokens": 4 }], "max_tokens": 96,
+    "lanes": [{ "drafter": ["draft_model", "blend", "served"], "num_draft_tokens": 4 }], "max_tokens": 96,
     "recorded": { "num_draft_tokens": [1, 2, 4, 8] }
   },
   "exact": {

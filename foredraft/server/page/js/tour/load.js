@@ -2,7 +2,7 @@
 import { h, number, scrub } from "../dom.js";
 import { forwardMs } from "../api.js";
 import { isDecoding, summary } from "../store.js";
-import { asked, collect, compare, part, served, spoken } from "./part.js";
+import { asked, collect, compare, part, spoken } from "./part.js";
 
 const AHEAD = 4, LOADS = [1, 4, 16], times = (x) => `${number(x, 2)}×`;
 // Of each load, the tokens of a plain forward and of one with drafts.
@@ -29,7 +29,7 @@ export function load() {
         h("small", { class: "note" }, `${n} tokens: ${number(ms.get(n), 1)} ms · ${n * (1 + AHEAD)} tokens: ${number(ms.get(n * (1 + AHEAD)), 1)} ms`))));
       const outcome = [times(said.value), times(found), Math.abs(found - said.value) < 0.2];
       show(compare(isGuessed, ...outcome),
-        h("p", {}, `A forward of “${spoken(served())}” wrote ${number(perStep)} tokens of a request. Over the times of the forwards, plain against with guesses (drafting itself is left out), that is the gain of each bar.`),
+        h("p", {}, `A forward of “${spoken(asked("much").lanes[0].drafter)}” wrote ${number(perStep)} tokens of a request. Over the times of the forwards, plain against with guesses (drafting itself is left out), that is the gain of each bar.`),
         h("p", {}, found < 1 ? "The arithmetic that guesses used for nothing is now used by the other requests. " : "This machine still has arithmetic to spare. ", "That is why a busy server should guess less, and why this one measures what a guess costs before it makes one: at this load it would draft ", h("b", {}, found < 1 ? "nothing" : "as here"), "."));
       return outcome;
     },

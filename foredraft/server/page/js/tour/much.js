@@ -3,7 +3,7 @@ import { h, number, percent, scrub } from "../dom.js";
 import { Frame, ticks } from "../charts.js";
 import { isDecoding, summary } from "../store.js";
 import { tokensPerStep } from "../theory.js";
-import { asked, collect, compare, part, served, spoken, values } from "./part.js";
+import { asked, collect, compare, part, spoken, values } from "./part.js";
 
 const RIGHT = 0.7;
 
@@ -16,7 +16,7 @@ export function much() {
   function curve() {
     const points = Array.from({ length: 51 }, (_, i) => [i / 50, tokensPerStep(i / 50, most)]);
     const frame = new Frame(380, 220, [0, 1], [0, most + 1], `Tokens a forward with ${most} draft tokens, by how often a place is guessed right: ${number(tokensPerStep(at, most))} at ${percent(at)}`);
-    frame.axes(ticks([0, 0.25, 0.5, 0.75, 1], percent), ticks([1, most + 1]), "a place is guessed right", "tokens").level(1).line(points, "machine");
+    frame.axes(ticks([0, 0.25, 0.5, 0.75, 1], percent), ticks([1, most + 1]), "a place is guessed right").level(1).line(points, "machine");
     if (here) frame.dot(here.placesRight, here.perStep, `this model: ${number(here.perStep)}`);
     figure.replaceChildren(frame.svg);
   }
@@ -39,7 +39,7 @@ export function much() {
       tell();
       show(compare(isGuessed, ...outcome),
         h("p", {}, "1 + 0.7 + 0.7² + 0.7³ + 0.7⁴: a token counts only if all before it stood, so the fourth guess brings 0.24 of a token and a tenth would bring 0.03. With ", size.element, " guesses that are right with ", share.element, " it is ", sum, "."),
-        here ? h("p", {}, `Here “${spoken(served())}” was right at ${percent(here.placesRight)} of the places, in a story about a lighthouse, and a forward wrote ${number(here.perStep)} tokens: the dot. It need not lie on the line, as guesses are not alike: some places are easy, others hopeless.`) : null);
+        here ? h("p", {}, `Here “${spoken(asked("much").lanes[0].drafter)}” was right at ${percent(here.placesRight)} of the places, in a story about a lighthouse, and a forward wrote ${number(here.perStep)} tokens: the dot. It need not lie on the line, as guesses are not alike: some places are easy, others hopeless.`) : null);
       return outcome;
     },
   });

@@ -34,7 +34,7 @@ export function part({ key, title, ask, figure, answer, ready = () => {}, name =
       const outcome = await answer(show, mine.signal, isGuessed);
       if (current !== mine) return;
       state("answered");
-      if (isGuessed && outcome) note(key, ...outcome);
+      if (isGuessed && outcome) note(key, title, outcome);
       if (theirs.has(key)) out.append(h("p", { class: "note" }, `Whoever sent you the link said ${theirs.get(key).said}.`));
       if (getInfo()?.recorded || location.hash.startsWith("#tour")) history.replaceState(null, "", address(key));
       if (!wasAnswered) out.setAttribute("role", "status");

@@ -12,9 +12,9 @@ export const guesses = () => [...kept].map(([part, guess]) => ({ part, ...guess 
 export const score = (of = [...kept.values()]) => `${of.filter(({ isNear }) => isNear).length} of ${of.length} guesses were near`;
 
 // The first guess of a part counts: later ones know the answer.
-export function note(part, said, found, isNear) {
+export function note(part, title, [said, found, isNear]) {
   if (kept.has(part)) return;
-  kept.set(part, { said: String(said), found: String(found), isNear });
+  kept.set(part, { title, said: String(said), found: String(found), isNear });
   tell();
 }
 
