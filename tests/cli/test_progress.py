@@ -97,6 +97,6 @@ def test_a_bar_says_each_tenth_into_a_pipe(capsys: pytest.CaptureFixture[str]) -
     with progress_bar(40) as advance:
         for number in range(40):
             advance(f"[bold]{number}")
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 10
     assert lines[0] == "4 of 40: [bold]3"
