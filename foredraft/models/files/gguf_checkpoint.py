@@ -335,7 +335,7 @@ def _said_by_family(
     if isinstance(heads, np.ndarray):
         if not family.recurrent:
             _refuse(file, "attention.head_count_kv is array; its layers must have the same heads")
-        names = (RECURRENT_TYPES[family.recurrent], "full_attention")
+        names = (RECURRENT_TYPES[family.recurrent][0], "full_attention")
         found["layer_types"] = [names[bool(count)] for count in heads[: len(tensors)]]
     if "attention_bias" in family.reads:
         found["attention_bias"] = "blk.0.attn_q.bias" in tensors

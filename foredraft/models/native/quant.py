@@ -255,7 +255,11 @@ class QuantisedMatrix(PackedMatrix):
     takes_eight: ClassVar[bool]
     """Whether it is multiplied with activations of 8 bits too, if these are asked for."""
 
+    has_fine_minima: ClassVar[bool]
+    """Whether each 16 inputs have a minimum of their own."""
+
     def __init_subclass__(cls) -> None:
+        cls.has_fine_minima = ("minima_RB", 4, torch.int8) in cls.head
         cls.takes_eight = not cls.codes and (cls.bits <= 4 or bool(cls.steps))
         cls.run_inputs = STEP_INPUTS if cls.steps else CHUNK_INPUTS
         chunk_bytes = cls._size(cls.head) + GROUP_ROWS * CHUNK_INPUTS * cls.bits // 8

@@ -617,7 +617,8 @@ class CardMatrix(PackedMatrix):
         cls, form: type[QuantisedMatrix], num_rows: int, num_inputs: int, device: torch.device
     ) -> CardMatrix:
         """One without numbers, for what comes in a form."""
-        chunks, is_half = -(-num_inputs // (4 * CHUNK)) * 4, form.bits == 4
+        chunks = -(-num_inputs // (4 * CHUNK)) * 4
+        is_half = form.bits == 4 and not form.codes
         fields = {name: count for name, count, _ in form.head}
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -899,10 +900,14 @@ def dequantised_product(x_NK: Tensor, weight: Stack, bias_M: Tensor | None) -> T
 def on_card(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
     """The same weights; matrices in few bits lie on the card as `product` reads them.
 
-    Of a matrix with gates and ups in formats of their own no product is known: it is dequantised.
+    Of a matrix with gates and ups in formats of their own, or with minima for 16 inputs, no product
+    is known: it is dequantised.
     """
 
     def moved(_: str, matrix: Any, num_parts: int) -> Any:
+        parts = matrix.parts if isinstance(matrix, StackedMatrix) else (matrix,)
+        if any(isinstance(part, QuantisedMatrix) and part.has_fine_minima for part in parts):
+            return matrix.dequantised(weights.dtype).to(device)
         if isinstance(matrix, StackedMatrix):
             if num_parts > 1:
                 return matrix.dequantised(weights.dtype).to(device)
