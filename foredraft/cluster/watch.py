@@ -20,15 +20,12 @@ class Actors(Protocol):
 
     def beat(self, name: str) -> Awaitable[object]:
         """Done when the process has answered; raises if it is gone."""
-        ...
 
     def end(self, name: str) -> None:
         """End a process, whatever it is at. May wait."""
-        ...
 
     def num_running(self) -> int:
         """Engines that take requests. May wait."""
-        ...
 
 
 class RayActors:

@@ -441,7 +441,6 @@ class HeadTarget(Target, Protocol):
             CapabilityError: there are none.
             ModelLoadError: they are incomplete or damaged.
         """
-        ...
 
     def head_runner(self, weights: HeadWeights) -> HeadRunner:
         """A runner of a drafter's layers, which get cache layers of their own.

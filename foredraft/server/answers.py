@@ -82,15 +82,12 @@ class AnswerWriter(Protocol):
 
     def whole(self) -> Coroutine[Any, Any, dict[str, Any]]:
         """The whole answer at the end."""
-        ...
 
     def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as a stream, an event a step."""
-        ...
 
     def error_event(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""
-        ...
 
 
 async def respond(

@@ -65,11 +65,9 @@ class Abortable(Protocol):
 
     async def abort(self, error: ApiError) -> None:
         """End it; its reader gets ``error``."""
-        ...
 
     async def expire(self, error: ApiError) -> None:
         """End it because its time is over; its reader gets all that is there, or ``error``."""
-        ...
 
 
 A = TypeVar("A", bound=Abortable)

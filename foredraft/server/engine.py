@@ -56,11 +56,9 @@ class ServedReplies(Protocol):
 
     async def cut(self) -> None:
         """End unfinished replies, whose results may still come with the text that they have."""
-        ...
 
     async def aclose(self) -> None:
         """Abort unfinished replies."""
-        ...
 
 
 class ServedEngine(Protocol):
@@ -72,16 +70,13 @@ class ServedEngine(Protocol):
     @property
     def is_healthy(self) -> bool:
         """Whether it takes requests."""
-        ...
 
     @property
     def is_alive(self) -> bool:
         """Whether it will take requests without a restart of the process."""
-        ...
 
     def stats(self) -> EngineStats:
         """Counts of its work so far and of its live requests. Never waits."""
-        ...
 
     async def open_all(
         self,
@@ -103,11 +98,9 @@ class ServedEngine(Protocol):
             EngineStoppedError: it takes none any more.
             PromptError, ConfigError: a prompt or a parameter cannot be used.
         """
-        ...
 
     async def aclose(self, *, drain: bool = True) -> None:
         """Take no more requests. Running ones finish, or are aborted."""
-        ...
 
 
 LoadEngine = Callable[["ServerContext"], ServedEngine]

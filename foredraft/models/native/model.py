@@ -45,22 +45,18 @@ class Decoder(Protocol):
     @property
     def reads_unseen(self) -> bool:
         """Whether it reads entries that no token sees, with weight 0: they must be finite."""
-        ...
 
     @property
     def reads_packed(self) -> bool:
         """Whether packed weights save it time: then it also runs heads in few bits."""
-        ...
 
     @property
     def runs_copies(self) -> bool:
         """Whether copies of its weights in few bits are faster than these."""
-        ...
 
     @property
     def draws(self) -> bool:
         """Whether it fills in `ForwardPlan.draws`."""
-        ...
 
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
@@ -68,7 +64,6 @@ class Decoder(Protocol):
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         """The head alone: float32 logits [T, V] of normed states."""
-        ...
 
 
 DecoderFactory = Callable[[DecoderConfig, DecoderWeights], Decoder]
@@ -104,7 +99,6 @@ class Run(Protocol):
             window: how many entries a token sees, its own included; None: all.
             sinks_H: scores of something without a value that each token sees, too; None: no.
         """
-        ...
 
 
 class EagerDecoder:
