@@ -195,7 +195,7 @@ def test_steps_equal_the_eager_decoder(family: str, bits: int, tmp_path: Path) -
 def test_a_copy_drafts_on_the_cache_of_its_target(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
     target = NativeTarget.load(tmp_path, device=DEVICE, new_decoder=PagedDecoder)
-    assert target.low_bits == (4, 8)
+    assert not target.low_bits  # its forwards draw nothing yet
     copy, slot = target.low_bit_copy(4), target.cache.allocate()
     target.score([ScoreRow(slot, text(20))])
     target.cache.keep(slot, 20, ())

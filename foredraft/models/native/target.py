@@ -193,7 +193,9 @@ class NativeTarget:
 
     @property
     def low_bits(self) -> tuple[int, ...]:
-        return self._copies.bits if self.decoder.runs_copies else ()
+        # What drafts with a copy takes the draws that its forward makes.
+        is_fit = self.decoder.runs_copies and self.decoder.draws
+        return self._copies.bits if is_fit else ()
 
     def low_bit_copy(self, bits: int) -> NativeLowBitCopy:
         return self._copies.copy(bits)
