@@ -73,7 +73,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--parts", default="floor,steps,bits,profile,drafters,draws,rounds,scripted")
+    usual = "floor,steps,bits,profile,drafters,draws,rounds,scripted"
+    parser.add_argument("--parts", default=usual)
     parser.add_argument("--models", default="135m,1b,8b")
     parser.add_argument("--contexts", default=",".join(map(str, _CONTEXTS)))
     parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)))

@@ -1,6 +1,6 @@
 """`exact=True` on a GPU: a text has the same bits however it is read.
 
-`TRITON_INTERPRET=1` runs it on a CPU.
+`TRITON_INTERPRET=1` runs it on a CPU, where it compares numbers.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> NativeTarget:
     return NativeTarget.load(directory, dtype, device=DEVICE, new_decoder=ExactDecoder)
 
 
+def same(mine: Tensor, theirs: Tensor) -> bool:
+    """Bit for bit on a card. numpy's products depend on a row's place among the others."""
+    return torch.allclose(mine, theirs, atol=1e-5) if _INTERPRETED else torch.equal(mine, theirs)
+
+
 def read(target: NativeTarget, cuts: Sequence[int], company: bool = False) -> tuple[Tensor, ...]:
     """Logits behind the text, the last layer's outputs of it, and its keys."""
     cache, taps, start = target.cache, list[Tensor](), 0
@@ -62,7 +67,7 @@ def test_bits_depend_on_no_cut_and_no_company(target: NativeTarget) -> None:
     whole = read(target, [90])
     for cuts, company in (([64, 26], False), ([7, 70, 13], True), ([80, *[1] * 10], True)):
         for mine, theirs in zip(read(target, cuts, company), whole, strict=True):
-            assert torch.equal(mine, theirs)
+            assert same(mine, theirs)
 
 
 def test_what_is_scored_together_is_in_its_order(target: NativeTarget) -> None:
@@ -77,11 +82,12 @@ def test_what_is_scored_together_is_in_its_order(target: NativeTarget) -> None:
     together = target.score(rows, (0,))
     alone = [target.score([row], (0,))[0] for row in rows]
     for mine, theirs in zip(together, alone, strict=True):
-        assert torch.equal(mine.logits_NV, theirs.logits_NV)
-        assert torch.equal(mine.taps[0], theirs.taps[0])
+        assert same(mine.logits_NV, theirs.logits_NV)
+        assert same(mine.taps[0], theirs.taps[0])
     for slot in slots:
         target.cache.free(slot)
 
 
+@pytest.mark.skipif(_INTERPRETED, reason="compares bits")
 def test_the_probe_accepts_it(target: NativeTarget) -> None:
     probe(target)
