@@ -284,9 +284,10 @@ class _Layers(PagedDecoder):
         """Float32 [N, V]."""
         weights = self._weights
         norm_E = weights.final_norm_E if has_norm else None
-        return self._packed.multiply(
+        logits_NV: Tensor = self._packed.multiply(
             states_NE, weights.head_VE, norm_K=norm_E, dtype=torch.float32, **self._norms
         )
+        return logits_NV
 
 
 class _HandedLayer(_Layers):
