@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_texts import draws, rounds, scripted, texts
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
@@ -72,7 +73,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--parts", default="floor,steps,bits,profile,drafters")
+    usual = "floor,steps,bits,profile,drafters,draws,rounds,scripted"
+    parser.add_argument("--parts", default=usual)
     parser.add_argument("--models", default="135m,1b,8b")
     parser.add_argument("--contexts", default=",".join(map(str, _CONTEXTS)))
     parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)))
@@ -81,6 +83,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--label", default="make gpu")
+    parser.add_argument("--checkpoint", default="smollm2-135m-instruct", help="of texts")
+    parser.add_argument("--prompts", default="specbench.jsonl", help="of texts")
+    parser.add_argument("--drafters", default="none,suffix,hidden_head,auto", help="of texts")
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--trace", action="store_true", help="of packed_steps, by kernel")
     parser.add_argument("--forms", default=",".join(_FORMS), help="of weights in few bits")
@@ -125,7 +131,7 @@ def steps(
 ) -> None:
     """Milliseconds of a step by shape, context and tokens; of the device, of the host, of both."""
     for model in asked.models.split(","):
-        target = _target(model, device)
+        target = new_target(model, device)
         weights = target.weights
         read = weights.num_bytes
         if weights.head_VE is not weights.embedding_VE:
@@ -178,7 +184,7 @@ def bits(
 ) -> None:
     """Whether the logits of a text are the same, token by token and in chains of 2 to 16."""
     for model in asked.models.split(","):
-        target = _target(model, device)
+        target = new_target(model, device)
         text = torch.randint(5, 1000, (49,), generator=torch.Generator().manual_seed(1)).tolist()
         for context in (250, 2040):
             alone = _chained(target, context, text, 1)
@@ -219,7 +225,7 @@ def profile(
 ) -> None:
     """Microseconds of a step by kernel."""
     for model in asked.models.split(","):
-        target = _target(model, device)
+        target = new_target(model, device)
         _trace(target, model, device, found)
         save()
         if time.monotonic() > deadline:
@@ -705,7 +711,7 @@ def drafters(
     from foredraft.options import LoadOptions
 
     for model in asked.models.split(","):
-        target = _target(model, device)
+        target = new_target(model, device)
         prompt = torch.randint(5, 250, (200,), generator=torch.Generator().manual_seed(2)).tolist()
         for temperature in (0.0, 0.7):
             params = SamplingParams(max_tokens=asked.length, temperature=temperature, seed=5)
@@ -737,7 +743,7 @@ def _say(*words: object) -> None:
     sys.stdout.flush()
 
 
-def _target(model: str, device: torch.device) -> NativeTarget:
+def new_target(model: str, device: torch.device) -> NativeTarget:
     config = random_config(_MODELS.get(model, model))
     dtype = torch.bfloat16
     weights = random_weights(config, dtype, device)
@@ -818,6 +824,10 @@ _PARTS = {
     "packed_compile": packed_compile,
     "packed_products": packed_products,
     "packed_steps": packed_steps,
+    "draws": draws,
+    "rounds": rounds,
+    "scripted": scripted,
+    "texts": texts,
 }
 
 if __name__ == "__main__":

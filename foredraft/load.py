@@ -396,14 +396,14 @@ def forward_cost(plan: ModelPlan, target: Target, options: LoadOptions) -> CostM
 def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     """The factory of a native plan's `ModelPlan.decoder`; ``threads``: see `load_target`."""
     from foredraft.models.native.cpu import FusedDecoder
-    from foredraft.models.native.cuda import graphed_decoder
-    from foredraft.models.native.model import EagerDecoder, FixedShapeDecoder
+    from foredraft.models.native.cuda import exact_decoder, graphed_decoder
+    from foredraft.models.native.model import EagerDecoder
 
     decoders: dict[str, DecoderFactory] = {
         "fused": partial(FusedDecoder, num_threads=threads) if threads else FusedDecoder,
         "graphed": graphed_decoder,
         "eager": EagerDecoder,
-        "fixed-shape": FixedShapeDecoder,
+        "fixed-shape": exact_decoder,
     }
     return decoders[name]
 

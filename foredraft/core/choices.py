@@ -31,7 +31,7 @@ TRUST = 1.4
 accepted shares by distance, of draft models; it weighs nodes against time, and touches no
 token."""
 
-_LOOKED_AT = 16
+NUM_LOOKED_AT = 16
 """Number of best scores from which the chances of the first ones are estimated."""
 
 _TILT = 0.35
@@ -58,11 +58,14 @@ class SharedChoices:
         seed: of the request; None: without noise, the tokens that are likeliest before the draw.
         num_tokens: committed before the step.
         temperature: of the request.
+
+    Attributes:
+        has_noise: whether there is any.
     """
 
     def __init__(self, seed: int | None, num_tokens: int, temperature: float) -> None:
         self._seed, self._num_tokens = seed, num_tokens
-        self._has_noise = seed is not None and temperature > 0.0
+        self.has_noise = seed is not None and temperature > 0.0
 
     def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         """The ``count`` tokens that a target with this law would likeliest draw, likeliest first.
@@ -88,6 +91,10 @@ class SharedChoices:
             return DrawKey(0, 0, 0.0)
         return DrawKey(self._seed, self._num_tokens + depth, scale)
 
+    def among_sums(self, scored: Scored, count: int, trust: float = TRUST) -> list[Choice]:
+        """`best` of the sums of logit and noise that a device has made, best first."""
+        return _best(scored, count, trust)
+
     def best_each(
         self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
     ) -> list[list[Choice]]:
@@ -110,7 +117,7 @@ class SharedChoices:
             candidates: distinct tokens and their probabilities, likeliest first, none 0. The rest
                 of the mass belongs to the other tokens.
         """
-        if not self._has_noise or not candidates:
+        if not self.has_noise or not candidates:
             return list(candidates[:count])
         noise = self._noise(candidates, depth)
         scored = sorted(
@@ -135,7 +142,7 @@ class SharedChoices:
             candidates: distinct tokens and the share of like positions where each came, as far as
                 is known. The rest of the mass belongs to the other tokens.
         """
-        if not self._has_noise or not any(c.chance for c in candidates):
+        if not self.has_noise or not any(c.chance for c in candidates):
             return list(candidates)
         odds = [
             c.chance * math.exp(_TILT * (g - _MEAN_NOISE))
@@ -217,9 +224,11 @@ def chance_alike(logits_V: Tensor, key: DrawKey) -> float:
         key: of the draw from them.
     """
     if not key.scale:
-        sums: list[float] = logits_V.topk(min(_LOOKED_AT, len(logits_V))).values.tolist()
+        sums: list[float] = logits_V.topk(min(NUM_LOOKED_AT, len(logits_V))).values.tolist()
     else:
-        sums = [s for _, s in gumbel_top(logits_V, _LOOKED_AT, key.seed, key.position, key.scale)]
+        sums = [
+            s for _, s in gumbel_top(logits_V, NUM_LOOKED_AT, key.seed, key.position, key.scale)
+        ]
     return _softmax(sums)[0]
 
 
@@ -236,7 +245,7 @@ def _likeliest(law: Law, count: int) -> list[Choice]:
 
 def _num_looked_at(count: int) -> int:
     """More than ``count``: the scores after the last one show how sure it is."""
-    return max(count + 1, _LOOKED_AT)
+    return max(count + 1, NUM_LOOKED_AT)
 
 
 def _best(scored: Scored, count: int, trust: float) -> list[Choice]:

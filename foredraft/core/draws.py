@@ -45,10 +45,11 @@ class DrawKey(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Result for one row of logits: the token drawn, and the likeliest one."""
+    """Result for one row of logits: the token drawn, the likeliest one, and the filters' cut."""
 
     token: int
     best: int
+    cut: float = -math.inf
 
 
 class DrawRow(ctypes.Structure):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,38 @@ _NO_FILTERS = SamplingParams()
 _COLDEST = {dtype: torch.finfo(dtype).tiny * 16 for dtype in (torch.float32, torch.float64)}
 """The lowest temperature by dtype; lower ones are raised to it. Its inverse is finite in the dtype,
 so that a tiny temperature does not give 0 * inf."""
+
+
+class PlainLaw(NamedTuple):
+    """Temperature and filters, as `SamplingParams` has them: a law that looks at no text.
+
+    Attributes:
+        scale: 1 / temperature; 0: the likeliest token.
+    """
+
+    scale: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> PlainLaw:
+        if params.temperature == 0.0:
+            return cls(0.0)
+        scale = 1.0 / max(params.temperature, _COLDEST[torch.float32])
+        return cls(scale, params.top_k, params.top_p, params.min_p)
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+class RowKey(NamedTuple):
+    """What a row of logits is drawn by: seed and position of the noise, and the law."""
+
+    seed: int
+    position: int
+    law: PlainLaw
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Bring the results of a forward that verification needs to the host, in two transfers at most.
 
-A GPU runs asynchronously; each number that Python reads waits for it. So the likeliest tokens of
-all greedy rows come in one piece, and the logits of all rows that sample in another, however many
-rows and nodes there are.
+A GPU runs asynchronously; each number that Python reads waits for it. So the tokens that rows draw
+from temperature and filters alone are drawn there and come in one piece, and the logits of all
+other rows in another, however many rows and nodes there are. Without Triton, greedy rows alone are
+spared their logits.
 
 Shape legend: N positions whose logits are wanted, V vocabulary.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,22 +32,31 @@ def fetch(scores: Scores, batch: Sequence[Turn]) -> list[Scores]:
     if is_on_host(scores.logits_NV):
         return _drawn_ahead(scores, [turn.draw_key for turn in batch])
     logits_NV, rows = scores.logits_NV, [*map(Scores.of_row, _split(scores.logits_NV, scores))]
-    present = [i for i, span in enumerate(scores.heads) if span]
-    others = [i for i in present if batch[i].wants_logits]
-    greedy = [i for i in present if not batch[i].wants_logits]
-    if greedy:
+    others = [i for i, span in enumerate(scores.heads) if span]
+    draw, needs_noise = scores.draw, any(batch[i].wants_logits for i in others)
+    keys = {i: batch[i].draw_keys for i in others} if draw and needs_noise else {}
+    if draw and (here := [i for i in others if keys.get(i)]):
+        all_keys = [key for i in here for key in keys[i] or ()]
+        _take(rows, here, draw(_joined(logits_NV, scores, here), all_keys))
+        others = [i for i in others if not keys[i]]
+    if greedy := [i for i in others if not batch[i].wants_logits]:
         largest_N, best_N = _joined(logits_NV, scores, greedy).max(dim=1)
         found = torch.stack((best_N.double(), largest_N.double()), 1).tolist()  # one transfer
-        draws = iter([_likeliest(int(token), logit) for token, logit in found])
-        for i in greedy:
-            own = [next(draws) for _ in scores.heads[i]]
-            rows[i] = Scores(rows[i].logits_NV, rows[i].heads, draws=own)
+        _take(rows, greedy, [_likeliest(int(token), logit) for token, logit in found])
+        others = [i for i in others if batch[i].wants_logits]
     if others:
         here_NV = _joined(logits_NV, scores, others).cpu()  # one transfer
         sizes = [len(scores.heads[i]) for i in others]
         for i, part_NV in zip(others, torch.split(here_NV, sizes), strict=True):
             rows[i] = Scores.of_row(part_NV)
     return rows
+
+
+def _take(rows: list[Scores], indices: Sequence[int], draws: Sequence[Draw | None]) -> None:
+    """Hand their draws to some of the rows."""
+    found = iter(draws)
+    for i in indices:
+        rows[i] = replace(rows[i], draws=[next(found) for _ in rows[i].heads[0]])
 
 
 def _drawn_ahead(scores: Scores, keys: Sequence[DrawKey | None]) -> list[Scores]:

@@ -11,10 +11,10 @@ from foredraft.core.choices import VerifyChoices
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.record import FinishReason, RowStep
 from foredraft.core.rules import Rules
-from foredraft.core.sampling import Law
+from foredraft.core.sampling import Law, PlainLaw, RowKey
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.drafters.base import DraftRow
@@ -116,6 +116,21 @@ class Turn:
         key = self.draw_key
         return key is None or key.scale > 0.0 or self.request.params.logprobs is not None
 
+    @property
+    def draw_keys(self) -> list[RowKey] | None:
+        """Of the token after the pending ones, and after each node, if a device can draw them.
+
+        It can where the law looks at no text, and verification at no probabilities. Drawn with the
+        noise of their position they are the tokens that the host would draw there.
+        """
+        request = self.request
+        plain = self.reads_all and request.rules.filters_only and request.params.logprobs is None
+        if not plain or self.wants_prompt_logprobs or isinstance(self.proposal, DrawnProposal):
+            return None
+        law, first = PlainLaw.of(request.params), len(request.tokens)
+        depths = (0, *self.proposal.tree.depths)
+        return [RowKey(request.seed, first + depth, law) for depth in depths]
+
     def draft_row(self, num_forced: int = 0) -> DraftRow:
         """The row as its drafter sees it, behind this many forced tokens."""
         allowance = self.allowance
@@ -190,7 +205,8 @@ class Turn:
         drawn = scores.draws[0] if scores.draws else None
         if drawn is not None and not proposal.tree.tokens and rule is verify:
             return Verdict((), drawn.token, "bonus")  # as `verify` would say, sooner
-        laws = partial(_law, proposal.tree, scores, request.rules, request.tokens_now)
+        scale = PlainLaw.of(request.params).scale or None
+        laws = partial(_law, proposal.tree, scores, request.rules, request.tokens_now, scale)
         return rule(proposal, laws, VerifyChoices(request.seed, len(request.tokens)))
 
     def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:
@@ -236,12 +252,20 @@ class Turn:
             stats.note_plain(self.plain_reason or "no memory for drafts")
 
 
-def _law(tree: TokenTree, scores: Scores, rules: Rules, text: Sequence[int], node: int) -> Law:
+def _law(
+    tree: TokenTree,
+    scores: Scores,
+    rules: Rules,
+    text: Sequence[int],
+    scale: float | None,
+    node: int,
+) -> Law:
     """The target's law after a node of a row's draft, looked up as verification gets there.
 
     Args:
         scores: of the row.
         text: all tokens that were committed before the step.
+        scale: of laws that were drawn from already; None: greedy.
 
     Raises:
         NonFiniteScoresError: its logits are not finite.
@@ -250,6 +274,6 @@ def _law(tree: TokenTree, scores: Scores, rules: Rules, text: Sequence[int], nod
     logits_V, draws = scores.logits_NV[node + 1], scores.draws or ()
     draw = draws[node + 1] if node + 1 < len(draws) else None
     if draw is not None:  # else it is looked at alone, and found out what is wrong
-        return Law(logits_V, rules.scale or None, draw.best, drawn=draw.token)
+        return Law(logits_V, scale, draw.best, draw.cut, draw.token)
     path = () if node == ROOT else tree.paths[node]
     return rules.law(logits_V, text, [tree.tokens[i] for i in path])

@@ -10,19 +10,23 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from foredraft.cache.base import Cache, CacheLayers
-from foredraft.core.draws import Draw, DrawKey
+from foredraft.core.draws import Draw, DrawKey, Scored
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.rules.bans import ModelBans
+from foredraft.core.sampling import RowKey
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 
 _T = TypeVar("_T")
 
+
+DeviceDraw: TypeAlias = Callable[[Tensor, Sequence[RowKey]], list[Draw | None]]
+"""A draw from each of some rows of logits by its key; None of those that are not finite."""
 
 Ability = Literal[
     "tree_attention", "parts", "layer_views", "low_bit", "apart", "cache_layers", "encoder"
@@ -151,6 +155,8 @@ class Scores:
         tokens: the rows of these that belong to each row of the forward.
         draws: the result of `draw_rows` for the first rows of ``logits_NV``, None for rows without
             a draw; None: nothing was drawn at all.
+        draw: draws from rows of these logits where they are, without bringing them to the host;
+            None: it cannot be done there.
     """
 
     logits_NV: Tensor
@@ -158,6 +164,7 @@ class Scores:
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     tokens: tuple[range, ...] = ()
     draws: Sequence[Draw | None] | None = None
+    draw: DeviceDraw | None = None
 
     @classmethod
     def of_row(cls, logits_NV: Tensor, taps: Mapping[int, Tensor] | None = None) -> Scores:
@@ -346,6 +353,63 @@ class HeadRow:
     is_block: bool = False
 
 
+class ScoredTokens(NamedTuple):
+    """Candidates of a position, as a device has scored them.
+
+    Attributes:
+        scored: tokens with their sums of scaled logit and noise (greedy: logits), best first.
+        total: the log of the sum of exp of all sums.
+    """
+
+    scored: Scored
+    total: float
+
+
+@dataclass(frozen=True)
+class ChainRow:
+    """One row's part of a round of a head (see `HeadChain`).
+
+    Attributes:
+        slot: in the target's cache.
+        start: the position of the first token to read.
+        following: the token after each of them.
+        taps: the target's states of them, [T, E] for each tapped layer.
+        key: of the first token to draft; later ones have the positions after it.
+    """
+
+    slot: int
+    start: int
+    following: Sequence[int]
+    taps: Sequence[Tensor]
+    key: RowKey
+
+
+class HeadChain(Protocol):
+    """Rounds of a drafting head that run on the device without the host.
+
+    Attributes:
+        most_read: tokens of a row that a round reads at most.
+    """
+
+    @property
+    def most_read(self) -> int: ...
+
+    def can_run(self, slot: int, start: int) -> bool:
+        """Whether a round can read the text of a slot from this position on."""
+        ...
+
+    def run(self, rows: Sequence[ChainRow], num_steps: int) -> list[list[ScoredTokens]]:
+        """Read the rows' tokens and draft so many positions, each behind the best one before.
+
+        Args:
+            num_steps: positions, at least 2.
+
+        Returns:
+            Of each row and position the candidates.
+        """
+        ...
+
+
 class HeadRunner(Protocol):
     """Runs a drafter's layers on cache layers of their own, which come with the target's.
 
@@ -367,6 +431,16 @@ class HeadRunner(Protocol):
             The last layer's output [T, E] in float32 for each token, before the norm; and float32
             logits [N, R] of the wanted ones.
         """
+
+    def new_chain(self, inputs: Any, ids_R: Tensor, num_taps: int) -> HeadChain | None:
+        """Rounds of these layers on the device alone; None where they are not to be had.
+
+        Args:
+            inputs: has ``text_inputs`` and ``own_inputs`` that take tensors of tokens.
+            ids_R: the token of each output row.
+            num_taps: how many layers of the target the inputs of the text are made of.
+        """
+        ...
 
 
 class TargetParts(Protocol):

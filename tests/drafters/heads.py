@@ -28,7 +28,9 @@ OUTPUT_IDS = [*range(0, VOCAB, 3)]
 
 
 def tiny_target(
-    new_decoder: DecoderFactory = EagerDecoder, dtype: torch.dtype = torch.float32
+    new_decoder: DecoderFactory = EagerDecoder,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> NativeTarget:
     """Three layers with random weights, wide enough for texts with some shape."""
     config = replace(
@@ -43,7 +45,7 @@ def tiny_target(
         vocab_size=VOCAB,
     )
     torch.manual_seed(3)
-    weights = random_weights(config, dtype, "cpu")
+    weights = random_weights(config, dtype, device)
     for matrix in weights.tensors().values():
         if matrix.ndim == 2:
             matrix *= 8.0

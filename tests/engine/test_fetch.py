@@ -6,6 +6,7 @@ dispatch does not see ``tolist`` of a CPU tensor, so they are counted where Pyth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.engine import fetch as engine_fetch
 from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.native.cuda import RecordedDraws
 from foredraft.models.table import TableModel
 from tests.engine.helpers import ScriptedDrafter, engine_of
 
@@ -150,3 +152,29 @@ def test_without_the_fetch_there_are_many(
 ) -> None:
     """So the counter counts."""
     assert max(transfers([params] * 3, 5, monkeypatch, fetches=False)) > 3
+
+
+class FloatTarget(TableModel):
+    """Tables whose logits have the dtype of a device's, and are drawn from as there."""
+
+    _draw = RecordedDraws(torch.device("cpu")).draw
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        scores = super().score(rows, taps)
+        return replace(scores, logits_NV=scores.logits_NV.float(), draw=self._draw)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("budget", [0, 3])
+def test_what_a_device_draws_is_the_same_text(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [GREEDY, WARM, FILTERED, replace(WARM, logprobs=2), DRAWN]
+    texts = []
+    for is_device in (False, True):
+        monkeypatch.setattr(engine_fetch, "is_on_host", lambda _, here=is_device: not here)
+        target, controller = FloatTarget(VOCAB, table), FixedBudget(budget)
+        engine = engine_of(target, ScriptedDrafter(draft), controller, max_batch_size=8)
+        for number, params in enumerate(requests):
+            engine.submit((number, 1, 2), params)
+        texts.append({e.request_id: e.result for e in engine.run() if e.result is not None})
+    host, device = ({i: r.token_ids for i, r in found.items()} for found in texts)
+    assert host == device

@@ -223,7 +223,7 @@ class FirstEagleRunner(StepRunner):
 
     @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        embeddings_NE = self._parts.embed(torch.tensor(tokens))
+        embeddings_NE = self._parts.embed(torch.as_tensor(tokens))
         joined = torch.cat((embeddings_NE, states_NE.to(embeddings_NE)), 1)
         x_NE = F.linear(joined, self._join, self._bias)
         return torch.cat((x_NE, F.linear(x_NE, self._qkv)), 1)

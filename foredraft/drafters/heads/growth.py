@@ -87,9 +87,9 @@ class Growth:
     def __post_init__(self) -> None:
         self._worth = Worth(self.row.prices, self.limits.round_cost)
 
-    def hang(self, node: int, choices: Sequence[Choice], is_copy: bool = False) -> None:
-        """Add the likeliest tokens below a node (or `ROOT`)."""
-        chance = 1.0
+    def hang(self, node: int, choices: Sequence[Choice], is_copy: bool = False) -> int:
+        """Add the likeliest tokens below a node (or `ROOT`); the number of the first."""
+        chance, first = 1.0, len(self._nodes)
         drafted: tuple[int, ...] = ()
         if node != ROOT:
             chance, drafted = self._nodes[node].chance, self._nodes[node].drafted
@@ -100,6 +100,7 @@ class Growth:
             self._nodes.append(
                 _Node(choice.token, node, chance * choice.chance, below, is_copy=is_copy)
             )
+        return first
 
     def next_round(self) -> list[int]:
         """The nodes to score now, none if another round is not worth its time.

@@ -133,7 +133,7 @@ class JoinedTokens:
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Float32 [T, E]."""
-        return self._of(torch.tensor(tokens)).float()
+        return self._of(torch.as_tensor(tokens)).float()
 
     @torch.no_grad()
     def _of(self, ids_T: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import DraftRow
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.interface import declared
+from foredraft.models.base import ScoredTokens
 
 LEAST_CHANCE = 4e-3
 """Less likely tokens are ignored: only once in a thousand times does the noise make one ten times
@@ -99,12 +100,15 @@ class OutputRows:
     Args:
         ids_R: the tokens, ascending; None: all.
         vocab_size: V.
+
+    Attributes:
+        ids_R: the tokens, all of them named.
     """
 
     def __init__(self, ids_R: Tensor | None, vocab_size: int) -> None:
-        self._ids_R = torch.arange(vocab_size) if ids_R is None else ids_R.cpu()
-        self._candidates = Candidates(self._ids_R)
-        self._tokens = NamedTokens(self._ids_R.numpy(), vocab_size)
+        self.ids_R = torch.arange(vocab_size) if ids_R is None else ids_R.cpu()
+        self._candidates = Candidates(self.ids_R)
+        self._tokens = NamedTokens(self.ids_R.numpy(), vocab_size)
 
     def spread(self, logits_R: Tensor) -> Tensor:
         """Logits [V]: tokens without a row cannot occur."""
@@ -114,7 +118,7 @@ class OutputRows:
             # torch would wake other threads for it, which takes longer than the work.
             return torch.from_numpy(self._tokens.spread(logits_R.numpy()))
         logits_V = logits_R.new_full((self._tokens.vocab_size,), -math.inf)
-        logits_V[self._ids_R.to(logits_R.device)] = logits_R
+        logits_V[self.ids_R.to(logits_R.device)] = logits_R
         return logits_V
 
     def choices(
@@ -192,6 +196,22 @@ class OutputRows:
             else:
                 values_R[row] = logit
         return others
+
+
+def scored_choices(
+    row: DraftRow, level: ScoredTokens, count: int, copied: Sequence[Choice] = ()
+) -> list[Choice]:
+    """The tokens that the target will likeliest take, of sums that a device has made.
+
+    Args:
+        copied: candidates of another source, which join where there is no noise.
+    """
+    assert not isinstance(row.choices, DrawnChoices)
+    if row.choices.has_noise:
+        return row.choices.among_sums(level.scored, count, HEAD_TRUST)
+    found = [Choice(token, math.exp(logit - level.total)) for token, logit in level.scored[:count]]
+    found = [choice for choice in found if choice.chance >= LEAST_CHANCE]
+    return blended(found, copied)[:count] if copied else found
 
 
 def _log_total(values_R: Array, scale: float) -> float:

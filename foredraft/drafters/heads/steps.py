@@ -22,6 +22,7 @@ from foredraft.cache.base import CacheLayers
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep
+from foredraft.core.sampling import PlainLaw, RowKey
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
@@ -29,10 +30,18 @@ from foredraft.drafters.guide import Guide
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.growth import Growth, GrowthLimits
 from foredraft.drafters.heads.published import is_checkpoint
-from foredraft.drafters.heads.rows import OutputRows
+from foredraft.drafters.heads.rows import OutputRows, scored_choices
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
 from foredraft.drafters.trained import HEAD_OPTION, named_folder, trained_head
-from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, offered
+from foredraft.models.base import (
+    ChainRow,
+    HeadChain,
+    HeadRow,
+    HeadTarget,
+    HeadWeights,
+    ScoredTokens,
+    offered,
+)
 
 _HOTTEST = 2.0
 """Higher temperatures count as this one."""
@@ -80,6 +89,15 @@ class StepRunner(ABC):
         """See `foredraft.models.base.HeadRunner.run`."""
         return self._runner.run(rows, inputs_TE)
 
+    def new_chain(self, ids_R: Tensor, num_taps: int) -> HeadChain | None:
+        """Rounds of this head on the device alone; None where there are none.
+
+        Args:
+            ids_R: the token of each output row.
+            num_taps: how many layers the head taps.
+        """
+        return self._runner.new_chain(self, ids_R, num_taps)
+
 
 class StepHead(Protocol):
     """A head that drafts step by step; but for `runner` see `HeadModule`."""
@@ -104,6 +122,7 @@ class _Request:
         promised: the first tokens of the last draft, with the head's own probabilities.
         reliability: of such chances, at the request's temperature.
         waiting: tokens that the target has read and the head has not, in order.
+        last: the last token that the target has read, for rounds that begin with it again.
     """
 
     slot: int
@@ -113,6 +132,19 @@ class _Request:
     logits_R: Tensor | None = None
     promised: Sequence[Choice] = ()
     waiting: list[_Read] = field(default_factory=list)
+    last: _Read | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a round on the device has left neither state nor logits."""
+        return self.last is not None and self.logits_R is None
+
+    @property
+    def unread(self) -> _Read:
+        """The waiting tokens; without any, the last token again."""
+        if self.waiting or self.last is None:
+            return _joined(self.waiting)
+        return self.last
 
     @property
     def num_waiting(self) -> int:
@@ -139,6 +171,12 @@ class _Read:
     following: Sequence[int]
     taps: Sequence[Tensor]
 
+    def end_only(self) -> _Read:
+        """The last of the tokens."""
+        skipped = len(self.following) - 1
+        taps = [tap_TE[-1:].clone() if skipped else tap_TE for tap_TE in self.taps]
+        return _Read(self.start + skipped, self.following[-1:], taps)
+
 
 class StepDrafter(BaseDrafter):
     """See the module docstring.
@@ -154,6 +192,7 @@ class StepDrafter(BaseDrafter):
     ) -> None:
         self._runner = head.runner(target)
         self._rows = OutputRows(head.output_ids_R, target.vocab_size)
+        self._chain = self._runner.new_chain(self._rows.ids_R, len(head.taps))
         self._limits = limits or GrowthLimits()
         if not target.capabilities.tree_attention:
             self._limits = replace(self._limits, width=1, branching=1)
@@ -171,7 +210,7 @@ class StepDrafter(BaseDrafter):
 
     def end(self, request_id: int) -> None:
         request = self._requests.pop(request_id)
-        if self.layers:  # what they hold of a text serves others that begin alike
+        if request.waiting and self.layers:  # what they hold serves others that begin alike
             self._catch_up([request])
 
     def observe(self, observations: Sequence[RowStep]) -> None:
@@ -194,13 +233,15 @@ class StepDrafter(BaseDrafter):
         elif len(read.following) < _MOST_WAITING:  # else it is read before the step is over
             read = replace(read, taps=[tap_TE.clone() for tap_TE in read.taps])
         request.waiting.append(read)
+        if self._chain:
+            request.last = read.end_only()
 
     def _catch_up(self, requests: Iterable[_Request]) -> None:
         """Process the waiting tokens of all requests in one run."""
-        behind = [request for request in requests if request.waiting]
+        behind = [request for request in requests if request.waiting or request.is_behind]
         if not behind:
             return
-        reads = [_joined(request.waiting) for request in behind]
+        reads = [request.unread for request in behind]
         inputs = [self._runner.text_inputs(read.following, read.taps) for read in reads]
         rows = [
             HeadRow(request.slot, read.start, len(read.following))
@@ -229,10 +270,12 @@ class StepDrafter(BaseDrafter):
         return _Read(seen.context + skipped, following[skipped:], taps)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        self._catch_up(self._requests[row.request_id] for row in rows if row.budget)
-        ready = [row for row in rows if row.budget and self._is_ready(row)]
+        done = self._chained([row for row in rows if row.budget and self._may_chain(row)])
+        others = [row for row in rows if row.budget and row.request_id not in done]
+        self._catch_up(self._requests[row.request_id] for row in others)
+        ready = [row for row in others if self._is_ready(row)]
         drawn = [row for row in ready if isinstance(row.choices, DrawnChoices)]
-        done = {row.request_id: self._drawn(row) for row in drawn}
+        done |= {row.request_id: self._drawn(row) for row in drawn}
         done |= self._grown([row for row in ready if row.request_id not in done])
         return [done.get(row.request_id, NOT_READY) for row in rows]
 
@@ -243,6 +286,51 @@ class StepDrafter(BaseDrafter):
     def _is_ready(self, row: DraftRow) -> bool:
         request = self._requests[row.request_id]
         return request.logits_R is not None and request.end == len(row.tokens) - 1
+
+    def _may_chain(self, row: DraftRow) -> bool:
+        """Whether a round on the device can draft for a row."""
+        request = self._requests[row.request_id]
+        if self._chain is None or isinstance(row.choices, DrawnChoices) or request.last is None:
+            return False
+        is_next = request.last.start + 1 == len(row.tokens) - 1
+        can_run = self._chain.can_run(request.slot, request.unread.start)
+        return row.rules.filters_only and is_next and can_run
+
+    def _chained(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
+        """Chains with their siblings, each round of the head on the device alone."""
+        if not rows or self._chain is None:
+            return {}
+        requests = [self._requests[row.request_id] for row in rows]
+        self._catch_up(each for each in requests if each.num_waiting > self._chain.most_read)
+        chains = [_chain_row(*pair) for pair in zip(rows, requests, strict=True)]
+        budget = max(row.budget for row in rows)
+        num_steps = max(2, min(self._limits.max_depth, budget + budget % 2))
+        done = {}
+        found = self._chain.run(chains, num_steps)
+        for row, request, chain, levels in zip(rows, requests, chains, found, strict=True):
+            request.end = chain.start + len(chain.following)
+            request.state_E = request.logits_R = None
+            request.waiting.clear()
+            growth = Growth(row, self._limits, self.guide(row.request_id))
+            self._hang_levels(growth, request, levels[: self._limits.max_depth])
+            done[row.request_id] = growth.build()
+        return done
+
+    def _hang_levels(
+        self, growth: Growth, request: _Request, levels: Sequence[ScoredTokens]
+    ) -> None:
+        """Hang the candidates of each position below the likeliest of the one before."""
+        node, row = ROOT, growth.row
+        for level in levels:
+            choices = scored_choices(row, level, growth.num_below(node), growth.copied(node))
+            if node == ROOT:
+                request.promised = choices
+            first = growth.hang(node, request.reliability.corrected(choices))
+            followed = level.scored[0][0] if level.scored else None
+            places = [i for i, choice in enumerate(choices) if choice.token == followed]
+            if not places or followed in row.stop_ids:
+                return
+            node = first + places[0]
 
     def _grown(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
         """Chosen trees, all rows sharing each run of the head."""
@@ -290,6 +378,17 @@ class StepDrafter(BaseDrafter):
             states_NE, logits_NR = self._runner.run([chain], inputs_NE)
             state_E, logits_R = states_NE[0], logits_NR[0]
         return draft.build()
+
+
+def _chain_row(row: DraftRow, request: _Request) -> ChainRow:
+    """A row's part of a round, with the noise of its own choices."""
+    read, law = request.unread, PlainLaw.of(row.params)
+    assert not isinstance(row.choices, DrawnChoices)
+    key = row.choices.draw_key(0, law.scale)
+    assert key is not None
+    law = law if key.scale else PlainLaw(0.0)
+    own = RowKey(key.seed, key.position, law)
+    return ChainRow(request.slot, read.start, read.following, read.taps, own)
 
 
 def _joined(reads: Sequence[_Read]) -> _Read:

@@ -23,7 +23,8 @@ import importlib.util
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,8 +35,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import Entries
+from foredraft.core.draws import Array, Draw
+from foredraft.core.sampling import RowKey
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.model import Decoder, EagerDecoder, capped_attention, finished_logits
+from foredraft.models.native.model import (
+    Decoder,
+    EagerDecoder,
+    FixedShapeDecoder,
+    capped_attention,
+    finished_logits,
+)
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Stack
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
@@ -384,7 +393,7 @@ class GraphedDecoder(EagerDecoder):
             self._storage = storage
             cache.hold_memory()
         if bucket in self._graphs:
-            _copy(inputs, self._graphs[bucket].inputs)
+            copy_to(inputs, self._graphs[bucket].inputs)
             self._graphs.move_to_end(bucket)
         else:
             self._drop(len(self._graphs) + 1 - self._max_graphs)
@@ -405,7 +414,7 @@ class GraphedDecoder(EagerDecoder):
         """Record with real inputs: doing a forward several times leaves the same in the cache."""
         device = self._weights.device
         fixed = torch.empty_like(inputs, device=device)
-        _copy(inputs, fixed)
+        copy_to(inputs, fixed)
         rounded = power_of_two(bucket.size)
         if rounded not in self._logits:
             shape = (rounded, self._config.vocab_size)
@@ -547,9 +556,76 @@ def _storage(cache: KVCache) -> tuple[object, ...]:
     return keys.data_ptr(), values.data_ptr(), keys.shape
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
+def copy_to(source: Tensor, target: Tensor) -> None:
     """Copy from the CPU without waiting; pinned memory is not reused before it has been read."""
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+_MOST_DRAWN = 32
+"""Rows of logits that are drawn from in a recording: it has a copy of them."""
+
+
+class RecordedDraws:
+    """Draws from rows of logits where they are, recorded; see `device_draws`.
+
+    Args:
+        device: where the logits are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._recorder = device, Recorder(device)
+        self._recorded: dict[
+            tuple[int, int, bool], tuple[Tensor, Pinned, Callable[[], Tensor]]
+        ] = {}
+
+    @torch.no_grad()
+    def draw(self, logits_NV: Tensor, keys: Sequence[RowKey]) -> list[Draw | None]:
+        """A draw from each row of float32 logits; all numbers come in one transfer.
+
+        None where the largest logit is not finite or one is NaN.
+        """
+        from foredraft.models.native.device_draws import drawn, draws_of, key_numbers
+
+        rows, has_cuts = power_of_two(len(keys)), any(key.law.filters for key in keys)
+        if rows > _MOST_DRAWN:  # bound by their number, not by launches
+            numbers_6N = torch.from_numpy(key_numbers(keys)).to(self._device)
+            return draws_of(drawn(logits_NV, numbers_6N, has_cuts), len(keys))
+        kind = rows, logits_NV.shape[1], has_cuts
+        if kind not in self._recorded:
+            self._recorded[kind] = self._record(*kind)
+        buffer_RV, numbers, replay = self._recorded[kind]
+        buffer_RV[: len(keys)].copy_(logits_NV)
+        numbers.fill(key_numbers([*keys, *[keys[-1]] * (rows - len(keys))]))
+        return draws_of(replay(), len(keys))
+
+    def _record(
+        self, rows: int, vocab: int, has_cuts: bool
+    ) -> tuple[Tensor, Pinned, Callable[[], Tensor]]:
+        from foredraft.models.native.device_draws import drawn
+
+        buffer_RV = torch.zeros(rows, vocab, device=self._device)
+        numbers = Pinned(6 * rows, self._device)
+        work = partial(drawn, buffer_RV, numbers.there, has_cuts)
+        return buffer_RV, numbers, self._recorder.record(work)
+
+
+class Pinned:
+    """Whole numbers that are written on the host and read on the device.
+
+    They may be written again when the device has answered: what was copied then has been read.
+
+    Attributes:
+        there: int64, on the device.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._here = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._numbers = self._here.numpy()
+        self.there = self._here.to(device, copy=True)
+
+    def fill(self, numbers: Array) -> None:
+        self._numbers[:] = numbers
+        self.there.copy_(self._here, non_blocking=True)
 
 
 TILE = 16
@@ -571,10 +647,16 @@ def paged_bucket(
         tokens = TILE if tokens > least else least
     rows = max(rows, -(-least // tokens))
     seen = max(plan.entries[row.start] for row in plan.rows) + tokens
+    context = padded_context(seen, block_size)
+    return Bucket(rows, tokens, context, tuple(sorted(set(taps))), _is_chain(plan))
+
+
+def padded_context(seen: int, block_size: int) -> int:
+    """The context of a recording of tokens that see so many entries."""
     context = max(_MIN_CONTEXT, block_size)
     while context < seen:
         context *= _CONTEXT_STEP
-    return Bucket(rows, tokens, context, tuple(sorted(set(taps))), _is_chain(plan))
+    return context
 
 
 def _is_chain(plan: ForwardPlan) -> bool:
@@ -620,57 +702,76 @@ class PagedDecoder(GraphedDecoder):
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
     ) -> dict[int, Tensor]:
         """The forward on fixed buffers; nothing here depends on their values."""
+        hidden_NE, rotations = self.embed(inputs.token_ids), self._turns(inputs.positions)
+        hidden_NE, tapped = self._through(hidden_NE, inputs, bucket, cache, rotations)
+        self._write_logits(hidden_NE.index_select(0, inputs.heads), logits_NV)
+        return tapped
+
+    def _through(
+        self,
+        hidden_NE: Tensor,
+        inputs: GridInputs,
+        bucket: Bucket,
+        cache: Entries,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """All layers: the last one's output [N, E], and that of the tapped ones."""
         from foredraft.models.native import triton_ops as ops
 
-        config, weights, tapped = self._config, self._weights, dict[int, Tensor]()
-        multiply, rotations = self._packed.multiply, self._turns(inputs.positions)
-        activation = "silu" if config.activation == "silu" else "gelu_tanh"
-        hidden_NE = self.embed(inputs.token_ids)
-        norms: dict[str, Any] = {
-            "eps": config.rms_norm_eps,
-            "norm_offset": config.family.norm_offset,
-        }
+        multiply, weights, tapped = self._packed.multiply, self._weights, dict[int, Tensor]()
         for index, layer in enumerate(weights.layers):
             if index not in weights.no_attention:
                 qkv = multiply(
                     *(hidden_NE, layer.qkv_weight, layer.qkv_bias),
                     norm_K=layer.attention_norm_E,
-                    **norms,
+                    **self._norms,
                 )
                 attended = self._see(ops, qkv, index, layer, inputs, bucket, cache, rotations)
                 hidden_NE = self._added(
                     *(hidden_NE, attended, layer.output_weight),
                     *(layer.output_bias, layer.attention_post_norm_E),
                 )
-            if layer.router_XE is not None:
-                hidden_NE = self._mixed(hidden_NE, layer, inputs.lengths, activation, norms)
-            else:
-                is_plain = isinstance(layer.gate_up_weight, Tensor)
-                down = layer.gate_up_weight if is_plain else layer.down_weight
-                sums = self._room_for_sums(hidden_NE, layer.down_weight.shape[1], down)
-                activated_NF = multiply(
-                    *(hidden_NE, layer.gate_up_weight),
-                    norm_K=layer.mlp_norm_E,
-                    activation=activation,
-                    out_sums=sums,
-                    **norms,
-                )
-                hidden_NE = self._added(
-                    *(hidden_NE, self._packed.Inputs(activated_NF, sums), layer.down_weight),
-                    *(None, layer.mlp_post_norm_E),
-                )
+            hidden_NE = self._fed(hidden_NE, layer, inputs.lengths)
             if index in bucket.taps:
                 tapped[index] = hidden_NE
-        wanted_NE = hidden_NE.index_select(0, inputs.heads)
-        multiply(
-            *(wanted_NE, weights.head_VE),
+        return hidden_NE, tapped
+
+    @property
+    def _norms(self) -> dict[str, Any]:
+        config = self._config
+        return {"eps": config.rms_norm_eps, "norm_offset": config.family.norm_offset}
+
+    def _fed(self, hidden_NE: Tensor, layer: LayerWeights, lengths_N: Tensor) -> Tensor:
+        """The feed-forward part of a layer."""
+        activation = "silu" if self._config.activation == "silu" else "gelu_tanh"
+        if layer.router_XE is not None:
+            return self._mixed(hidden_NE, layer, lengths_N, activation, self._norms)
+        is_plain = isinstance(layer.gate_up_weight, Tensor)
+        down = layer.gate_up_weight if is_plain else layer.down_weight
+        sums = self._room_for_sums(hidden_NE, layer.down_weight.shape[1], down)
+        activated_NF = self._packed.multiply(
+            *(hidden_NE, layer.gate_up_weight),
+            norm_K=layer.mlp_norm_E,
+            activation=activation,
+            out_sums=sums,
+            **self._norms,
+        )
+        return self._added(
+            *(hidden_NE, self._packed.Inputs(activated_NF, sums), layer.down_weight),
+            *(None, layer.mlp_post_norm_E),
+        )
+
+    def _write_logits(self, hidden_NE: Tensor, logits_NV: Tensor) -> None:
+        """The head, with its norm, into ``logits_NV``."""
+        config, weights = self._config, self._weights
+        self._packed.multiply(
+            *(hidden_NE, weights.head_VE),
             norm_K=weights.final_norm_E,
             out_NM=logits_NV,
-            **norms,
+            **self._norms,
         )
         if config.logits_scale != 1.0 or config.logits_cap is not None:
             logits_NV.copy_(finished_logits(logits_NV, config))
-        return tapped
 
     def _turns(self, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """As `_rotations`, looked up where a table of all positions is small."""
@@ -695,7 +796,7 @@ class PagedDecoder(GraphedDecoder):
         layer: LayerWeights,
         inputs: GridInputs,
         bucket: Bucket,
-        cache: KVCache,
+        cache: Entries,
         rotations: Sequence[tuple[Tensor, Tensor]],
     ) -> Inputs:
         """Keys and values stored, and what each token sees of them; [N, H D]."""
@@ -765,10 +866,100 @@ class PagedDecoder(GraphedDecoder):
         return mixed_NE if is_added else self._add(hidden_NE, mixed_NE, layer.mlp_post_norm_E)
 
 
+class ExactDecoder(PagedDecoder):
+    """Reads prompts with the kernels of steps, too, so that no token's bits depend on company.
+
+    They are then those of its text alone, however it was cut into pieces, wherever a cached
+    beginning ends, and whatever else is in the forward. It reads a prompt at the pace of steps of
+    `MAX_ROW_TOKENS`.
+    """
+
+    name = "exact"
+    resumes = False
+
+    def forward(
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        if plan.layers is not None or self.fits(plan):  # of some layers: only drafts ask for them
+            return super().forward(plan, cache, taps)
+        groups = pieces(plan)
+        found = [super(ExactDecoder, self).forward(cut(plan, g), cache, taps) for g in groups]
+        tokens = [token for spans in groups for span in spans for token in span]
+        wanted = {*plan.heads}
+        heads = [token for token in tokens if token in wanted]
+        logits_NV = _in_order(torch.cat([logits_NV for logits_NV, _ in found]), heads)
+        tapped = {i: _in_order(torch.cat([each[i] for _, each in found]), tokens) for i in taps}
+        return logits_NV, tapped
+
+    def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
+        """At least two tiles: products of few tokens and of many are then one program."""
+        found = super()._bucket(plan, block_size, taps)
+        if found.size >= 2 * TILE:
+            return found
+        if found.rows == 1:
+            return replace(found, tokens=2 * TILE)
+        return replace(found, rows=-(-2 * TILE // found.tokens))
+
+    def fits(self, plan: ForwardPlan) -> bool:
+        rows, tokens = padded_shape(plan)
+        return tokens <= MAX_ROW_TOKENS and rows * tokens <= _MAX_TOKENS
+
+
+def pieces(plan: ForwardPlan) -> list[list[range]]:
+    """Tokens of forwards that fit a grid: short rows together, others in pieces, in their order."""
+    short = [row for row in plan.rows if len(row) <= TILE]
+    most = _MAX_TOKENS // TILE
+    groups = [short[first : first + most] for first in range(0, len(short), most)]
+    for row in plan.rows:
+        if len(row) > TILE:
+            starts = range(row.start, row.stop, MAX_ROW_TOKENS)
+            groups += [[range(at, min(at + MAX_ROW_TOKENS, row.stop))] for at in starts]
+    return groups
+
+
+def cut(plan: ForwardPlan, spans: Sequence[range]) -> ForwardPlan:
+    """The forward of some tokens alone; those that they see were computed before, or are here."""
+    wanted, part = {*plan.heads}, ForwardPlan()
+    for span in spans:
+        first, here = len(part), slice(span.start, span.stop)
+        for mine, whole in (
+            *((part.token_ids, plan.token_ids), (part.positions, plan.positions)),
+            *((part.slots, plan.slots), (part.entries, plan.entries)),
+            (part.prefixes, plan.prefixes),
+        ):
+            mine.extend(whole[here])
+        part.extras.extend(plan.extras[here])
+        heads = [first + token - span.start for token in span if token in wanted]
+        part.row_heads.append(range(len(part.heads), len(part.heads) + len(heads)))
+        part.heads.extend(heads)
+        part.rows.append(range(first, len(part)))
+    return part
+
+
+def _in_order(x_NE: Tensor, numbers: Sequence[int]) -> Tensor:
+    """The rows by their numbers, ascending."""
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
+    if order == [*range(len(numbers))]:
+        return x_NE
+    return x_NE.index_select(0, torch.tensor(order).to(x_NE.device))
+
+
+def exact_decoder(config: DecoderConfig, weights: DecoderWeights) -> Decoder:
+    """The fastest decoder of a GPU whose bits depend on no company."""
+    paged = why_not_paged(config, weights.device) is None
+    return (ExactDecoder if paged else FixedShapeDecoder)(config, weights)
+
+
 def graphed_decoder(config: DecoderConfig, weights: DecoderWeights) -> Decoder:
     """The fastest decoder of a GPU for this model."""
     paged = why_not_paged(config, weights.device) is None
     return (PagedDecoder if paged else GraphedDecoder)(config, weights)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether kernels in Triton run there."""
+    is_cuda = device.type == "cuda" and torch.version.cuda is not None
+    return is_cuda and importlib.util.find_spec("triton") is not None
 
 
 def unusual(config: DecoderConfig) -> str | None:
@@ -812,7 +1003,4 @@ def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
 
 def _has_kernels(device: torch.device) -> bool:
     """Whether Triton is there, and the shared memory that the tiles take: Hopper, or its heir."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    is_large = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return is_large and importlib.util.find_spec("triton") is not None
+    return has_triton(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int64
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,11 @@ from foredraft.cache.layers import StoredLayers
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import load_library
 from foredraft.kernels.interface import declared
-from foredraft.models.base import HeadRow, HeadWeights, Join, ModelShape
+from foredraft.models.base import HeadChain, HeadRow, HeadWeights, Join, ModelShape
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig, RotaryEmbedding
 from foredraft.models.native.cpu import FusedDecoder, PreparedForward
+from foredraft.models.native.cuda import why_not_paged
 from foredraft.models.native.model import EagerDecoder, HandedDecoder, layer_norm, rms_norm
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Int8Matrix, rows_of
@@ -134,7 +135,7 @@ class NativeHeadRunner:
         fused: bool,
         decoder: EagerDecoder | None = None,
     ) -> None:
-        self.layers = layers
+        self.layers, self._parts = layers, (config, weights)
         self._input_dtype = torch.float32 if fused else weights.dtype
         self._device = weights.device
         self._last = config.num_hidden_layers - 1
@@ -169,6 +170,14 @@ class NativeHeadRunner:
         for row in rows:
             self.layers.hold(row.slot, row.start + row.num_text)
         return states_TE, logits_NR
+
+    def new_chain(self, inputs: Any, ids_R: Tensor, num_taps: int) -> HeadChain | None:
+        attends = self._last >= 0 and not self._parts[1].no_attention
+        if not attends or why_not_paged(self._parts[0], self._device) is not None:
+            return None
+        from foredraft.models.native.head_chain import RecordedChain
+
+        return RecordedChain(*self._parts, self.layers, inputs, ids_R, num_taps, self._decoder)
 
     def _run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         prepared = self._prepared
@@ -367,7 +376,7 @@ class PlainJoin:
         joined_TE = F.linear(x_TPE.flatten(1).to(self._weight_EK.dtype), self._weight_EK).float()
         if self._table_VE is None:
             return joined_TE
-        return joined_TE + self._table_VE[torch.tensor(tokens, device=device)].float()
+        return joined_TE + self._table_VE[torch.as_tensor(tokens, device=device)].float()
 
 
 class FusedJoin:

@@ -47,6 +47,11 @@ class Decoder(Protocol):
         """Whether it reads entries that no token sees, with weight 0: they must be finite."""
 
     @property
+    def resumes(self) -> bool:
+        """Whether a forward may go on from what some layers gave: their numbers are its own."""
+        ...
+
+    @property
     def reads_packed(self) -> bool:
         """Whether packed weights save it time: then it also runs heads in few bits."""
 
@@ -107,6 +112,7 @@ class EagerDecoder:
     name = "eager"
     reads_packed = runs_copies = False
     reads_unseen = False
+    resumes = True
     draws = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
@@ -570,7 +576,7 @@ class HandedDecoder(EagerDecoder):
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, has_norm: bool) -> None:
         super().__init__(config, weights)
-        self._has_norm = has_norm
+        self.has_norm = has_norm
 
     def _run_layers(
         self, run: Run, hidden_TE: Tensor, layers: Iterable[int], taps: Sequence[int]
@@ -584,7 +590,7 @@ class HandedDecoder(EagerDecoder):
         return hidden_TE, {index: hidden_TE}
 
     def _head(self, hidden_NE: Tensor) -> Tensor:
-        return super()._head(hidden_NE) if self._has_norm else self.logits(hidden_NE)
+        return super()._head(hidden_NE) if self.has_norm else self.logits(hidden_NE)
 
 
 _TOKENS = 4

@@ -26,6 +26,7 @@ from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.copy import Copies, NativeLowBitCopy
+from foredraft.models.native.cuda import RecordedDraws, has_triton
 from foredraft.models.native.draft_layers import (
     NativeHeadRunner,
     NativeParts,
@@ -78,6 +79,8 @@ class NativeTarget:
         self.cache = config.new_cache(
             cache_dtype or weights.dtype, weights.device, self.max_context, cache_memory
         )
+        draws = has_triton(weights.device)
+        self._draw = RecordedDraws(weights.device).draw if draws else None
         self._copies = Copies(config, weights, new_decoder, self.cache, kept, checkpoint)
         if self.decoder.reads_unseen:
             self.cache.keep_clean()
@@ -141,7 +144,7 @@ class NativeTarget:
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         check_taps(taps, self.capabilities)
         plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
-        resumed = resumption(rows, plan, self.cache, taps)
+        resumed = resumption(rows, plan, self.cache, taps) if self.decoder.resumes else None
         announce(plan, self.cache)
         if resumed:
             plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
@@ -154,6 +157,8 @@ class NativeTarget:
             for depth, logits_row in enumerate(heads if row.tree.is_chain else heads[:1])
         ]
         scores = scored(self.decoder, plan, self.cache, wanted, to_run)
+        if self._draw is not None:
+            scores = replace(scores, draw=self._draw)
         if len(to_run) == len(taps):
             return scores
         assert plan.hidden_TE is not None

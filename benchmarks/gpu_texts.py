@@ -1,0 +1,351 @@
+"""Parts of `benchmarks.gpu`: draws, drafters end to end, and what a drafting head costs.
+
+`texts` needs a checkpoint and prompts; all else is made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import Proposal
+from foredraft.core.record import StepRecord
+from foredraft.core.sampling import PlainLaw, RowKey, law_of
+from foredraft.core.tree import TokenTree
+from foredraft.drafters.base import DraftRow
+from foredraft.drafters.heads.base import HeadModule
+from foredraft.drafters.heads.eagle import EagleModule
+from foredraft.drafters.heads.growth import GrowthLimits
+from foredraft.drafters.heads.hidden_head import HiddenHeadModule
+from foredraft.drafters.heads.steps import StepDrafter, StepHead
+from foredraft.llm import LLM
+from foredraft.models.base import ChainRow, HeadRow, HeadTarget, ModelShape
+from foredraft.models.native.cuda import RecordedDraws
+from foredraft.models.native.head_chain import RecordedChain
+from foredraft.models.native.target import NativeTarget
+from foredraft.options import LoadOptions
+
+Results = dict[str, Any]
+_LAPS = ("draft_ms", "score_ms", "verify_ms", "learn_ms")
+
+
+def texts(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Tokens a second of a real model by drafter and temperature, and whether texts are equal.
+
+    Plain decoding takes turns with the drafters, prompt by prompt; each text is timed once.
+    """
+    names = asked.drafters.split(",")
+    options = LoadOptions(drafter="none", prefix_caching=False)
+    # A drafter is named for its forwards to be timed: what is drafted is weighed against that.
+    llm = LLM.load(asked.checkpoint, drafter=names[-1], device=str(device), exact=asked.exact)
+    others = {name: llm.with_drafter(replace(options, drafter=name)) for name in names}
+    prompts = _prompts(asked.prompts, llm)
+    warm_up = llm.encode([{"role": "user", "content": "Describe a town by the sea, twice."}])
+    for each in others.values():  # recordings are made, kernels compiled
+        for temperature in (0.0, 1.0):
+            warm = SamplingParams(max_tokens=96, temperature=temperature, seed=1)
+            each.generate([warm_up], warm)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=asked.length, temperature=temperature, seed=5)
+        rows = {name: _Row() for name in names}
+        for prompt in prompts:
+            if time.monotonic() > deadline:
+                break
+            for name, each in others.items():
+                rows[name].add(each, prompt, params)
+        plain = rows[names[0]]
+        found[f"temperature {temperature}"] = {
+            name: row.figures(plain) for name, row in rows.items()
+        }
+        save()
+
+
+def draws(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Milliseconds from logits to tokens: drawn on the device, and on the host."""
+    from foredraft.core.noise import gumbel_argmax
+
+    laws = {
+        "greedy": SamplingParams(temperature=0.0),
+        "temperature 1": SamplingParams(temperature=1.0),
+        "top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+        "top-k 40": SamplingParams(temperature=1.0, top_k=40),
+    }
+
+    def on_device(logits_NV: torch.Tensor, keys: Sequence[RowKey]) -> list[int]:
+        return [found.token for found in recorded.draw(logits_NV, keys) if found]
+
+    def on_host(logits_NV: torch.Tensor, params: SamplingParams) -> list[int]:
+        if not params.temperature:
+            return logits_NV.argmax(1).tolist()
+        tokens = []
+        for place, logits_V in enumerate(logits_NV.cpu()):
+            law = law_of(logits_V, params)
+            assert law.scale is not None
+            tokens.append(gumbel_argmax(logits_V, 5, place, law.scale, law.cut))
+        return tokens
+
+    recorded = RecordedDraws(device)
+    for vocab in (49152, 128256):
+        for rows in (1, 5, 16):
+            logits_NV = 3 * torch.randn(rows, vocab, device=device)
+            for name, params in laws.items():
+                keys = [RowKey(5, place, PlainLaw.of(params)) for place in range(rows)]
+                ways = partial(on_device, logits_NV, keys), partial(on_host, logits_NV, params)
+                device_ms, host_ms = (_milliseconds(way, asked.rounds) for way in ways)
+                figures = {"device_ms": device_ms, "host_ms": host_ms}
+                found[f"{vocab} {rows} {name}"] = figures | {"equal": ways[0]() == ways[1]()}
+        save()
+
+
+def _milliseconds(work: Callable[[], object], rounds: int) -> float:
+    """The median of what ends with numbers on the host."""
+    times = []
+    for _ in range(rounds + 2):
+        begun = time.perf_counter()
+        work()
+        times.append(1e3 * (time.perf_counter() - begun))
+    return round(statistics.median(times[2:]), 4)
+
+
+class _Row:
+    """What one drafter did."""
+
+    def __init__(self) -> None:
+        self.texts, self.seconds = list[tuple[int, ...]](), list[float]()
+        self.steps = self.drafted = self.accepted = 0
+        self.laps = {name: list[float]() for name in (*_LAPS, "between_ms")}
+
+    def add(self, llm: LLM, prompt: Sequence[int], params: SamplingParams) -> None:
+        last: float | None = None
+
+        def trace(record: StepRecord) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            if record.is_decoding and last is not None:
+                for name in _LAPS:
+                    self.laps[name].append(getattr(record.times, name))
+                self.laps["between_ms"].append(1e3 * (now - last) - record.times.total_ms)
+            last = now
+
+        llm.policy.trace = trace
+        begun = time.perf_counter()
+        result = llm.generate([[*prompt]], params)[0]
+        self.seconds.append(time.perf_counter() - begun)
+        self.texts.append(tuple(result.token_ids))
+        self.steps += result.stats.steps
+        self.drafted += result.stats.drafted
+        self.accepted += result.stats.accepted
+
+    def figures(self, plain: _Row) -> Results:
+        pairs = zip(self.texts, plain.texts, strict=True)
+        rates = [len(text) / s for text, s in zip(self.texts, self.seconds, strict=True)]
+        over = [p / s for s, p in zip(self.seconds, plain.seconds, strict=True)]
+        medians = {n: round(statistics.median(each or [0.0]), 4) for n, each in self.laps.items()}
+        return {
+            "tokens_a_second": round(sum(map(len, self.texts)) / sum(self.seconds), 1),
+            "median_tokens_a_second": round(statistics.median(rates), 1),
+            "over_plain": round(sum(plain.seconds) / sum(self.seconds), 3),
+            "worst_over_plain": round(min(over), 3),
+            "tokens_a_step": round(sum(map(len, self.texts)) / max(1, self.steps), 3),
+            "drafted_a_step": round(self.drafted / max(1, self.steps), 3),
+            "accepted_share": round(self.accepted / max(1, self.drafted), 3),
+            "equal_texts": sum(mine == theirs for mine, theirs in pairs),
+            "num_texts": len(self.texts),
+            "median_lap": medians,
+        }
+
+
+def _prompts(path: str, llm: LLM) -> list[list[int]]:
+    """Of each category the first prompt."""
+    first: dict[str, str] = {}
+    for line in Path(path).read_text().splitlines():
+        entry = json.loads(line)
+        first.setdefault(entry["category"], entry["turns"][0])
+    return [llm.encode([{"role": "user", "content": text}]) for text in first.values()]
+
+
+# ------------------------------------------------------------------------------------------ heads
+
+_ACCEPTED = (0.733, 0.750, 0.775)
+"""Chances of a trained head's tokens behind one another, held-out and greedy: those of the default
+model's `hidden_head` (foredraft/heads, ``head.json``); deeper ones as the last."""
+_HEADS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "135m": (12288, (5, 14, 29)),
+    "1b": (32000, (2, 8, 13)),
+    "8b": (32000, (2, 16, 28)),
+}
+"""Output rows and taps."""
+
+
+def rounds(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Milliseconds of a head's round: 3 tokens of the text read, so many drafted."""
+    for model in asked.models.split(","):
+        target = _made_up(model, device)
+        for kind in ("hidden_head", "eagle"):
+            if time.monotonic() > deadline:
+                return
+            head = _head(kind, model, target, device)
+            runner = cast(StepHead, head).runner(target)
+            ids_R = head.output_ids_R
+            assert ids_R is not None
+            chain = runner.new_chain(ids_R.cpu(), len(head.taps))
+            if not isinstance(chain, RecordedChain):
+                continue
+            slot = target.cache.allocate()
+            target.cache.fill(slot, 300)
+            size = target.config.hidden_size
+            taps = [
+                torch.randn(250, size, device=device).to(target.weights.dtype) for _ in head.taps
+            ]
+            text = [7 + i % 90 for i in range(250)]
+            runner.run([HeadRow(slot, 0, 250)], runner.text_inputs(text, taps))
+            for temperature in (0.0, 1.0):
+                law = PlainLaw.of(SamplingParams(temperature=temperature))
+                few = [tap_TE[:3] for tap_TE in taps]
+                row = ChainRow(slot, 250, text[:3], few, RowKey(5, 254, law))
+                times = dict[str, float]()
+                for steps in (2, 4, 6):
+                    times[f"whole {steps}"] = _milliseconds(
+                        partial(chain.run, [row], steps), asked.rounds
+                    )
+                    replay = chain._rounds[chain._shape([row], steps)].replay
+                    times[f"device {steps}"] = _replayed(replay, device)
+                found[f"{model} {kind} temperature {temperature}"] = times
+            save()
+            target.cache.free(slot)
+            del head, runner, chain, taps
+        del target
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _replayed(replay: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds by the device's clock, several in a row."""
+    if device.type != "cuda":
+        return -1.0
+    begin, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
+    replay()
+    begin.record()
+    for _ in range(5):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return round(float(begin.elapsed_time(end)) / 5, 4)
+
+
+def scripted(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """A made-up model with a head whose guesses are right as often as a trained head's were.
+
+    The head runs and its time counts; its guesses are replaced by the text's own next tokens, each
+    right with the chance that was measured at its depth.
+    """
+    for model in asked.models.split(","):
+        target = _made_up(model, device)
+        llm = LLM(target, None, LoadOptions(drafter="none", prefix_caching=False))
+        prompt = [5 + (i * 37 + 11) % 900 for i in range(200)]
+        head = _head("eagle", model, target, device)
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(max_tokens=asked.length, temperature=temperature, seed=5)
+            plain, row = _Row(), {}
+            for _ in range(2):
+                plain = _Row()
+                plain.add(llm, prompt, params)
+            row["plain"] = plain.figures(plain)
+            for depth in (4, 6):
+                if time.monotonic() > deadline:
+                    return
+                text = [*prompt, *plain.texts[0]]
+                drafter = Scripted(head, target, GrowthLimits(max_depth=depth), text)  # type: ignore[arg-type]
+                options = LoadOptions(num_draft_tokens=depth, prefix_caching=False)
+                view, mine = llm.with_drafter(options, drafter=drafter), _Row()
+                for _ in range(2):
+                    mine = _Row()
+                    mine.add(view, prompt, params)
+                row[f"{depth} drafts"] = mine.figures(plain)
+            found[f"{model} temperature {temperature}"] = row
+            save()
+        del target, llm, head, drafter, view
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Scripted(StepDrafter):
+    """Drafts a chain of the text's next tokens, each right with its chance; the head runs, too."""
+
+    def __init__(
+        self, head: StepHead, target: HeadTarget, limits: GrowthLimits, text: Sequence[int]
+    ) -> None:
+        super().__init__(head, target, limits)
+        self._text, self._chance, self._depth = text, random.Random(3), limits.max_depth
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        own = super().propose(rows)
+        found = []
+        for row, proposal in zip(rows, own, strict=True):
+            if not proposal.is_ready:
+                found.append(proposal)
+                continue
+            guesses = list[int]()
+            for depth, token in enumerate(
+                self._text[len(row.tokens) :][: min(row.budget, self._depth)]
+            ):
+                right = self._chance.random() < _ACCEPTED[min(depth, len(_ACCEPTED) - 1)]
+                guesses.append(token if right else (token + 1) % 1000)
+            found.append(Proposal.chosen(TokenTree.chain(guesses)))
+        return found
+
+
+def _head(kind: str, model: str, target: NativeTarget, device: torch.device) -> HeadModule:
+    """A head of random numbers."""
+    config, num_rows, taps = target.config, *_HEADS[model]
+    shape = ModelShape(**{name: getattr(config, name) for name in ModelShape.__dataclass_fields__})
+    taps = tuple(min(tap, config.num_hidden_layers - 1) for tap in taps)
+    num_rows = min(num_rows, config.vocab_size)
+    with torch.device(device):
+        head: HeadModule = (
+            EagleModule(shape, num_rows, taps, "each", "plain", "normed")
+            if kind == "eagle"
+            else HiddenHeadModule(shape, num_rows, taps)
+        )
+    return head.eval()
+
+
+def _made_up(model: str, device: torch.device) -> NativeTarget:
+    from benchmarks.gpu import new_target
+
+    return new_target(model, device)

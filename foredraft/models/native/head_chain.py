@@ -1,0 +1,311 @@
+"""A drafting head on a GPU: one recorded round reads what was committed and drafts a chain.
+
+Run step by step, a head of one layer costs more in launches and waiting than in work. So all that
+it does between two steps of the target is one graph: it reads the tokens that the target has
+committed since, and then goes on from its own, each chosen where its logits are, with the noise of
+its position. The host waits once, for the likeliest tokens of every position.
+
+Shape legend: R rows, T tokens of a row, K positions drafted, N = K R, V output rows of the head,
+E hidden size, C candidates of a position, M blocks of a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.cache.layers import StoredLayers
+from foredraft.cache.store import Entries
+from foredraft.core.choices import NUM_LOOKED_AT
+from foredraft.core.draws import Array
+from foredraft.models.base import ChainRow, ScoredTokens
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.cuda import (
+    TILE,
+    Bucket,
+    GridInputs,
+    PagedDecoder,
+    Pinned,
+    Recorder,
+    padded_context,
+    power_of_two,
+)
+from foredraft.models.native.model import EagerDecoder, HandedDecoder
+from foredraft.models.native.weights import DecoderWeights
+
+_MOST_RECORDED = 16
+
+
+class ChainInputs(Protocol):
+    """Makes the layer's inputs of tensors alone; see `StepRunner`."""
+
+    def text_inputs(self, following: Tensor, taps: Sequence[Tensor]) -> Tensor: ...
+
+    def own_inputs(self, tokens: Tensor, states_NE: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Rounds of one shape share a recording."""
+
+    rows: int
+    steps: int
+    context: int
+    has_cuts: bool
+
+    @property
+    def text(self) -> Bucket:
+        return Bucket(self.rows, TILE, self.context, (), is_chain=True)
+
+    @property
+    def own(self) -> Bucket:
+        return Bucket(self.rows, 1, self.context, (), is_chain=True)
+
+    def sizes(self, num_blocks: int) -> list[int]:
+        """Numbers of the text's inputs, of each step's, and of each step's keys."""
+        text, own = (
+            8 * each.size + each.size * each.tokens + each.rows * num_blocks
+            for each in (self.text, self.own)
+        )
+        return [text, *[own] * (self.steps - 1), *[6 * self.rows] * self.steps]
+
+
+@dataclass(frozen=True)
+class _Round:
+    numbers: Pinned
+    taps: Sequence[Tensor]
+    replay: Callable[[], Tensor]
+
+
+class RecordedChain:
+    """See `HeadChain`.
+
+    Args:
+        config, weights: of the head's layers.
+        layers: cache layers of their entries.
+        inputs: makes the layer's inputs.
+        names_V: the token of each output row, ascending.
+        num_taps: layers that the head taps.
+        decoder: runs the layers elsewhere.
+    """
+
+    most_read = TILE
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        layers: StoredLayers,
+        inputs: ChainInputs,
+        names_V: Tensor,
+        num_taps: int,
+        decoder: EagerDecoder,
+    ) -> None:
+        is_handed = isinstance(decoder, HandedDecoder)
+        self._decoder = (_HandedLayer if is_handed else _Layers)(config, weights)
+        self._has_norm = not isinstance(decoder, HandedDecoder) or decoder.has_norm
+        self._layers, self._inputs = layers, inputs
+        self._device, self._dtype = weights.device, weights.dtype
+        self._names_V, self._num_taps = names_V.to(weights.device), num_taps
+        self._num_looked_at = min(NUM_LOOKED_AT, len(names_V))
+        self._hidden_size = config.hidden_size
+        self._recorder = Recorder(weights.device)
+        self._rounds: dict[_Shape, _Round] = {}
+        self._storage: tuple[object, ...] = ()
+
+    def can_run(self, slot: int, start: int) -> bool:
+        layers = self._layers
+        if layers.first(slot) <= start <= layers.covered(slot):
+            return layers.skipped(slot) == 0
+        return start % layers.store.block_size == 0  # a new run begins, at best with a block
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[ChainRow], num_steps: int) -> list[list[ScoredTokens]]:
+        layers = self._layers
+        for row in rows:
+            layers.begin(row.slot, row.start)
+            layers.reserve(row.slot, row.start, row.start + len(row.following) + num_steps - 1)
+        shape = self._shape(rows, num_steps)
+        found = self._round(shape)
+        found.numbers.fill(self._numbers(shape, rows))
+        for place, row in enumerate(rows):
+            at = slice(place * TILE, place * TILE + len(row.following))
+            for buffer_TE, tap_TE in zip(found.taps, row.taps, strict=True):
+                buffer_TE[at].copy_(tap_TE)
+        lines = [self._scored(line) for line in found.replay().tolist()]  # the one transfer
+        for row in rows:
+            layers.hold(row.slot, row.start + len(row.following))
+        return [lines[place :: shape.rows] for place in range(len(rows))]
+
+    def _scored(self, line: Sequence[float]) -> ScoredTokens:
+        """Of a line of `_packed`."""
+        count = self._num_looked_at
+        pairs = zip(map(int, line[:count]), line[count : 2 * count], strict=True)
+        return ScoredTokens([pair for pair in pairs if pair[1] > -math.inf], line[-1])
+
+    def _shape(self, rows: Sequence[ChainRow], num_steps: int) -> _Shape:
+        first = [row.start - self._layers.first(row.slot) for row in rows]
+        context = padded_context(max(first) + TILE + num_steps, self._layers.store.block_size)
+        has_cuts = any(row.key.law.filters for row in rows)
+        return _Shape(power_of_two(len(rows)), num_steps, context, has_cuts)
+
+    def _round(self, shape: _Shape) -> _Round:
+        """The recording of this shape, made if there is none."""
+        store = self._layers.store
+        storage = store.keys.data_ptr(), store.values.data_ptr(), store.keys.shape
+        if storage != self._storage or len(self._rounds) >= _MOST_RECORDED:
+            self._recorder.wait()
+            self._rounds.clear()
+            self._recorder.start_over()
+            self._storage = storage
+        if shape not in self._rounds:
+            self._rounds[shape] = self._record(shape)
+        return self._rounds[shape]
+
+    def _record(self, shape: _Shape) -> _Round:
+        num_blocks = shape.context // self._layers.store.block_size
+        empty = self._numbers(shape, ())
+        numbers = Pinned(len(empty), self._device)
+        numbers.fill(empty)
+        size = (shape.rows * TILE, self._hidden_size)
+        taps = [
+            torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(self._num_taps)
+        ]
+        parts = torch.split(numbers.there, shape.sizes(num_blocks))
+        work = self._work(shape, parts, taps)
+        return _Round(numbers, taps, self._recorder.record(work))
+
+    def _work(
+        self, shape: _Shape, parts: Sequence[Tensor], taps: Sequence[Tensor]
+    ) -> Callable[[], Tensor]:
+        steps, keys = parts[1 : shape.steps], parts[shape.steps :]
+        text = GridInputs.of(parts[0], shape.text)
+        own = [GridInputs.of(part, shape.own) for part in steps]
+
+        def work() -> Tensor:
+            from foredraft.models.native.device_draws import drafted
+
+            inputs_TE = self._inputs.text_inputs(text.token_ids, taps)
+            turns = self._decoder.turns([text.positions, *[each.positions for each in own]])
+            states_TE = self._decoder.states(inputs_TE, text, shape.text, self._layers, turns[0])
+            state_RE = states_TE.index_select(0, text.heads[: shape.rows])
+            size = shape.steps, shape.rows, len(self._names_V)
+            sums_KRV = torch.empty(size, dtype=torch.float64, device=self._device)
+            for step in range(shape.steps):
+                logits_RV = self._decoder.logits_of(state_RE, self._has_norm)
+                tokens_R = drafted(
+                    *(logits_RV, keys[step], self._names_V, sums_KRV[step], shape.has_cuts)
+                )
+                if step + 1 < shape.steps:
+                    inputs_RE = self._inputs.own_inputs(tokens_R, state_RE.float())
+                    grid = own[step], shape.own, self._layers, turns[step + 1]
+                    state_RE = self._decoder.states(inputs_RE, *grid)
+            return self._packed(sums_KRV.flatten(0, 1))
+
+        return work
+
+    def _packed(self, sums_NV: Tensor) -> Tensor:
+        """[N, 2 C + 1]: the best tokens, their sums, and the log of the sum of exp of all."""
+        best = sums_NV.topk(self._num_looked_at)
+        tokens_NC = self._names_V[best.indices].double()
+        total_N1 = sums_NV.logsumexp(1, keepdim=True)
+        return torch.cat((tokens_NC, best.values, total_N1), 1)
+
+    def _numbers(self, shape: _Shape, rows: Sequence[ChainRow]) -> Array:
+        """The inputs of all parts, one after another."""
+        from foredraft.models.native.device_draws import key_numbers
+
+        store, steps = self._layers.store, shape.steps - 1
+        sizes = shape.sizes(shape.context // store.block_size)
+        numbers = np.zeros(sum(sizes), np.int64)
+        ends = np.cumsum(sizes)
+        text, own = numbers[None, : ends[0]], numbers[ends[0] : ends[steps]].reshape(steps, -1)
+        for part, bucket in ((text, shape.text), (own, shape.own)):
+            part[:, 2 * bucket.size : 3 * bucket.size] = store.num_blocks  # scratch
+            paths = part[:, 8 * bucket.size :][:, : bucket.size * bucket.tokens]
+            paths.reshape(len(part), bucket.size, -1)[:] = np.arange(bucket.tokens)
+        for place, row in enumerate(rows):
+            first, count = place * TILE, len(row.following)
+            positions = np.arange(row.start, row.start + count + steps)
+            entries = positions - self._layers.first(row.slot)
+            table = np.frombuffer(self._layers.table(row.slot), np.int32)
+            where = positions, table[entries // store.block_size], entries % store.block_size
+            for kind, found in ((1, where[0]), (2, where[1]), (3, where[2]), (7, entries + 1)):
+                text[0, kind * shape.text.size + first :][:count] = found[:count]
+                own[:, kind * shape.rows + place] = found[count:]
+            text[0, first : first + count] = row.following
+            text[0, 4 * shape.text.size + place] = first + count - 1
+            text[0, 6 * shape.text.size + place] = entries[0]
+            own[:, 6 * shape.rows + place] = entries[count:]
+            for part, bucket in ((text, shape.text), (own, shape.own)):
+                tables = part[:, bucket.size * (8 + bucket.tokens) :]
+                tables = tables.reshape(len(part), bucket.rows, -1)
+                tables[:, place] = table[-1]
+                tables[:, place, : len(table)] = table[: tables.shape[2]]
+        if rows:
+            padded = [*rows, *[rows[-1]] * (shape.rows - len(rows))]
+            keys = numbers[ends[steps] :].reshape(shape.steps, 6, shape.rows)
+            keys[:] = key_numbers([row.key for row in padded]).reshape(6, shape.rows)
+            keys[:, 1] += np.arange(shape.steps)[:, None]
+        return numbers
+
+
+class _Layers(PagedDecoder):
+    """The layers of a head."""
+
+    def turns(self, positions: Sequence[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
+        """The rotations of each of several lists of positions."""
+        found = self._rotations(torch.cat([*positions]))
+        sizes = [*map(len, positions)]
+        parts = [
+            zip(torch.split(cos, sizes), torch.split(sin, sizes), strict=True) for cos, sin in found
+        ]
+        return [[*each] for each in zip(*parts, strict=True)]
+
+    def states(
+        self,
+        inputs_NE: Tensor,
+        inputs: GridInputs,
+        bucket: Bucket,
+        layers: Entries,
+        turns: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """The last layer's output [N, E]."""
+        inputs_NE = inputs_NE.to(self._weights.dtype)
+        return self._through(inputs_NE, inputs, bucket, layers, turns)[0]
+
+    def logits_of(self, states_NE: Tensor, has_norm: bool) -> Tensor:
+        """Float32 [N, V]."""
+        weights = self._weights
+        norm_E = weights.final_norm_E if has_norm else None
+        logits_NV: Tensor = self._packed.multiply(
+            states_NE, weights.head_VE, norm_K=norm_E, dtype=torch.float32, **self._norms
+        )
+        return logits_NV
+
+
+class _HandedLayer(_Layers):
+    """One layer whose queries, keys and values are handed in; see `HandedDecoder`."""
+
+    def states(
+        self,
+        inputs_NE: Tensor,
+        inputs: GridInputs,
+        bucket: Bucket,
+        layers: Entries,
+        turns: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        from foredraft.models.native import triton_ops as ops
+
+        (layer,), size = self._weights.layers, self._config.hidden_size
+        inputs_NE = inputs_NE.to(self._weights.dtype)
+        hidden_NE, qkv = inputs_NE[:, :size].contiguous(), inputs_NE[:, size:].contiguous()
+        attended = self._see(ops, qkv, 0, layer, inputs, bucket, layers, turns)
+        hidden_NE = self._added(hidden_NE, attended, layer.output_weight, None, None)
+        return self._fed(hidden_NE, layer, inputs.lengths)

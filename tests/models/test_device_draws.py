@@ -1,0 +1,75 @@
+"""What a GPU draws is, to the token, what the host draws; `TRITON_INTERPRET=1` runs it on a CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.core.draws import Draw
+from foredraft.core.noise import gumbel_argmax
+from foredraft.core.params import SamplingParams
+from foredraft.core.sampling import PlainLaw, RowKey, law_of
+from foredraft.models.native.cuda import RecordedDraws
+
+pytest.importorskip("triton")
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+DEVICE = "cpu" if _INTERPRETED else "cuda"
+
+LAWS = [
+    *(SamplingParams(temperature=t) for t in (0.0, 0.3, 1.0, 2.0)),
+    *(SamplingParams(temperature=0.9, top_k=k) for k in (1, 5, 300)),
+    *(SamplingParams(temperature=1.1, top_p=p) for p in (0.01, 0.8, 0.97)),
+    SamplingParams(temperature=0.7, min_p=0.05),
+    SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0.0, top_k=3),
+]
+
+
+def draw(logits_NV: Tensor, keys: list[RowKey]) -> list[Draw | None]:
+    return RecordedDraws(torch.device(DEVICE)).draw(logits_NV.to(DEVICE), keys)
+
+
+def expected(logits_V: Tensor, key: RowKey, params: SamplingParams) -> Draw:
+    law = law_of(logits_V, params)
+    if law.scale is None:
+        return Draw(law.token, law.token)
+    token = gumbel_argmax(logits_V, key.seed, key.position, law.scale, law.cut)
+    return Draw(token, law.token, law.cut)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 255, 1000, 1024, 5000])
+@pytest.mark.parametrize("kind", ["normal", "tied", "flat", "holes"])
+def test_draws_equal_those_of_the_host(vocab: int, kind: str) -> None:
+    chance = random.Random(vocab)
+    generator = torch.Generator().manual_seed(vocab)
+    logits_NV = 4 * torch.randn(len(LAWS), vocab, generator=generator)
+    if kind == "tied":
+        logits_NV = logits_NV.round()
+    if kind == "flat":
+        logits_NV = torch.full_like(logits_NV, -3.25)
+    if kind == "holes":
+        logits_NV[:, 1::3] = -math.inf
+    seeds = [chance.choice([0, 7, 2**63 + 11, 2**64 - 1, chance.getrandbits(64)]) for _ in LAWS]
+    positions = [chance.choice([0, 5, 2**32 + 3, chance.getrandbits(20)]) for _ in LAWS]
+    keys = [RowKey(s, p, PlainLaw.of(q)) for s, p, q in zip(seeds, positions, LAWS, strict=True)]
+    found = draw(logits_NV, keys)
+    assert found == [*map(expected, logits_NV, keys, LAWS)]
+    # The same alone, and among rows that filter nothing.
+    assert [draw(row[None], [key])[0] for row, key in zip(logits_NV, keys, strict=True)] == found
+
+
+def test_rows_that_are_not_finite_have_no_draw() -> None:
+    logits_NV = torch.zeros(4, 300)
+    logits_NV[0, 17], logits_NV[1], logits_NV[2, 3] = math.nan, -math.inf, math.inf
+    law = PlainLaw(1.0, 10, 0.9, 0.1)
+    found = draw(logits_NV, [RowKey(1, 2, law)] * 4)
+    assert found[:3] == [None] * 3
+    assert found[3] is not None
