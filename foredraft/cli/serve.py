@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -154,6 +155,7 @@ def _run(load: LoadModel, settings: ServerSettings) -> None:
         if context.failure is not None:
             server.should_exit = True
         elif context.is_ready:  # and not told to end meanwhile
+            gc.freeze()  # a model is for ever: looking for garbage in it takes 0.1 s
             server.when_listening(partial(_greet, context))
 
     app = create_app(load, settings, ended_or_ready)
