@@ -202,9 +202,7 @@ def _greet(context: ServerContext, address: str) -> None:
     if isinstance(llm := context.llm, LLM) and llm.plan is not None:
         taken = megabytes(llm.plan.to_come_bytes)
         most = "any amount" if llm.cache_bytes is None else megabytes(llm.cache_bytes)
-        lines.append(
-            f"  memory     {taken} of weights and work, and up to {most} of cached prompts"
-        )
+        lines.append(f"  memory     {taken} for weights and work, up to {most} for the cache")
     if not context.keys:
         lines.append("  no API key is set: whoever can connect may use it")
     say("\n".join(lines), stderr=True)
