@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -154,6 +155,7 @@ def _run(load: LoadModel, settings: ServerSettings) -> None:
         if context.failure is not None:
             server.should_exit = True
         elif context.is_ready:  # and not told to end meanwhile
+            gc.freeze()  # a model is for ever: looking for garbage in it takes 0.1 s
             server.when_listening(partial(_greet, context))
 
     app = create_app(load, settings, ended_or_ready)
@@ -200,9 +202,7 @@ def _greet(context: ServerContext, address: str) -> None:
     if isinstance(llm := context.llm, LLM) and llm.plan is not None:
         taken = megabytes(llm.plan.to_come_bytes)
         most = "any amount" if llm.cache_bytes is None else megabytes(llm.cache_bytes)
-        lines.append(
-            f"  memory     {taken} of weights and work, and up to {most} of cached prompts"
-        )
+        lines.append(f"  memory     {taken} for weights and work, up to {most} for the cache")
     if not context.keys:
         lines.append("  no API key is set: whoever can connect may use it")
     say("\n".join(lines), stderr=True)

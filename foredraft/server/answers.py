@@ -112,7 +112,8 @@ async def respond(
         headers[DEFAULTS_HEADER] = ", ".join(named)
     if is_stream:
         return await stream_of(context, writer.stream(), writer.error_event, headers, wanted.place)
-    return JsonResponse(await _unless_gone(request, writer.whole()), headers=headers)
+    answer = await _unless_gone(request, writer.whole())
+    return await asyncio.to_thread(JsonResponse, answer, 200, headers)
 
 
 async def stream_of(

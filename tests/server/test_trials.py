@@ -97,3 +97,10 @@ def test_marks_in_the_strings_of_a_call_are_text() -> None:
         found = "".join(part.text for part in parts if part.kind == "arguments")
         assert json.loads(found) == {"code": "a # </tool_call> }{"}
         assert not any(part.kind == "content" and part.text.strip() for part in parts)
+
+
+def test_long_answers_are_written_in_pieces() -> None:
+    from foredraft.server.wire import JsonResponse
+
+    value = {"a": [{"b": [0.5, "\u00e4"]}] * 130, "c": {"d": list(range(200)), "e": None}, "f": []}
+    assert json.loads(JsonResponse(value).body) == value
