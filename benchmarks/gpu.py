@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_texts import draws, rounds, scripted, texts
+from benchmarks.one_kernel.step import CompiledStep, Phase, Step, StepDecoder
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
@@ -37,7 +38,11 @@ from foredraft.models.native.quant import (
 )
 from foredraft.models.native.target import NativeTarget
 
-_DECODERS: dict[str, DecoderFactory] = {"paged": graphed_decoder, "torch": GraphedDecoder}
+_DECODERS: dict[str, DecoderFactory] = {
+    "paged": graphed_decoder,
+    "step": StepDecoder,
+    "torch": GraphedDecoder,
+}
 _MODELS = {"135m": "smollm2-135m", "1b": "llama-1b", "8b": "llama-8b"}
 _CONTEXTS = (256, 2048, 8000)
 _TOKENS = (1, 2, 4, 8, 16, 32)
@@ -110,6 +115,9 @@ def floor(
     seconds = _seconds(lambda: target.copy_(source), device, asked.rounds)
     found["copy_tb_s"] = 4 * size / seconds / 1e12
     _say(f"copy {found['copy_tb_s']:.2f} TB/s")
+    seconds = _seconds(source.sum, device, asked.rounds)
+    found["read_tb_s"] = 2 * size / seconds / 1e12
+    _say(f"read {found['read_tb_s']:.2f} TB/s")
     one = torch.zeros(16, device=device)
     for count in (50, 150, 300):
         replay = _recorded(lambda n=count: [one.add_(1.0) for _ in range(n)], device)  # type: ignore[misc]
@@ -261,6 +269,79 @@ def _trace(target: NativeTarget, label: str, device: torch.device, found: _Resul
             _say("  ", kernel["us"], kernel["count"], kernel["name"][:70])
 
 
+# ------------------------------------------------------------------------------------------ phases
+
+
+def phases(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """Cycles of the one kernel of a step, by kind of phase: reading inputs, working, waiting."""
+    kept, uses_words, compiled = list[int](), [True], list[CompiledStep]()
+    trace = torch.zeros(1 << 20, dtype=torch.int64, device=device)
+
+    def launch(step: Step) -> None:
+        step.trace = trace.data_ptr()
+        step.word_limit *= uses_words[0]
+        kept[:] = [step.num_phases]
+        compiled[0](step)
+
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    for model in asked.models.split(","):
+        compiled[:] = [CompiledStep(device, random_config(_MODELS.get(model, model)))]
+        for uses_words[0] in (True, False):
+            target = new_target(model, device, lambda c, w: StepDecoder(c, w, launch))
+            for context in map(int, asked.contexts.split(",")):
+                slot = _filled(target, context)
+                for tokens in (1, 16):
+                    if time.monotonic() > deadline:
+                        return
+                    row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
+                    trace.zero_()
+                    for _ in range(3):
+                        target.score([row])
+                    _wait(device)
+                    stamps = trace[: blocks * kept[0] * 3].view(blocks, kept[0], 3).cpu()
+                    name = f"{model} {context} {tokens} {'words' if uses_words[0] else 'barriers'}"
+                    rows = found.setdefault(name, _by_kind(stamps))
+                    _say(name)
+                    for kind, row_ in rows.items():
+                        _say("  ", kind, row_)
+                target.cache.free(slot)
+                save()
+            del target
+            _empty(device)
+
+
+def _by_kind(stamps_BP3: Tensor) -> dict[str, dict[str, list[int]]]:
+    """Least, median and most cycles, of all layers but the first and last; the head's alone."""
+    begun, read, done = stamps_BP3.clone().unbind(-1)
+    for i in (done[0] == 0).nonzero().flatten().tolist():  # joined at once
+        begun[:, i] = done[:, i] = begun[:, i + 1]
+    waits = torch.cat((begun[:, 1:] - done[:, :-1], torch.zeros_like(begun[:, :1])), 1)
+    count, found = stamps_BP3.shape[1] - 1, {}
+    names = ("qkv", "attention", "join", "output", "gate_up", "down")
+
+    def spread(x: Tensor) -> list[int]:
+        x = x.flatten()[x.flatten() > 0].float()
+        return [int(x.quantile(q)) for q in (0.0, 0.5, 1.0)] if len(x) else []
+
+    for i, name in enumerate(names):
+        at = slice(6 + i, count - 6, 6)
+        begins = waits[:, at]
+        found[name] = {
+            "inputs": spread((read - begun)[:, at]) if name not in ("attention", "join") else [],
+            "all": spread((done - begun)[:, at]),
+            "wait": spread(begins),
+        }
+    found["head"] = {"inputs": spread((read - begun)[:, -1]), "all": spread((done - begun)[:, -1])}
+    found["step"] = {"all": spread(done[:, -1] - begun[:, 0])}
+    return found
+
+
 # ---------------------------------------------------------------------------------------- products
 
 _TILES = [
@@ -399,6 +480,78 @@ def product_bits(
                 if time.monotonic() > deadline:
                     return
             save()
+
+
+def step_bits(
+    asked: argparse.Namespace,
+    device: torch.device,
+    found: _Results,
+    deadline: float,
+    save: Callable[[], None],
+) -> None:
+    """As `product_bits`, of the products in the one kernel of a step: 135 rows of each batch."""
+    launch = CompiledStep(device, None)
+    for model in asked.models.split(","):
+        for name, (outputs, inputs, kind) in _product_shapes(model).items():
+            weight = torch.empty(outputs, inputs, device=device, dtype=torch.bfloat16)
+            product = _StepProduct(weight.normal_(0, 0.02), kind, launch)
+            rows = equal = 0
+            for _ in range(asked.rounds):
+                product.x.normal_()
+                alone = torch.cat([product.run(i, 1) for i in range(16)])
+                for size in range(2, 17):
+                    rows += size
+                    equal += int((product.run(0, size) == alone[:size]).all(-1).sum())
+            found.setdefault(model, {})[name] = {"rows": rows, "equal": equal}
+            _say(model, name, equal, "of", rows)
+            save()
+            if time.monotonic() > deadline:
+                return
+
+
+class _StepProduct:
+    """A step of one product of 16 rows."""
+
+    def __init__(self, weight: Tensor, kind: str, launch: Any) -> None:
+        self._launch = launch
+        outputs = len(weight) // (2 if kind == "gated" else 1)
+        flags = {"norm": 1, "gated": 3, "head": 9, "residual": 0}[kind]
+        self.x = torch.empty(16, weight.shape[1], device=weight.device, dtype=weight.dtype)
+        dtype = torch.float32 if kind == "head" else weight.dtype
+        self._out = torch.zeros(16, outputs, device=weight.device, dtype=dtype)
+        self._residual = torch.randn(16, outputs, device=weight.device).to(weight.dtype)
+        self._zeros = torch.zeros(512, device=weight.device, dtype=torch.int64)
+        self._lengths = torch.ones(16, 16, device=weight.device, dtype=torch.int64).tril()
+        self._weight, self._is_added = weight, kind == "residual"
+        self._phase = Phase(
+            *(0, flags, weight.data_ptr(), 0, weight.data_ptr() if flags & 1 else 0),
+            outputs=outputs,
+            inputs=weight.shape[1],
+            number=1,
+        )
+
+    def run(self, first: int, count: int) -> Tensor:
+        """Of these rows of x alone."""
+        self._phase.x, self._phase.out = self.x[first].data_ptr(), self._out[first].data_ptr()
+        if self._is_added:
+            self._phase.residual = self._residual[first].data_ptr()
+        numbers = torch.frombuffer(bytearray(bytes(self._phase)), dtype=torch.int64)
+        phases, zeros = numbers.to(self.x.device), self._zeros.data_ptr()
+        step = Step(
+            phases=phases.data_ptr(),
+            lengths=self._lengths[count - 1].data_ptr(),
+            **dict.fromkeys(("blocks", "offsets", "starts", "paths", "table", "counters"), zeros),
+            num_phases=1,
+            **dict.fromkeys(("num_query", "num_kv", "is_chain", "num_stretches"), 1),
+            **dict.fromkeys(("head", "block", "rotated"), 64),
+            row_tokens=16,
+            most_inputs=self.x.shape[1],
+            shared_bytes=227 << 10,
+            eps=1e-5,
+            residual_scale=1.0,
+        )
+        self._launch(step)
+        return self._out[first : first + count].clone()
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -743,11 +896,13 @@ def _say(*words: object) -> None:
     sys.stdout.flush()
 
 
-def new_target(model: str, device: torch.device) -> NativeTarget:
+def new_target(
+    model: str, device: torch.device, decoder: DecoderFactory | None = None
+) -> NativeTarget:
     config = random_config(_MODELS.get(model, model))
     dtype = torch.bfloat16
     weights = random_weights(config, dtype, device)
-    decoder = _DECODERS[os.environ.get("FOREDRAFT_GPU_DECODER", "paged")]
+    decoder = decoder or _DECODERS[os.environ.get("FOREDRAFT_GPU_DECODER", "paged")]
     memory = 8300 * config.kv_shape.bytes_per_token(dtype) * 2
     return NativeTarget(config, weights, decoder, 8192, memory)
 
@@ -816,9 +971,11 @@ _PARTS = {
     "steps": steps,
     "bits": bits,
     "profile": profile,
+    "phases": phases,
     "products": products,
     "compile": compile_all,
     "product_bits": product_bits,
+    "step_bits": step_bits,
     "attention": attention,
     "drafters": drafters,
     "packed_compile": packed_compile,

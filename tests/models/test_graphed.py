@@ -5,8 +5,10 @@ Nothing is recorded on a CPU, but all else runs: grids, masks, scratch entries, 
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from foredraft.models.native.cuda import (
     Bucket,
     GraphedDecoder,
     GridInputs,
+    Recorder,
     attention_bias,
     choose_bucket,
     fits_grid,
@@ -391,6 +394,22 @@ def test_recordings_outlive_the_last_request(pair: Pair) -> None:
     before = decoder.num_recorded
     pair.score([ScoreRow(pair.open(text(30)), [3])])
     assert decoder.num_recorded == before
+
+
+def test_a_recording_keeps_the_memory_that_it_works_on(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorder of a GPU drops what it recorded; here one that does so, too."""
+    alive: list[weakref.ref[object]] = []
+
+    def record(self: Recorder, work: Callable[[], object]) -> Callable[[], object]:
+        alive.append(weakref.ref(work))
+        return dict
+
+    monkeypatch.setattr(Recorder, "record", record)
+    target.score([ScoreRow(target.cache.allocate(), [5])])
+    gc.collect()
+    assert alive[0]() is not None
 
 
 def test_some_layers_only_are_the_eager_decoders(pair: Pair) -> None:

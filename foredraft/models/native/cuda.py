@@ -313,11 +313,13 @@ class Graph:
         inputs: `GridInputs`, written before each replay.
         logits_NV: float32; shared with other graphs of about the same size.
         replay: runs it; returns the outputs of the tapped layers [N, E].
+        work: what was recorded, which holds the memory that the recording works on.
     """
 
     inputs: Tensor
     logits_NV: Tensor
     replay: Callable[[], dict[int, Tensor]]
+    work: Callable[[], dict[int, Tensor]]
 
 
 class GraphedDecoder(EagerDecoder):
@@ -421,10 +423,11 @@ class GraphedDecoder(EagerDecoder):
             self._logits[rounded] = torch.empty(shape, device=device)
         logits_NV = self._logits[rounded][: bucket.size]
 
-        replay = self._recorder.record(self._work(fixed, bucket, cache, logits_NV))
+        work = self._work(fixed, bucket, cache, logits_NV)
+        replay = self._recorder.record(work)
         self.num_recorded += 1
         _log.debug("recorded %s, %d graphs", bucket, len(self._graphs) + 1)
-        return Graph(fixed, logits_NV, replay)
+        return Graph(fixed, logits_NV, replay, work)
 
     def _work(
         self, fixed: Tensor, bucket: Bucket, cache: KVCache, logits_NV: Tensor
