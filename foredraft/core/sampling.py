@@ -29,6 +29,11 @@ _COLDEST = {dtype: torch.finfo(dtype).tiny * 16 for dtype in (torch.float32, tor
 so that a tiny temperature does not give 0 * inf."""
 
 
+def scale_of(params: SamplingParams) -> float:
+    """1 / temperature; 0: the likeliest token."""
+    return params.temperature and 1.0 / max(params.temperature, _COLDEST[torch.float32])
+
+
 class PlainLaw(NamedTuple):
     """Temperature and filters, as `SamplingParams` has them: a law that looks at no text.
 
@@ -43,10 +48,8 @@ class PlainLaw(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams) -> PlainLaw:
-        if params.temperature == 0.0:
-            return cls(0.0)
-        scale = 1.0 / max(params.temperature, _COLDEST[torch.float32])
-        return cls(scale, params.top_k, params.top_p, params.min_p)
+        scale = scale_of(params)
+        return cls(scale, params.top_k, params.top_p, params.min_p) if scale else cls(0.0)
 
     @property
     def filters(self) -> bool:

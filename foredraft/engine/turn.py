@@ -14,7 +14,7 @@ from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.record import FinishReason, RowStep
 from foredraft.core.rules import Rules
-from foredraft.core.sampling import Law, PlainLaw, RowKey
+from foredraft.core.sampling import Law, PlainLaw, RowKey, scale_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.drafters.base import DraftRow
@@ -205,7 +205,7 @@ class Turn:
         drawn = scores.draws[0] if scores.draws else None
         if drawn is not None and not proposal.tree.tokens and rule is verify:
             return Verdict((), drawn.token, "bonus")  # as `verify` would say, sooner
-        scale = PlainLaw.of(request.params).scale or None
+        scale = scale_of(request.params) or None
         laws = partial(_law, proposal.tree, scores, request.rules, request.tokens_now, scale)
         return rule(proposal, laws, VerifyChoices(request.seed, len(request.tokens)))
 
