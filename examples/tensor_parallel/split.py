@@ -122,14 +122,20 @@ class SplitDecoder(FixedShapeDecoder):
         return self._norm(x_THD.flatten(0, 1), weight).view(x_THD.shape)
 
     def _sees(
-        self, query_HRD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+        self,
+        query_HRD: Tensor,
+        keys_GCD: Tensor,
+        values_GCD: Tensor,
+        mask_RC: Tensor | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         """One key-value head at a time: how many there are here changes no shape."""
         shared, sees = len(query_HRD) // len(keys_GCD), super()._sees
         queries = torch.split(query_HRD, shared)
         entries = zip(torch.split(keys_GCD, 1), torch.split(values_GCD, 1), strict=True)
         heads = zip(queries, entries, strict=True)
-        return torch.cat([sees(query, *entry, mask_RC) for query, entry in heads])
+        assert sinks_H is None  # only gpt-oss has them, a mixture: refused
+        return torch.cat([sees(query, *entry, mask_RC, None) for query, entry in heads])
 
 
 def part_of(

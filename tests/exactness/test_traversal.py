@@ -98,5 +98,5 @@ def test_a_wide_vocabulary_in_float32() -> None:
             assert builder.draw(parent, logits_NV[same].softmax(0)) == node
         near_NV = (logits_NV + 1e-4 * torch.randn(7, 2000, generator=generator)).softmax(1)
         target = {node: Law.of_probs(near_NV[max(node + 1, 0)]) for node in range(-1, 6)}
-        verdict = verify_traversal(builder.build(), target, verify_choices)
+        verdict = verify_traversal(builder.build(), target.__getitem__, verify_choices)
         assert is_path(builder.build().tree, verdict.path)

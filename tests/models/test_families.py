@@ -443,7 +443,7 @@ def check_mutations(family: str, count: int, path: Path, part: int = 0) -> None:
             reasons.append(str(refused))
             continue
         num_models += check_logits(path, target, config)
-    assert num_models > 0
+    assert num_models > 0 or family in NOT_THEIRS
     assert all(0 < len(reason) < 1000 for reason in reasons)
 
 

@@ -39,7 +39,10 @@ BFLOAT16_TOLERANCE = 0.06
 """Of logits that reach about 5. Activations are float32, so all that is left of bfloat16 is that
 keys and values are rounded to 8 bits as they enter the cache."""
 
-MIXTURES = ("mixtral", "qwen3-moe", "olmoe", "qwen3.5-moe")
+MIXTURES = (
+    *("mixtral", "qwen3-moe", "olmoe", "qwen3.5-moe"),
+    *("qwen3-next", "gpt-oss", "granite-hybrid-moe"),
+)
 """Where two experts are nearly as likely, rounding decides which of them a token chooses."""
 
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8, 3), (ROOT, ROOT, 0, 0, 1, 2, 4, 4))
