@@ -688,9 +688,11 @@ class _Layer:
         """Some rows of its input projection, in the order of a delta net's."""
         sizes, (name,) = self._config.recurrent, self._names.recurrent_in
         assert sizes is not None
-        order = mamba_order(sizes)[rows]
         shape = (sizes.num_inputs + sizes.value_heads, self._config.hidden_size)
         name, times = f"{self._prefix}{name}.weight", self._config.multipliers.mixer
+        if not self._reader.fits(name, *shape):  # a forged size takes no memory
+            return _Part(name, len(range(shape[0])[rows]), shape)
+        order = mamba_order(sizes)[rows]
         scale = None
         if set(times) != {1.0}:
             keys, outputs = sizes.key_heads * sizes.key_size, sizes.num_outputs
@@ -702,12 +704,12 @@ class _Layer:
         names, prefix, reader = self._names, self._prefix, self._reader
         conv, (channels, heads) = prefix + names.convolution, (sizes.channels, sizes.value_heads)
         part = conv.rpartition(".")[0]
-        order = None
-        if sizes.kind == "mamba2":
-            order = mamba_order(sizes)[:channels] - sizes.num_outputs
+
+        def in_order(stored: Tensor) -> Tensor:
+            return stored[mamba_order(sizes)[:channels] - sizes.num_outputs]
 
         def channelwise(kind: str, *shape: int) -> Tensor:
-            change = None if order is None else (lambda stored: stored[order])
+            change = in_order if sizes.kind == "mamba2" else None
             stored = _Part(f"{conv}.{kind}", channels, (channels, *shape), change)
             return reader.take_stacked([stored], *shape)
 
@@ -824,6 +826,10 @@ class Reader:
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
         return name in self._checkpoint.tensors
+
+    def fits(self, name: str, *shape: int) -> bool:
+        """Whether it has one of this shape."""
+        return self._problem(name, shape) is None
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of this shape."""
