@@ -525,6 +525,13 @@ def test_sizes_of_mamba_that_do_not_fit_are_refused(
             read_config(path)
 
 
+def test_a_forged_number_of_experts_takes_no_memory(tmp_path: Path) -> None:
+    """Names of all of them were made before the file was asked for one."""
+    path = changed("lfm2_moe", {"num_experts": 10**9}, tmp_path)
+    with pytest.raises(ModelLoadError, match=r"experts\.5\.w1\.weight is missing"):
+        NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
+
+
 def test_forged_sizes_of_mamba_take_no_memory(tmp_path: Path) -> None:
     """The order of 3,200 million rows was made before the file was asked for them."""
     forged = {"mamba_n_heads": 10**8, "mamba_d_ssm": 16 * 10**8}

@@ -612,7 +612,8 @@ class _Layer:
         if each and self._reader.has(fused):  # as transformers 5 holds them
             parts = [_Part(fused, count * sum(rows), shape)]
         elif each:
-            of_each = [[name.format(expert=expert) for name in names] for expert in range(count)]
+            most = min(count, self._reader.num_stored + 1)  # a forged count takes no memory
+            of_each = [[name.format(expert=expert) for name in names] for expert in range(most)]
             parts = [part for own in of_each for part in self._parts(own, rows, kind)]
         elif self._family.has_transposed_experts:
             parts = [self._transposed(names[0], sum(rows), count, is_up, kind)]
@@ -822,6 +823,11 @@ class Reader:
         self.taken: set[str] = set()
         self.changed: list[str] = []
         """Matrices whose rows are not as they are stored."""
+
+    @property
+    def num_stored(self) -> int:
+        """Tensors of the checkpoint."""
+        return len(self._checkpoint.tensors)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
