@@ -243,7 +243,7 @@ class DecoderFields(_Schema):
     mamba_n_heads: Count = 128
     mamba_n_groups: Count = 1
     mamba_d_state: Count = 256
-    mamba_d_head: Count | str | None = None
+    mamba_d_head: Count | Literal["auto"] | None = None
     mamba_d_conv: Count = 4
     mamba_expand: Count = 2
     mamba_conv_bias: bool = True

@@ -570,7 +570,7 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         has_head_norms=fields.use_qk_norm is not False,
         is_parallel=family.is_parallel or bool(fields.use_parallel_residual),
         multipliers=_multipliers(fields),
-        kinds=_kinds(family, fields),
+        kinds=_kinds(family, fields, context),
         activation=ACTIVATIONS[fields.hidden_activation or fields.hidden_act],
         query_scale=_query_scale(fields),
         attention_cap=fields.attn_logit_softcapping,
@@ -645,8 +645,8 @@ def _query_scale(fields: DecoderFields) -> float | None:
 # ------------------------------------------------------------------------------------------ layers
 
 
-def _kinds(family: Family, fields: DecoderFields) -> tuple[LayerKind, ...]:
-    """Kind of each layer; empty if all are usual."""
+def _kinds(family: Family, fields: DecoderFields, context: int) -> tuple[LayerKind, ...]:
+    """Kind of each layer, where texts are at most ``context`` long; empty if all are usual."""
     kinds = []
     for index in range(min(fields.num_hidden_layers, _MOST_LAYERS)):
         if _is_recurrent(family, fields, index):
@@ -656,7 +656,7 @@ def _kinds(family: Family, fields: DecoderFields) -> tuple[LayerKind, ...]:
         rope = 1 if family.local_rope and is_local else 0
         window = fields.sliding_window if is_local else None
         is_rotated = _is_rotated(family, fields, index)
-        if window is not None and window >= fields.max_position_embeddings:
+        if window is not None and window >= context:
             window = None
         kinds.append(LayerKind(rope if is_rotated else None, window, False, family.mixes_beside))
     return () if set(kinds) == {USUAL_KIND} else tuple(kinds)
@@ -678,8 +678,7 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
     if family.recurrent == "short_conv":
         return Recurrent("short_conv", fields.conv_L_cache, fields.hidden_size)
     if family.recurrent == "mamba2":
-        all_heads = fields.mamba_d_ssm or fields.mamba_expand * fields.hidden_size
-        size = all_heads // fields.mamba_n_heads
+        size = _mamba_size(fields) // fields.mamba_n_heads
         given = fields.mamba_d_head
         return Recurrent.mamba2(
             fields.mamba_d_conv,
@@ -698,6 +697,10 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
         fields.linear_value_head_dim,
         fields.linear_heads_tiled,
     )
+
+
+def _mamba_size(fields: DecoderFields) -> int:
+    return fields.mamba_d_ssm or fields.mamba_expand * fields.hidden_size
 
 
 def _is_rotated(family: Family, fields: DecoderFields, index: int) -> bool:
@@ -835,6 +838,11 @@ def _unsupported_recurrence(family: Family, fields: DecoderFields) -> str | None
         return None
     if len(fields.ssm_multipliers) != 5 or len(fields.mlp_multipliers) != 2:
         return "so many multipliers are not implemented"
+    if sizes.kind != "short_conv" and fields.hidden_act != "silu":  # their convolutions have it too
+        return f"hidden_act {fields.hidden_act!r:.80} is not implemented in recurrent layers"
+    if sizes.kind == "mamba2" and sizes.num_outputs != (size := _mamba_size(fields)):
+        heads = f"mamba_n_heads {sizes.value_heads} times mamba_d_head {sizes.value_size}"
+        return f"{heads} is not mamba_d_ssm (or mamba_expand times hidden_size), {size}"
     if not 2 <= sizes.window <= _MOST_CONVOLVED:
         return f"a convolution of {sizes.window} inputs is not implemented"
     if sizes.key_heads and sizes.value_heads % sizes.key_heads:

@@ -612,7 +612,8 @@ class _Layer:
         if each and self._reader.has(fused):  # as transformers 5 holds them
             parts = [_Part(fused, count * sum(rows), shape)]
         elif each:
-            of_each = [[name.format(expert=expert) for name in names] for expert in range(count)]
+            most = min(count, self._reader.num_stored + 1)  # a forged count takes no memory
+            of_each = [[name.format(expert=expert) for name in names] for expert in range(most)]
             parts = [part for own in of_each for part in self._parts(own, rows, kind)]
         elif self._family.has_transposed_experts:
             parts = [self._transposed(names[0], sum(rows), count, is_up, kind)]
@@ -688,9 +689,11 @@ class _Layer:
         """Some rows of its input projection, in the order of a delta net's."""
         sizes, (name,) = self._config.recurrent, self._names.recurrent_in
         assert sizes is not None
-        order = mamba_order(sizes)[rows]
         shape = (sizes.num_inputs + sizes.value_heads, self._config.hidden_size)
         name, times = f"{self._prefix}{name}.weight", self._config.multipliers.mixer
+        if not self._reader.fits(name, *shape):  # a forged size takes no memory
+            return _Part(name, len(range(shape[0])[rows]), shape)
+        order = mamba_order(sizes)[rows]
         scale = None
         if set(times) != {1.0}:
             keys, outputs = sizes.key_heads * sizes.key_size, sizes.num_outputs
@@ -702,12 +705,12 @@ class _Layer:
         names, prefix, reader = self._names, self._prefix, self._reader
         conv, (channels, heads) = prefix + names.convolution, (sizes.channels, sizes.value_heads)
         part = conv.rpartition(".")[0]
-        order = None
-        if sizes.kind == "mamba2":
-            order = mamba_order(sizes)[:channels] - sizes.num_outputs
+
+        def in_order(stored: Tensor) -> Tensor:
+            return stored[mamba_order(sizes)[:channels] - sizes.num_outputs]
 
         def channelwise(kind: str, *shape: int) -> Tensor:
-            change = None if order is None else (lambda stored: stored[order])
+            change = in_order if sizes.kind == "mamba2" else None
             stored = _Part(f"{conv}.{kind}", channels, (channels, *shape), change)
             return reader.take_stacked([stored], *shape)
 
@@ -821,9 +824,18 @@ class Reader:
         self.changed: list[str] = []
         """Matrices whose rows are not as they are stored."""
 
+    @property
+    def num_stored(self) -> int:
+        """Tensors of the checkpoint."""
+        return len(self._checkpoint.tensors)
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
         return name in self._checkpoint.tensors
+
+    def fits(self, name: str, *shape: int) -> bool:
+        """Whether it has one of this shape."""
+        return self._problem(name, shape) is None
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of this shape."""
