@@ -525,6 +525,13 @@ def test_sizes_of_mamba_that_do_not_fit_are_refused(
             read_config(path)
 
 
+@pytest.mark.parametrize("name", ["cohere2", "starcoder2", "lfm2"])
+def test_a_familys_own_name_of_epsilon_counts(name: str, tmp_path: Path) -> None:
+    expected = read_config(directory(name)).rms_norm_eps
+    path = changed(name, {"rms_norm_eps": 0.25}, tmp_path)
+    assert read_config(path).rms_norm_eps == expected
+
+
 def test_a_forged_number_of_experts_takes_no_memory(tmp_path: Path) -> None:
     """Names of all of them were made before the file was asked for one."""
     path = changed("lfm2_moe", {"num_experts": 10**9}, tmp_path)

@@ -538,6 +538,8 @@ def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
     heeded = {key: value for key, value in raw.items() if _heeds(family, key)}
     if heeded.get("rope_scaling") == {}:  # stands above rope_parameters where it says anything
         del heeded["rope_scaling"]
+    if heeded.keys() & {"norm_eps", "layer_norm_eps", "norm_epsilon"}:  # the family's own name
+        heeded.pop("rms_norm_eps", None)
     return parse_fields(path, {**family.defaults, **heeded, **family.fixed}, DecoderFields)
 
 
