@@ -873,7 +873,7 @@ def _unsupported_ropes(raw: Mapping[str, Any], family: Family, fields: DecoderFi
         share = rope.partial_rotary_factor or raw.get("partial_rotary_factor")
         if share not in (None, 1) and "partial_rotary_factor" not in family.reads:
             return f"partial_rotary_factor is not implemented ({share!r:.80})"
-        size = int(fields.head_size * (share or 1))
+        size = int(fields.head_size * (share or fields.partial_rotary_factor or 1))
         if size < 2 or size % 2:
             return f"rotary embedding of {size} numbers of a head is not implemented"
         if problem := _unsupported_scaling(raw, rope, size):
