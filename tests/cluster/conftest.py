@@ -147,6 +147,8 @@ def one_node(tokenizer_directory: Path) -> Iterator[Path]:
         patch.delenv("RAY_ADDRESS", raising=False)
         # Ray gives its agent 20 seconds, and a fresh environment compiles its modules in them.
         subprocess.run([sys.executable, "-c", "import ray.dashboard.agent, ray.serve"], check=True)
+        if ray.is_initialized():  # Ray starts by itself where a test makes a replica alone
+            ray.shutdown()
         ray.init(
             "local",
             num_cpus=4,
