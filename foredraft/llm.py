@@ -132,7 +132,8 @@ class LLM:
             model: a built-in name, a local directory, a GGUF file, or a hub id.
             progress: told about downloads and conversions (see
                 `foredraft.models.files.progress.Progress`).
-            trace, keeps_evidence: see the class.
+            trace: see the class.
+            keeps_evidence: see the class.
             **options: fields of `LoadOptions`.
 
         Raises:

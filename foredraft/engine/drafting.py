@@ -168,7 +168,7 @@ class Drafting:
                 if turn.request_id not in unread:
                     self._lose(turn.request)
                 if unread.get(turn.request_id, 1):
-                    turn.ask_nobody("reading")
+                    turn.draft_nothing("reading")
 
     def propose(self, batch: Sequence[Turn]) -> None:
         """A proposal for each row, empty where there is none."""
@@ -276,7 +276,7 @@ class Drafting:
                 self._lose(turn.request)
                 continue
             if not proposal.is_ready:
-                turn.ask_nobody("reading" if loaded.traits.reads else "not ready")
+                turn.draft_nothing("reading" if loaded.traits.reads else "not ready")
                 self._wait(turn.request)
                 continue
             turn.request.num_not_ready = 0

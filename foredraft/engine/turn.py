@@ -137,7 +137,7 @@ class Turn:
         budget = self.budget - num_forced
         return self.request.draft_row(budget, allowance.prices, spare=allowance.spare)
 
-    def ask_nobody(self, why: str) -> None:
+    def draft_nothing(self, why: str) -> None:
         """Its drafter cannot draft for it now: the step goes on without a draft."""
         self.budget, self.plain_reason = 0, why
 

@@ -54,9 +54,9 @@ def write_outline(
     for path in others:
         (folder / path.name).symlink_to(path.resolve())
     found = [folder / Path(file).name for file in weights]
-    for path, (file, size) in zip(found, weights.items(), strict=True):
-        _write_header(name, revision, file, size, path)
-        progress.advance((found.index(path) + 1) / len(found))
+    for number, (file, size) in enumerate(weights.items()):
+        _write_header(name, revision, file, size, found[number])
+        progress.advance((number + 1) / len(found))
     if found[0].suffix != ".gguf":
         return folder
     described = folder / "described"

@@ -748,10 +748,10 @@ class PagedDecoder(GraphedDecoder):
         """The feed-forward part of a layer."""
         activation = "silu" if self._config.activation == "silu" else "gelu_tanh"
         if layer.router_XE is not None:
-            return self._mixed(hidden_NE, layer, lengths_N, activation, self._norms)
-        is_plain = isinstance(layer.gate_up_weight, Tensor)
-        down = layer.gate_up_weight if is_plain else layer.down_weight
-        sums = self._room_for_sums(hidden_NE, layer.down_weight.shape[1], down)
+            return self._mixed(hidden_NE, layer, lengths_N, activation)
+        sums, down = None, layer.down_weight
+        if not isinstance(layer.gate_up_weight, Tensor):
+            sums = self._room_for_sums(hidden_NE, down.shape[1], down)
         activated_NF = self._packed.multiply(
             *(hidden_NE, layer.gate_up_weight),
             norm_K=layer.mlp_norm_E,
@@ -760,7 +760,7 @@ class PagedDecoder(GraphedDecoder):
             **self._norms,
         )
         return self._added(
-            *(hidden_NE, self._packed.Inputs(activated_NF, sums), layer.down_weight),
+            *(hidden_NE, self._packed.Inputs(activated_NF, sums), down),
             *(None, layer.mlp_post_norm_E),
         )
 
@@ -848,12 +848,7 @@ class PagedDecoder(GraphedDecoder):
         return self._packed.multiply(part, weight, bias, residual_NM=hidden_NE, scale=scale)
 
     def _mixed(
-        self,
-        hidden_NE: Tensor,
-        layer: LayerWeights,
-        lengths_N: Tensor,
-        activation: str,
-        norms: Mapping[str, Any],
+        self, hidden_NE: Tensor, layer: LayerWeights, lengths_N: Tensor, activation: str
     ) -> Tensor:
         from foredraft.models.native.triton_experts import mixture
 
@@ -864,7 +859,7 @@ class PagedDecoder(GraphedDecoder):
             activation=activation,
             scale=self._config.residual_scale if is_added else None,
             floor=self._config.family.chance_floor,
-            **norms,
+            **self._norms,
         )
         return mixed_NE if is_added else self._add(hidden_NE, mixed_NE, layer.mlp_post_norm_E)
 
