@@ -36,6 +36,8 @@ _LOOKED_AT = 64
 """Steps between two comparisons of first tokens with what was measured."""
 _LATER_SHARE = 0.3
 """Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
+_LEAST_READING = 0.5
+"""Time in forwards of one token: a draft model that took less has read nothing."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
 """In plain steps, where nothing was measured: a usual CPU."""
 
@@ -186,9 +188,20 @@ class AdaptiveBudget:
         old = sum(
             r.num_read for r in rows if r.num_read > 1 and self._followed.get(r.request_id) == name
         )
-        if self._planner.drafters[name].reads and (taken.read_ms or new or old):
+        looked_ms = taken.read_ms
+        if self._planner.drafters[name].reads and self._has_read(name, taken.read_ms, new + old):
             self._invest(name, taken.read_ms, new + old)
-        return self._times.joined(name, new, taken.begin_ms) if new else taken.begin_ms
+            looked_ms = 0.0
+        joined_ms = self._times.joined(name, new, taken.begin_ms) if new else taken.begin_ms
+        return looked_ms + joined_ms
+
+    def _has_read(self, name: str, read_ms: float, num_tokens: int) -> bool:
+        """Whether a draft model has read, or has only looked whether there was anything to read.
+
+        Of a long text that it reads in pieces, all tokens are counted with the first piece.
+        """
+        round_ms = self._times.round_ms(name, 1) or 0.0
+        return num_tokens > 0 or read_ms > _LEAST_READING * round_ms
 
     def _invest(self, name: str, read_ms: float, num_tokens: int) -> None:
         self.ledger.invest(read_ms)

@@ -91,7 +91,8 @@ class _PerToken:
     tokens: float = 0.0
 
     def note(self, tokens: float, ms: float) -> None:
-        self.ms, self.tokens = _MEMORY * self.ms + ms, _MEMORY * self.tokens + tokens
+        memory = _MEMORY if tokens else 1.0  # else it is more of the text before
+        self.ms, self.tokens = memory * self.ms + ms, memory * self.tokens + tokens
 
 
 class DraftTimes:

@@ -39,6 +39,7 @@ class MadeUp:
         read_ms: of a token of the prompt, with a model of its own; 0: it has none.
         reads_at_once: whether it reads in its first draft, and says so to nobody.
         join_ms: to begin to follow a row in the middle of its text.
+        looks_ms: to look whether there is anything to read, in each step.
     """
 
     accepts: Callable[[int, int], float]
@@ -52,6 +53,7 @@ class MadeUp:
     read_ms: float = 0.0
     reads_at_once: bool = False
     join_ms: float = 0.0
+    looks_ms: float = 0.0
 
     def traits(self, name: str, round_share: float) -> DrafterTraits:
         share = round_share if self.round_ms else None
@@ -152,6 +154,7 @@ class Simulation:
                 mine["draft_ms"] += drafter.draft_ms * (allowed.budget > 0)
                 rounds[name].append(len(records[-1].proposal.tree))
                 mine["learn_ms"] += drafter.learn_ms
+                mine["read_ms"] += drafter.looks_ms
                 if allowed.budget and row.request_id in self._unread:
                     self._unread.discard(row.request_id)
                     kind = "draft_ms" if drafter.reads_at_once else "read_ms"

@@ -418,6 +418,17 @@ def test_the_first_reply_drafts_and_the_budget_is_learnt_in_it() -> None:
     assert done.run(40, 1).speedup > 1.3
 
 
+def test_looking_for_unread_tokens_is_not_taken_for_reading() -> None:
+    """The time of a step without anything to read would make reading dear for all later texts."""
+    model = chain(0.8, 2.0, read_ms=0.5, promise=(0.75, 0.7), is_guess=True)
+    model.looks_ms = 0.1
+    experience = Experience()
+    run = Simulation({"model": model}, experience=experience, prompt=100, round_share=0.2)
+    run.run(400, 1)
+    assert experience.times.read_ms("model", 1) == pytest.approx(0.5, rel=0.05)
+    assert run.drafted > 400
+
+
 def test_a_draft_model_that_seems_not_to_pay_is_tried_at_once() -> None:
     model = chain(0.9, 6.0, read_ms=0.05, promise=(0.55, 0.5), is_guess=True)
     done = Simulation({"model": model}, round_share=0.6, prompt=100).run(12, 1)
