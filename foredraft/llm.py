@@ -106,7 +106,7 @@ class LLM:
             self.policy,
             EngineOptions(
                 max_batch_size=options.max_batch_size,
-                max_step_tokens=options.max_step_tokens or MAX_STEP_TOKENS,
+                max_step_tokens=options.max_step_tokens or _prompt_tokens(cost),
                 prefix_caching=options.prefix_caching,
                 eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
                 new_decoder=tokenizer.new_decoder if tokenizer else None,
@@ -409,6 +409,11 @@ class LLM:
         if self.tokenizer is None:
             raise ConfigError("this LLM was built without a tokenizer; pass token ids")
         return self.tokenizer
+
+
+def _prompt_tokens(cost: CostModel | None) -> int:
+    """Most prompt tokens of a step on this machine."""
+    return MAX_STEP_TOKENS if cost is None else cost.prompt_tokens(MAX_STEP_TOKENS)
 
 
 def _rules_for(target: Target, tokenizer: Tokenizer | None, grammars: Grammars | None) -> NewRules:

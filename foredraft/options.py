@@ -70,7 +70,8 @@ class LoadOptions:
         max_context: most tokens of prompt and reply together; None takes the model's limit.
         max_batch_size: most requests in one step.
         max_step_tokens: most tokens of prompts read in one step, while others decode in it: fewer
-            keep the pace of their replies, more read prompts sooner. None takes the engine's 512.
+            keep the pace of their replies. None takes so many that a step lasts for about half a
+            second at most: 64 to 512.
         cache_memory: bytes that all caches together may take, or a size such as "2GB": the
             target's, a draft model's and a head's keys and values of running requests, and of texts
             that may come again. None: a quarter of the machine's memory, or of its cgroup's limit,

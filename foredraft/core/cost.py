@@ -142,6 +142,9 @@ class Attention:
         return sum(context * (self.entry_ms + n * self.pair_ms) for n, context in rows)
 
 
+_PROMPT_MS, _LEAST_PROMPT, _NEARLY = 500.0, 64, 1.1
+"""A step that reads a prompt takes so long at most, unless it has no more tokens than these. More
+tokens are worth waiting for where each of them takes so many times less."""
 _FIRST = 4
 """Steps of a size that may correct it."""
 _KNOWN = 8
@@ -265,6 +268,21 @@ class CostModel:
         change = in_roofline / self._roofline.ms(num_tokens) - 1.0
         self._roofline = self._roofline.moved(num_tokens, in_roofline)
         self._shares.observe(num_tokens, change)
+
+    def prompt_tokens(self, most: int) -> int:
+        """Tokens of prompts in a step: the others in it wait, and all of it reads the weights.
+
+        Args:
+            most: of them, where a step is quick.
+        """
+        per_token = {
+            n: self._weights_ms(n) / n
+            for n in (most >> i for i in range(most.bit_length()))
+            if n >= min(_LEAST_PROMPT, most)
+        }
+        enough = min(n for n, ms in per_token.items() if ms <= _NEARLY * per_token[most])
+        quick = max((n for n, ms in per_token.items() if n * ms <= _PROMPT_MS), default=0)
+        return max(enough, quick)
 
     def prices(self, contexts: Sequence[int], most_nodes: int) -> Prices:
         """For each of the rows of a batch, which all draft alike.

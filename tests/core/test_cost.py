@@ -128,3 +128,18 @@ def test_one_token_alone_is_known_once_it_was_seen() -> None:
     for size in (1, 3) * 60:
         cost.observe([(size, 50)], dict(NEAR)[size])
     assert cost.ms([(1, 50)]) == pytest.approx(dict(NEAR)[1], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("times", "tokens"),
+    [
+        (((1, 23.8), (2, 25.0), (4, 32.0), (8, 57.5), (17, 110.0)), 64),  # 1.5B in 4 bits, AVX2
+        (((1, 24.5), (8, 29.6), (24, 86.0), (48, 167.0)), 128),  # the same, AVX-512
+        (((1, 7.0), (8, 8.0), (24, 15.0), (48, 29.0)), 512),  # 135M
+        (((1, 4.8), (8, 4.9), (24, 4.9), (48, 5.0)), 512),  # 8B on a GPU
+        (((1, 50.0), (8, 300.0), (24, 600.0), (48, 650.0)), 512),  # many experts: read once for all
+    ],
+)
+def test_a_step_reads_as_much_of_prompts_as_others_can_wait_for(times: Times, tokens: int) -> None:
+    assert CostModel(times).prompt_tokens(512) == tokens
+    assert CostModel(times).prompt_tokens(1) == 1
