@@ -10,21 +10,20 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import ParamSpec, Protocol, TypeVar
 
-from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.engine.request import RequestOptions
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.engine import LoadEngine, ServedEngine, ServedModel
-from foredraft.server.errors import ApiError, too_many, unavailable
+from foredraft.server.errors import ApiError, in_words_of, too_many, unavailable
 from foredraft.server.formats import format_of, takes_tools
 from foredraft.server.formats.base import Format, Spell
 from foredraft.server.gate import ApiKeys
-from foredraft.server.generation import Generation
+from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.metrics import Metrics
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import spans_to
@@ -247,29 +246,26 @@ class ServerContext:
         return hashlib.sha256(self._salt + text.encode("utf-8", "replace")).hexdigest()[:32]
 
     @contextlib.asynccontextmanager
-    async def generation(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        tenant: str | None,
-        priority: int = 0,
-        session: str | None = None,
-        *,
-        scores_only: bool = False,
-        arrived: float | None = None,
-    ) -> AsyncIterator[Generation]:
-        """Running replies; on exit, unfinished ones are aborted. See `Generation.open`.
+    async def generation(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+        """Running replies; on exit, unfinished ones are aborted.
 
         Raises:
-            ApiError: 503 while the server cannot serve.
-            QueueFullError, PromptError, ConfigError: as `ServedEngine.open_all`.
+            ApiError: 503 while the server cannot serve, 429: its key has too many under way.
+            QueueFullError, EngineStoppedError, PromptError, ConfigError: as
+                `ServedEngine.open_all`.
         """
-        with self._counted(tenant, len(prompts) * params.n):
-            generation = await Generation.open(
-                *(self.engine, prompts, params, tenant, priority, session),
-                scores_only=scores_only,
-                arrived=arrived,
+        with (
+            self.spans.request(request) as watched,
+            in_words_of(request.names),  # only the engine compiles a grammar
+            self._counted(request.tenant, len(request.prompts) * request.params.n),
+        ):
+            stream = await self.engine.open_all(
+                request.asked(self.llm),
+                tenant=request.tenant,
+                priority=request.priority,
+                session=request.session,
             )
+            watched.append(generation := Generation(stream, request))
             try:
                 async with self.under_way(generation):
                     yield generation
@@ -346,26 +342,14 @@ async def _on_a_thread_that_may_be_left(call: Callable[[], T]) -> T:
 
     `asyncio.to_thread` takes a thread of the pool, which the event loop joins when it closes.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # from now on only `run` can end it
 
     def run() -> None:
-        result: T | None = None
-        problem: BaseException | None = None
         try:
-            result = call()
+            done.set_result(call())
         except BaseException as error:
-            problem = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, problem)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="foredraft-load", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

@@ -319,7 +319,10 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, request_id = time.perf_counter(), 0, _request_id(scope)
+        began, status = time.perf_counter(), 0
+        given = Headers(scope=scope).get("x-request-id", "")
+        is_usable = _REQUEST_ID.fullmatch(given)
+        request_id = given if is_usable else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {}).update(request_id=request_id, arrived=began)
 
         async def noting(message: Message) -> None:
@@ -338,11 +341,6 @@ class AccessLog:
             self._metrics.add_response(route, status)
             if _log.isEnabledFor(logging.INFO):
                 _log.info(json.dumps(_line(scope, route, status, time.perf_counter() - began)))
-
-
-def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 def _line(scope: Scope, route: str, status: int, seconds: float) -> dict[str, Any]:

@@ -65,24 +65,15 @@ class ReplyParser:
                 yield part
 
 
-def opens_thoughts(prompt: str, form: Format) -> bool:
-    """Whether a prompt ends with the mark that opens thoughts, so that the reply begins in them."""
-    return prompt.rstrip().endswith(form.think.rstrip())
-
-
 def _joined(parts: Iterator[Part]) -> list[Part]:
     """Neighbours that continue each other become one part."""
     joined: list[Part] = []
     for part in parts:
-        last = joined[-1] if joined else None
-        if last is not None and _continues(last, part):
+        last = joined[-1] if joined else Part("call", "")
+        if last.kind != part.kind or part.kind == "call":
+            joined.append(part)
+        elif last.index == part.index if part.kind == "arguments" else last.end == part.at:
             joined[-1] = replace(last, text=last.text + part.text)
         else:
             joined.append(part)
     return joined
-
-
-def _continues(last: Part, part: Part) -> bool:
-    if last.kind != part.kind or part.kind == "call":
-        return False
-    return last.index == part.index if part.kind == "arguments" else last.end == part.at
