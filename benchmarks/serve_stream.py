@@ -208,12 +208,12 @@ def _serving(llm: LLM) -> Iterator[str]:
     """
     from foredraft.server.app import create_app
     from foredraft.server.run import new_server
-    from foredraft.server.settings import LocalSettings
+    from foredraft.server.settings import local_settings
 
     loaded, listens = threading.Event(), Future[str]()
     app = create_app(
         lambda steps: llm.with_drafter(llm.options, trace=steps),
-        LocalSettings(port=0),
+        local_settings(port=0),
         lambda context: loaded.set(),
     )
     server = new_server(app)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import httpx
 import numpy as np
@@ -109,25 +109,6 @@ class Probe:
         return max(self.likely, key=self.likely.__getitem__) if self.likely else self.token
 
 
-class Plain(Protocol):
-    """A source of the plain distribution.
-
-    Attributes:
-        name: of it.
-        requests: made so far.
-        kept: requests and answers, as evidence.
-    """
-
-    requests: int
-    kept: list[dict[str, Any]]
-
-    @property
-    def name(self) -> str: ...
-
-    def probe(self, place: Place, **options: Any) -> Probe | None:
-        """The plain law at a place; None where the text is split into other tokens."""
-
-
 @dataclass
 class Endpoint:
     """A server.
@@ -181,7 +162,8 @@ class Endpoint:
         return [_places(each["prompt"], got) for each, got in zip(requests, choices, strict=True)]
 
     def probe(self, place: Place, **options: Any) -> Probe | None:
-        """See `Plain`: the law that comes with a reply of one token."""
+        """The plain law at a place, which comes with a reply of one token; None where the server
+        splits the text into other tokens."""
         choice = self.complete(place.before, max_tokens=1, **options)
         if place.num_before is not None and choice["num_prompt"] != place.num_before:
             return None
@@ -241,6 +223,9 @@ class Reference:
 
     Args:
         llm: the model; a request of one token never drafts.
+
+    Attributes:
+        requests, kept: none, as no server is asked.
     """
 
     llm: LLM
@@ -253,7 +238,7 @@ class Reference:
         return self.llm.options.model
 
     def probe(self, place: Place, **options: Any) -> Probe | None:
-        """See `Plain`."""
+        """The plain law at a place; None where the text is split into other tokens."""
         tokenizer = self.llm.tokenizer
         assert tokenizer is not None
         ids = tokenizer.encode(place.before)
@@ -266,6 +251,10 @@ class Reference:
         texts = {tokenizer.token_text(token): logprob for token, logprob in found.top}
         is_end = result.finish_reason == "stop"
         return Probe(_END if is_end else tokenizer.token_text(found.token), texts)
+
+
+Plain: TypeAlias = Endpoint | Reference
+"""A source of the plain distribution."""
 
 
 class ServerAudit:
@@ -414,7 +403,15 @@ class ServerAudit:
         first, number, num_blind = self._num_requests, 0, 0
         while not self._is_over(most):
             at_once = min(self._server.in_flight, most - self._num_requests)
-            asked = [self._request(number + index, sampling) for index in range(at_once)]
+            asked = [
+                {
+                    "prompt": self._prompts[index % len(self._prompts)],
+                    "max_tokens": self._server.reply_tokens,
+                    "seed": self._server.seed + index,
+                    **sampling,
+                }
+                for index in range(number, number + at_once)
+            ]
             for request, places in zip(asked, self._endpoint.served(asked), strict=True):
                 number += 1
                 if not places:
@@ -431,12 +428,6 @@ class ServerAudit:
                     else:
                         yield place, probe
                     self._progress.advance((self._num_requests - first) / max(1, most - first))
-
-    def _request(self, number: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The request for a reply, by its number."""
-        prompt = self._prompts[number % len(self._prompts)]
-        length, seed = self._server.reply_tokens, self._server.seed + number
-        return {"prompt": prompt, "max_tokens": length, "seed": seed, **sampling}
 
     def _is_over(self, most: int) -> bool:
         """Whether the request limit or the time limit is reached."""

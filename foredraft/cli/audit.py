@@ -72,7 +72,12 @@ def audit(
         report = _own(load, params, options)
     else:
         report = _of_server(load, replace(server, seed=params.seed or 0), options, api_key)
-    _give(report, as_json, output)
+    if as_json:
+        typer.echo(report.json())
+    else:
+        _show(report)
+    report.write(output)
+    raise typer.Exit(report.exit_code)
 
 
 def _own(load: LoadOptions, params: SamplingParams, options: AuditOptions) -> AuditReport:
@@ -102,16 +107,6 @@ def _of_server(
         plain = Reference(o.load_llm(replace(load, model=server.reference, drafter="none")))
     with RichProgress() as progress:
         return ServerAudit(endpoint, plain, options, server, progress).report()
-
-
-def _give(report: AuditReport, as_json: bool, output: str | None) -> None:
-    """Print the findings, write the requested file, and exit with their status."""
-    if as_json:
-        typer.echo(report.json())
-    else:
-        _show(report)
-    report.write(output)
-    raise typer.Exit(report.exit_code)
 
 
 def _show(report: AuditReport) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -19,7 +19,7 @@ from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.generation import GenerationRequest, ReplyState
 from foredraft.server.resume import StreamPlace
 from foredraft.server.usage import speculation_of
-from foredraft.server.wire import JsonResponse, data_event, event_stream
+from foredraft.server.wire import EventStream, JsonResponse, data_event
 
 T = TypeVar("T")
 DEFAULTS_HEADER = "x-foredraft-sampling-defaults"
@@ -130,7 +130,7 @@ async def stream_of(
     def name(event: bytes) -> bytes:
         return event if place is None else place.named(event)
 
-    async def guarded() -> AsyncIterator[bytes]:
+    async def guarded() -> AsyncGenerator[bytes, None]:
         try:
             if first and (named := name(first)):
                 yield named
@@ -142,7 +142,7 @@ async def stream_of(
         finally:
             await events.aclose()
 
-    return event_stream(guarded(), context.settings.ping_interval, headers)
+    return EventStream(guarded(), context.settings.ping_interval, headers)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

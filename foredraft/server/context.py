@@ -10,10 +10,10 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from foredraft.core.record import StepRecord
 from foredraft.engine.request import RequestOptions
@@ -59,17 +59,8 @@ class StepFeed:
                 _log.warning("a watcher of steps failed and is dropped: %s", error, exc_info=error)
 
 
-class Abortable(Protocol):
-    """Work for a client that the server may have to end early."""
-
-    async def abort(self, error: ApiError) -> None:
-        """End it; its reader gets ``error``."""
-
-    async def expire(self, error: ApiError) -> None:
-        """End it because its time is over; its reader gets all that is there, or ``error``."""
-
-
-A = TypeVar("A", bound=Abortable)
+End = Callable[[ApiError], Coroutine[Any, Any, None]]
+"""Ends work for a client early."""
 T = TypeVar("T")
 P = ParamSpec("P")
 LARGE = 64 << 10
@@ -108,7 +99,7 @@ class ServerContext:
         self._engine: ServedEngine | None = None
         self._readers = ThreadPoolExecutor(_NUM_READERS, "foredraft-read", lower_priority)
         self._is_draining, self._is_hurried = False, False
-        self._live: set[Abortable] = set()
+        self._live: set[End] = set()
         self._num_live_of: Counter[str] = Counter()  # replies, by key
 
     async def start(self) -> None:
@@ -267,7 +258,7 @@ class ServerContext:
             )
             watched.append(generation := Generation(stream, request))
             try:
-                async with self.under_way(generation):
+                async with self.under_way(generation.abort, generation.expire):
                     yield generation
             finally:
                 try:
@@ -298,8 +289,14 @@ class ServerContext:
             self._num_live_of += Counter()  # forgets those without any
 
     @contextlib.asynccontextmanager
-    async def under_way(self, work: A) -> AsyncIterator[A]:
-        """Work that a drain waits for. It expires after `ServerSettings.request_timeout`."""
+    async def under_way(self, abort: End, expire: End) -> AsyncIterator[None]:
+        """Work that a drain waits for. It expires after `ServerSettings.request_timeout`.
+
+        Args:
+            abort: ends the work; its reader gets the error.
+            expire: ends it because its time is over; its reader gets all that is there, or the
+                error.
+        """
         late = ApiError(
             408,
             f"the reply was not over after {self.settings.request_timeout:g} seconds",
@@ -309,14 +306,14 @@ class ServerContext:
         loop, aborts = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         timer = loop.call_later(
             self.settings.request_timeout,
-            lambda: aborts.add(loop.create_task(work.expire(late))),
+            lambda: aborts.add(loop.create_task(expire(late))),
         )
-        self._live.add(work)
+        self._live.add(abort)
         try:
-            yield work
+            yield
         finally:
             timer.cancel()
-            self._live.discard(work)
+            self._live.discard(abort)
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those under way; after a time they are aborted."""
@@ -325,8 +322,8 @@ class ServerContext:
         while self._live and time.monotonic() < until and not self._is_hurried:
             await asyncio.sleep(0.05)
         error = unavailable("the server shut down before the reply was over", "draining")
-        for work in [*self._live]:
-            await work.abort(error)
+        for abort in [*self._live]:
+            await abort(error)
         last = time.monotonic() + 2.0
         while self._live and time.monotonic() < last:
             await asyncio.sleep(0.02)

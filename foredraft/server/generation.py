@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -149,49 +148,33 @@ class Generation:
         self._error: ApiError | None = None
         self._is_late = False
         self._num_open = len(self.replies)
-        self._paced = Paced(self._steps()) if request.is_paced else None
-        self._cut: deque[Event] = deque()
+        self._paced = Paced(self._events()) if request.is_paced else None
 
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> tuple[int, Event]:
-        """The index of a reply, and its next event.
+    def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """The index of a reply and its next event, as long as there are any.
 
         Raises:
             ApiError: a reply failed, or the server ended it early (`abort`).
         """
-        if self._place is None:
-            return await (self._next() if self._paced is None else self._paced.next())
-        while not self._cut:
-            self._cut.extend(self._place.cut((await self._next())[1]))
-        self._place.took(event := self._cut.popleft())
-        return 0, event
+        if self._place is not None:
+            return self._place.follow(self._events())
+        return self._paced or self._events()
 
-    async def _steps(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events, one for each step."""
-        while True:
+    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+        while self._num_open:
             try:
-                yield await self._next()
+                event = await anext(self._stream)
             except StopAsyncIteration:
-                return
-
-    async def _next(self) -> tuple[int, Event]:
-        if not self._num_open:
-            raise StopAsyncIteration
-        try:
-            event = await anext(self._stream)
-        except StopAsyncIteration:
-            raise self._ended from None
-        result = event.result
-        if self._is_late and result and result.finish_reason == "cancelled" and result.token_ids:
-            event = event._replace(result=replace(result, finish_reason="length"))
-        index = self._indices[event.request_id]
-        self.replies[index].add(event)
-        if event.result is not None:
-            self._num_open -= 1
-            self._check(event.result)
-        return index, event
+                raise self._ended from None
+            result = event.result if self._is_late else None
+            if result and result.token_ids and result.finish_reason == "cancelled":
+                event = event._replace(result=replace(result, finish_reason="length"))
+            index = self._indices[event.request_id]
+            self.replies[index].add(event)
+            if event.result is not None:
+                self._num_open -= 1
+                self._check(event.result)
+            yield index, event
 
     async def aclose(self) -> None:
         """End unfinished replies. It never waits."""

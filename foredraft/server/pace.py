@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from foredraft.engine.request import Event
 
@@ -23,7 +23,7 @@ _LONGEST_WAIT = 1.0
 """Most seconds between two waiting tokens."""
 
 
-class Paced:
+class Paced(AsyncIterator[Indexed]):
     """Events of one token each. It must be closed.
 
     Args:
@@ -45,7 +45,10 @@ class Paced:
         self._num_come, self._largest = 0, 1
         self._reader: asyncio.Task[None] | None = None
 
-    async def next(self) -> Indexed:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Indexed:
         """The next token, or an event without one.
 
         Raises:

@@ -55,7 +55,7 @@ def handed_out(
         found = []
         try:
             while True:
-                _, event = await paced.next()
+                _, event = await anext(paced)
                 found.append((event.token_ids, clock.now))
         except StopAsyncIteration:
             return found
@@ -112,9 +112,9 @@ def test_what_ends_a_stream_comes_behind_its_tokens() -> None:
 
     async def read() -> None:
         paced = Paced(broken(Clock()))
-        assert [(await paced.next())[1].token_ids for _ in range(3)] == [(1,), (2,), (3,)]
+        assert [(await anext(paced))[1].token_ids for _ in range(3)] == [(1,), (2,), (3,)]
         with pytest.raises(ValueError, match="the reply failed"):
-            await paced.next()
+            await anext(paced)
         await paced.aclose()
 
     asyncio.run(read())

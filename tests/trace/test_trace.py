@@ -25,7 +25,6 @@ from foredraft.options import LoadOptions
 from foredraft.trace.files import Trace, TraceFile, read_trace
 from foredraft.trace.format import TracedRun, TracedStep
 from foredraft.trace.record import Tracer
-from foredraft.trace.stretches import stretches_of
 from foredraft.trace.texts import TokenTexts
 from tests.engine.helpers import engine_of, limited
 
@@ -201,17 +200,6 @@ def test_traces_of_those_who_share_an_engine_never_mix() -> None:
             rows = [row for step in steps for row in step.rows if row.request_id == request_id]
             tokens = [each.token for row in rows for each in row.committed]
             assert tokens == [*results[request_id].token_ids]
-
-
-def test_stretches_hold_all_tokens(tmp_path: Path) -> None:
-    recorded, trace = traced(tmp_path / "t.jsonl", temperature=0.0)
-    written = len(recorded.token_ids) - len(trace.steps[0].rows[0].committed)
-    found = stretches_of(trace, trace.request_ids[0], num_tokens=6)
-    assert len(found) > 1
-    assert [each.first for each in found[1:]] == [each.last + 1 for each in found[:-1]]
-    assert found[-1].last == sum(each.steps + each.accepted for each in found) == written
-    assert recorded.text.endswith("".join(each.text for each in found))
-    assert all(each.drafted >= each.accepted and each.ms_per_token > 0.0 for each in found)
 
 
 def test_bad_files_are_told_by_line(tmp_path: Path) -> None:

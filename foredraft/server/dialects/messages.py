@@ -59,8 +59,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ROLES = ("user", "assistant", "system")
 
 
-class MessageFields(RequestBody):
-    """A conversation."""
+class CountRequest(RequestBody):
+    """A conversation to be counted. Fields of a reply are accepted, and do not matter."""
 
     model: str | None = None
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1), entries("max_messages")]
@@ -80,11 +80,7 @@ class MessageFields(RequestBody):
         return {"tools": tools} | ({} if self.tool_choice is None else _choice(self.tool_choice))
 
 
-class CountRequest(MessageFields):
-    """A conversation to be counted. Fields of a reply are accepted, and do not matter."""
-
-
-class MessagesRequest(MessageFields, ConversationFields):
+class MessagesRequest(CountRequest, ConversationFields):
     """A conversation to be replied to."""
 
     def check_limits(self, settings: ServerSettings) -> None:
