@@ -214,14 +214,19 @@ class BodyLimits:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            try:
+                body = await self._read(headers, receive)
+            except ApiError:
+                await _discard(receive, 4 * self._settings.max_body_bytes)
+                raise
+            if body is None:
+                return
+            await self._check(headers, body)
         except ApiError as error:
             error.headers["Connection"] = "close"
-            await _discard(receive, 4 * self._settings.max_body_bytes)
             await error.response(scope["path"])(scope, receive, send)
-            return
-        if body is None:
             return
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -240,11 +245,14 @@ class BodyLimits:
             raise _too_large(limit)
         try:
             async with asyncio.timeout(self._settings.body_timeout):
-                body = await _collect(receive, limit)
+                return await _collect(receive, limit)
         except TimeoutError:
             raise ApiError(408, "the body did not come in time", code="body_timeout") from None
+
+    async def _check(self, headers: Headers, body: bytes) -> None:
+        """Refuse a body that has come and is no JSON within bounds."""
         if not body:
-            return body
+            return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, f"content-type is {kind!r:.100}; it must be application/json")
@@ -256,7 +264,6 @@ class BodyLimits:
                 f"the body nests lists and objects deeper than {self._settings.max_depth}",
                 code="too_deep",
             )
-        return body
 
 
 async def _collect(receive: Receive, limit: int) -> bytes | None:

@@ -16,7 +16,7 @@ Count = Annotated[int, Field(ge=1)]
 
 _log = logging.getLogger("foredraft.server")
 _WITHOUT_LIMIT = 1 << 30
-_NEVER = 1_000_000_000
+_NEVER = 1e9
 """Seconds."""
 
 
@@ -176,6 +176,7 @@ def local_settings(**given: Any) -> ServerSettings:
     The environment is not read: its variables are meant for `foredraft serve`.
     """
     counts = ("max_waiting", "max_body_bytes", "max_n", "max_replies", "max_messages", "max_tools")
-    limits = dict.fromkeys(counts, _WITHOUT_LIMIT)
-    limits |= dict.fromkeys(("request_timeout", "body_timeout"), _NEVER)
-    return ServerSettings(_env_prefix="no variable: ", **limits | given)
+    values: dict[str, Any] = {"_env_prefix": "no variable: "}
+    values |= dict.fromkeys(counts, _WITHOUT_LIMIT)
+    values |= dict.fromkeys(("request_timeout", "body_timeout"), _NEVER)
+    return ServerSettings(**values | given)

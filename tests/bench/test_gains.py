@@ -18,7 +18,6 @@ from foredraft.bench.record import (
     Runner,
     Setting,
     Work,
-    num_requests,
     record,
     recorded_settings,
 )
@@ -115,14 +114,12 @@ def test_recordings_hold_every_request_under_every_load(llm: LLM, work: Work) ->
     settings = recorded_settings(llm, [Setting("suffix"), Setting("auto")])
     assert [each.num_draft_tokens for each in settings] == [2, 4, 16, None]
     found = record(llm, settings, work, [1, 3], told.append)
-    assert len(told) == num_requests(work, [1, 3], 5)
-    for load, recorded in found.items():
-        plain, others = recorded.plain, [each[-1] for each in recorded.drafters]
-        assert [len(each) for each in recorded.drafters] == [3, 1]
+    assert len(told) == 5 * sum(len(work.under(load).prompts) for load in (1, 3))
+    for load, (plain, *others) in found.items():
         assert (plain.setting, plain.load) == (Setting(PLAIN), load)
-        assert [each.setting.drafter for each in others] == ["suffix", "auto"]
+        assert [each.setting.drafter for each in others] == ["suffix"] * 3 + ["auto"]
         assert all([*each.texts] == [*range(6)] for each in (plain, *others) if load == 1)
-        assert [each.num_different(plain) for each in others] == [0, 0]
+        assert [each.num_different(plain) for each in others] == [0] * 4
         others[0].texts[0] = (1,)  # type: ignore[index]
         assert others[0].num_different(plain) == 1
     facts = gains_report(Gains.of(found), "a table", ["odd", "even"] * 3).as_dict()

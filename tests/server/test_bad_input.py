@@ -341,7 +341,9 @@ def test_a_web_page_cannot_send_what_it_likes(client: httpx.Client) -> None:
     """A form or a fetch without leave may send these types, and no others."""
     body = json.dumps({"messages": USER})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        refused(client.post(CHAT, content=body, headers={"content-type": kind}), 415)
+        answer = client.post(CHAT, content=body, headers={"content-type": kind})
+        refused(answer, 415)
+        assert answer.elapsed.total_seconds() < 1.5, "nothing is waited for: the body has come"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from foredraft.server.answers import (
     respond,
     streamed,
 )
-from foredraft.server.blocks import Block, BlockBuilder, Change
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, RequestBody, Sets, entries
@@ -45,6 +44,7 @@ from foredraft.server.dialects.sampling import (
 from foredraft.server.errors import ApiError
 from foredraft.server.formats.reading import Part
 from foredraft.server.generation import GenerationRequest, ReplyState, finish_reason
+from foredraft.server.replies import Block, BlockBuilder, Change
 from foredraft.server.settings import ServerSettings
 from foredraft.server.thinking import Thinking
 from foredraft.server.tools import read_tools

@@ -26,7 +26,6 @@ from foredraft.server.answers import (
     respond,
     streamed,
 )
-from foredraft.server.blocks import Block, BlockBuilder, Change
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
@@ -42,6 +41,7 @@ from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.formats.reading import Part
 from foredraft.server.generation import Generation, GenerationRequest, ReplyState
 from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
+from foredraft.server.replies import Block, BlockBuilder, Change
 from foredraft.server.thinking import Thinking
 from foredraft.server.usage import num_cached, num_reasoning
 from foredraft.server.wire import named_event
