@@ -19,7 +19,7 @@ from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.generation import GenerationRequest, ReplyState
 from foredraft.server.resume import StreamPlace
 from foredraft.server.usage import speculation_of
-from foredraft.server.wire import EventStream, JsonResponse, data_event
+from foredraft.server.wire import JsonResponse, SseResponse, data_event
 
 T = TypeVar("T")
 DEFAULTS_HEADER = "x-foredraft-sampling-defaults"
@@ -142,7 +142,7 @@ async def stream_of(
         finally:
             await events.aclose()
 
-    return EventStream(guarded(), context.settings.ping_interval, headers)
+    return SseResponse(guarded(), context.settings.ping_interval, headers)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

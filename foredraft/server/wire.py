@@ -63,7 +63,7 @@ def named_event(value: Mapping[str, Any]) -> bytes:
     return b"event: " + str(value["type"]).encode() + b"\n" + data_event(value)
 
 
-class EventStream(Response):
+class SseResponse(Response):
     """A stream of events, which ends when the client leaves; comments keep it open meanwhile.
 
     Connections have a time limit of their own (`bounded_protocol`).

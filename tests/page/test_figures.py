@@ -141,7 +141,7 @@ def test_who_copies_is_said_by_the_server_and_not_by_a_list(
         page,
         address,
         f"""
-        const {{ isCopy }} = await import("/page/files/js/text.js");
+        const {{ isCopy }} = await import("/page/files/js/tokens.js");
         const row = {json.dumps(row)};
         const named = {{ ...row, draft: {{ tokens: [1], authors: ["copy"] }} }};
         return [isCopy(row, 0), isCopy(named, 0)];""",
