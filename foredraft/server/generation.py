@@ -15,7 +15,6 @@ from foredraft.engine.request import Event, GenerationResult
 from foredraft.server.engine import ServedModel, ServedReplies
 from foredraft.server.errors import ApiError
 from foredraft.server.formats.base import Format
-from foredraft.server.pace import Paced
 from foredraft.server.replies import ReplyParser
 from foredraft.server.resume import StreamPlace
 from foredraft.server.tools import NO_TOOLS, ToolUse
@@ -48,7 +47,6 @@ class GenerationRequest:
         in_thoughts: whether the prompt has opened them.
         scores_only: whether nothing is to be generated: the prompts are only scored, and the log
             probabilities of a prompt's last token are reported as those of its reply.
-        is_paced: whether events come one by one with a token each.
         place: in the stream of one reply; None: it cannot be resumed.
         reply_id: a part of the ids of the answer.
     """
@@ -70,7 +68,6 @@ class GenerationRequest:
     thinks: bool = False
     in_thoughts: bool = False
     scores_only: bool = False
-    is_paced: bool = False
     place: StreamPlace | None = None
 
     @cached_property
@@ -129,8 +126,7 @@ class Generation:
 
     Args:
         stream: of the engine.
-        request: events of paced ones have one token each, at an even pace; those of a resumed one
-            are cut where its client stopped reading.
+        request: events of a resumed one are cut where its client stopped reading.
 
     Attributes:
         replies: by index: prompts one after the other, n to each.
@@ -148,7 +144,6 @@ class Generation:
         self._error: ApiError | None = None
         self._is_late = False
         self._num_open = len(self.replies)
-        self._paced = Paced(self._events()) if request.is_paced else None
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         """The index of a reply and its next event, as long as there are any.
@@ -156,9 +151,8 @@ class Generation:
         Raises:
             ApiError: a reply failed, or the server ended it early (`abort`).
         """
-        if self._place is not None:
-            return self._place.follow(self._events())
-        return self._paced or self._events()
+        events = self._events()
+        return events if self._place is None else self._place.follow(events)
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
         while self._num_open:
@@ -179,8 +173,6 @@ class Generation:
     async def aclose(self) -> None:
         """End unfinished replies. It never waits."""
         await self._stream.aclose()
-        if self._paced is not None:
-            await self._paced.aclose()
 
     async def abort(self, error: ApiError) -> None:
         """End all replies early. The reader gets ``error``."""

@@ -408,3 +408,17 @@ def test_what_cannot_be_resumed_is_refused(
     answer = client.post(path, json=BODY_RESUME | body | more, headers={"last-event-id": last})
     assert answer.status_code == 400
     assert part in answer.json()["error"]["message"]
+
+
+def test_a_stream_without_drafts_has_a_token_an_event(client: httpx.Client) -> None:
+    """The sizes of its events say nothing about what was drafted correctly."""
+    said = [{"role": "user", "content": "one two three one two three one two"}]
+    body = {"messages": said, "temperature": 0, "max_tokens": 60, "stream": True, "logprobs": True}
+    sizes = []
+    for more in ({}, {"max_draft_tokens": 0}):
+        chunks = data_of(client.post(PATH, json=body | more))[:-1]
+        told = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+        sizes.append({len(each["content"]) for each in told if each})
+    assert max(sizes[0]) > 1
+    assert sizes[1] == {1}
+    assert client.post(PATH, json=body | {"paced_stream": True}).status_code == 400

@@ -232,14 +232,12 @@ def _asked(
 ) -> GenerationRequest:
     """The request with what all APIs say alike."""
     place = None
-    if body.stream and not body.paced_stream:
+    if body.stream:
         params, place = placed(params, prompts, caller.last_event)
     tenant, priority = context.tenant(caller.key_id, body.cache_salt), _priority(context, body)
     prediction = None
     if params.prediction is not None:
         prediction = ExpectedText(context.tokenizer.encode(params.prediction, False))
-    if body.paced_stream and not body.stream:
-        raise ConfigError("paced_stream needs stream: true", field="paced_stream")
     return GenerationRequest(
         model=model,
         prompts=prompts,
@@ -248,7 +246,6 @@ def _asked(
         priority=priority,
         arrived=caller.arrived,
         prediction=prediction,
-        is_paced=bool(body.paced_stream),
         place=place,
         **more,
     )
