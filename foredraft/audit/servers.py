@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any
 
 import httpx
 import numpy as np
@@ -31,8 +31,6 @@ from foredraft.audit.report import AuditReport
 from foredraft.audit.statistics import Drafted, LawTests, share_below
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError, ForedraftError
-from foredraft.core.params import SamplingParams
-from foredraft.llm import LLM
 from foredraft.models.files.progress import Progress, SilentProgress
 
 _NUM_LIKELY, _OPENAI_LIKELY = 20, 5
@@ -216,47 +214,6 @@ class Endpoint:
         return choice | {"num_prompt": (answer.get("usage") or {}).get("prompt_tokens")}
 
 
-@dataclass
-class Reference:
-    """The same model, loaded here. Differences may come from the weights' format, which may not be
-    the server's.
-
-    Args:
-        llm: the model; a request of one token never drafts.
-
-    Attributes:
-        requests, kept: none, as no server is asked.
-    """
-
-    llm: LLM
-    requests: int = 0
-    kept: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The model's name as it was loaded."""
-        return self.llm.options.model
-
-    def probe(self, place: Place, **options: Any) -> Probe | None:
-        """The plain law at a place; None where the text is split into other tokens."""
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None
-        ids = tokenizer.encode(place.before)
-        if place.num_before not in (None, len(ids)):
-            return None
-        params = SamplingParams(max_tokens=1, logprobs=_NUM_LIKELY, temperature=0.0)
-        (result,) = self.llm.generate(ids, params)
-        assert result.logprobs is not None
-        found = result.logprobs[0]
-        texts = {tokenizer.token_text(token): logprob for token, logprob in found.top}
-        is_end = result.finish_reason == "stop"
-        return Probe(_END if is_end else tokenizer.token_text(found.token), texts)
-
-
-Plain: TypeAlias = Endpoint | Reference
-"""A source of the plain distribution."""
-
-
 class ServerAudit:
     """See the module docstring.
 
@@ -272,13 +229,13 @@ class ServerAudit:
     def __init__(
         self,
         endpoint: Endpoint,
-        plain: Plain | None,
+        plain: Endpoint | None,
         options: AuditOptions,
         server: ServerOptions,
         progress: Progress | None = None,
     ) -> None:
         self._endpoint: Endpoint = endpoint
-        self._plain: Plain = plain or endpoint
+        self._plain: Endpoint = plain or endpoint
         self._options, self._server = options, server
         self._progress = progress or SilentProgress()
         self._random = random.Random(server.seed)

@@ -14,7 +14,6 @@ from foredraft.cache.memory import default_memory
 from foredraft.cli import config
 from foredraft.cli import options as o
 from foredraft.cli.display import megabytes
-from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.system.extras import EXTRAS, install_command
 
@@ -33,19 +32,10 @@ def doctor(
     tokens: Annotated[
         int, typer.Option(min=1, help="Predict memory for this many tokens of prompt and reply.")
     ] = 1024,
-    server: Annotated[
-        str | None,
-        typer.Option(help="Also ask a server that runs, such as http://127.0.0.1:8000."),
-    ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Print the resolved plan: device, dtype, kernels, memory, and what is missing.
-
-    Of a server: the drafters whose acceptance is below that measured in training.
-    """
+    """Print the resolved plan: device, dtype, kernels, memory, and what is missing."""
     report = examine(load, tokens)
-    if server is not None:
-        report["below_promise"] = below_promise(server)
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -94,29 +84,6 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
             for each in kept_models()
         ],
     }
-
-
-def below_promise(server: str) -> list[dict[str, Any]]:
-    """Drafters of a server whose first token is right less often than when they were made.
-
-    Raises:
-        ConfigError: no server of ours answers there.
-    """
-    import httpx
-    from prometheus_client.parser import text_string_to_metric_families
-
-    try:
-        answer = httpx.get(f"{server.rstrip('/')}/metrics").raise_for_status()
-        families = [*text_string_to_metric_families(answer.text)]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"--server {server} does not say its metrics: {error!r}") from error
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for family in families:
-        for sample in family.samples:
-            if {"drafter", "noise"} <= sample.labels.keys():
-                row = found.setdefault((sample.labels["drafter"], sample.labels["noise"]), {})
-                row |= sample.labels | {sample.name.partition(":")[2]: sample.value}
-    return [row for row in found.values() if row.get("drafter_below_promise")]
 
 
 def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[str, Any]:
@@ -204,8 +171,6 @@ def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
 
 
 def _show(console: Console, report: dict[str, Any]) -> None:
-    from foredraft.control.acceptance import LIKELY_CAUSES
-
     machine = report["machine"]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
@@ -241,14 +206,6 @@ def _show(console: Console, report: dict[str, Any]) -> None:
             console.print(remark, markup=False, soft_wrap=True)
     for note in notes:
         console.print(f"missing: {note}", style="yellow", markup=False)
-    for each in report.get("below_promise", ()):
-        line = (
-            f"drafter {each['drafter']}: its first token is right in "
-            f"{each['drafter_first_token_acceptance']:.0%} of drafts ({each['noise']}), and "
-            f"{each['drafter_promised_acceptance']:.0%} were measured when it was made; likely "
-            f"causes: {LIKELY_CAUSES}"
-        )
-        console.print(line, style="yellow", markup=False, soft_wrap=True)
     for each in report["optional"]:
         line = f"not installed: {each['package']}, for {each['for']}: {each['install']}"
         console.print(line, markup=False, soft_wrap=True)

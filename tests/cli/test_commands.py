@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
 from foredraft.cli.main import app
-from foredraft.control.acceptance import FirstToken
-from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.kernels import build
 from foredraft.kernels.instructions import available
-from foredraft.server.metrics import Metrics
 from foredraft.system.extras import EXTRAS
 from tests.cli.conftest import Run
 
@@ -122,31 +117,6 @@ def test_doctor_prints_the_plan(run: Run) -> None:
     shown = run("doctor").stdout
     assert "target: name" in shown
     assert "MB" in shown
-
-
-def test_doctor_names_drafters_of_a_server_that_do_worse_than_when_they_were_made(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics, controller = Metrics(), SimpleNamespace()
-    controller.first_tokens = [
-        FirstToken("head", "greedy", 0.7, 0.4, 1000.0),
-        FirstToken("head", "much", 0.7, 0.68, 1000.0),
-    ]
-    metrics._controller = cast(AdaptiveBudget, controller)
-
-    def answer(url: str) -> httpx.Response:
-        return httpx.Response(200, content=metrics.render(), request=httpx.Request("GET", url))
-
-    monkeypatch.setattr(httpx, "get", answer)
-    asked = ("doctor", "--server", "http://127.0.0.1:8000")
-    (below,) = json.loads(run(*asked, "--json").stdout)["below_promise"]
-    assert (below["drafter"], below["noise"]) == ("head", "greedy")
-    shown = " ".join(run(*asked).stdout.split())
-    assert "right in 40% of drafts (greedy), and 70% were measured" in shown
-    assert "another chat template" in shown
-    monkeypatch.undo()
-    error = run("doctor", "--server", "http://127.0.0.1:1").exception
-    assert "--server http://127.0.0.1:1" in str(error)
 
 
 def test_doctor_says_what_a_step_reads(

@@ -6,6 +6,7 @@ import random
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
+from foredraft.control.acceptance import FirstToken
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
@@ -24,6 +26,7 @@ from foredraft.server.dialects.fields import RequestBody
 from foredraft.server.dialects.messages import MessagesRequest
 from foredraft.server.dialects.responses import ResponsesRequest
 from foredraft.server.dialects.tokenize import DetokenizeRequest
+from foredraft.server.metrics import Metrics
 from foredraft.server.usage import ExpectedText, Repeated
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 from tests.server.conftest import Running, running, wait_until
@@ -519,6 +522,19 @@ def test_metrics_have_the_names_that_operators_graph(client: httpx.Client) -> No
         "foredraft:estimated_time_saved_seconds",
     ):
         assert name in text, name
+
+
+def test_a_drafter_below_its_promise_is_a_figure() -> None:
+    metrics = Metrics()
+    first_tokens = [
+        FirstToken("head", "greedy", 0.7, 0.4, 1000.0),
+        FirstToken("head", "much", 0.7, 0.68, 1000.0),
+    ]
+    metrics._controller = SimpleNamespace(first_tokens=first_tokens)  # type: ignore[assignment]
+    shown = metrics.render().decode()
+    for noise, below in (("greedy", 1.0), ("much", 0.0)):
+        line = f'foredraft:drafter_below_promise{{drafter="head",noise="{noise}"}} {below}'
+        assert line in shown
 
 
 def num_common(left: list[int], right: list[int]) -> int:
