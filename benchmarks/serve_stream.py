@@ -74,21 +74,18 @@ class _Took:
 
 
 def measure_streaming(
-    llm: LLM, task: Task, rounds: int, advance: Callable[[str], None], paced: bool = False
+    llm: LLM, task: Task, rounds: int, advance: Callable[[str], None]
 ) -> StreamingFigure:
     """Let engine and server answer each prompt in turns; the first round is to warm up.
 
     They change places with every prompt: a machine that grows slower favours neither.
-
-    Args:
-        paced: the server sends a token an event, at an even pace.
 
     Raises:
         ForedraftError: the server does not start, or does not answer.
     """
     engine: list[float] = []
     server: list[float] = []
-    with _serving(llm) as url, _Client(url, task, paced) as client:
+    with _serving(llm) as url, _Client(url, task) as client:
         sides: tuple[Callable[[int], _Took], ...] = (_Engine(llm, task).reply, client.reply)
         for number in range(rounds + 1):
             took: tuple[list[_Took], ...] = ([], [])
@@ -128,8 +125,8 @@ class _Engine:
 class _Client:
     """Has events read through the server, by one process that goes on from reply to reply."""
 
-    def __init__(self, url: str, task: Task, paced: bool) -> None:
-        self._told = json.dumps({"url": url, "task": asdict(task), "paced": paced})
+    def __init__(self, url: str, task: Task) -> None:
+        self._told = json.dumps({"url": url, "task": asdict(task)})
 
     def __enter__(self) -> _Client:
         self._process = subprocess.Popen(
@@ -180,7 +177,6 @@ def be_client() -> None:
     for line in sys.stdin:
         began = time.perf_counter()
         body = request_body(task.prompts[int(line)], task)
-        body |= {"paced_stream": True} if told["paced"] else {}
         reply = _reply(url.hostname, url.port, body)
         took = _Took(int(_TOKENS.findall(reply)[-1]), time.perf_counter() - began)
         sys.stdout.write(json.dumps(asdict(took)) + "\n")
@@ -208,12 +204,12 @@ def _serving(llm: LLM) -> Iterator[str]:
     """
     from foredraft.server.app import create_app
     from foredraft.server.run import new_server
-    from foredraft.server.settings import LocalSettings
+    from foredraft.server.settings import local_settings
 
     loaded, listens = threading.Event(), Future[str]()
     app = create_app(
         lambda steps: llm.with_drafter(llm.options, trace=steps),
-        LocalSettings(port=0),
+        local_settings(port=0),
         lambda context: loaded.set(),
     )
     server = new_server(app)
@@ -238,7 +234,6 @@ def serve_stream(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, after one to warm up.")] = 5,
-    paced: Annotated[bool, typer.Option(help="A token an event, at an even pace.")] = False,
     output: o.Output = None,
 ) -> None:
     """Tokens a second of one client through the server, beside the engine's own.
@@ -251,12 +246,12 @@ def serve_stream(
     llm = o.load_llm(load)
     with progress_bar(rounds + 1) as advance:
         task = Task(texts, max_tokens, temperature)
-        figure = measure_streaming(llm, task, rounds, advance, paced)
+        figure = measure_streaming(llm, task, rounds, advance)
     line = (
         f"the engine {figure.engine_tokens_per_s:.1f} tokens/s, through the server "
         f"{figure.served_tokens_per_s:.1f}: streaming adds {figure.added:.1%} "
         f"({min(figure.rounds):.1%} to {max(figure.rounds):.1%} in {rounds} rounds)"
     )
     by_round = [{"added": added} for added in figure.rounds]
-    facts = {"drafter": llm.drafter_name, "paced": paced, **asdict(figure), "rounds": by_round}
+    facts = {"drafter": llm.drafter_name, **asdict(figure), "rounds": by_round}
     Report(facts=facts, lines=[line], seed=SEED).give(output)

@@ -40,6 +40,7 @@ LAYERS = {
     "audit": 11,
     "cluster": 11,
     "cli": 12,
+    "__main__": 13,
 }
 """A module imports from its own layer and the ones below."""
 APART = [

@@ -49,7 +49,6 @@ class ServerOptions:
     Attributes:
         endpoint: address of a server with OpenAI's interface, such as http://127.0.0.1:8000.
         plain_endpoint: address of the same without speculation; else one-token requests stand in.
-        reference: the same model, loaded here: its law is taken for the server's plain one.
         served_model: the model to ask for, where a server needs its name.
         max_requests: no more requests than that are made, but for those that a busy server refused.
         in_flight: replies that are asked for at the same time: some mistakes only batches show.
@@ -64,7 +63,6 @@ class ServerOptions:
     endpoint: str | None = None
     plain_endpoint: str | None = None
     served_model: str | None = None
-    reference: str | None = None
     max_requests: int = 10_000
     in_flight: int = 4
     reply_tokens: int = 48
@@ -77,8 +75,5 @@ class ServerOptions:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 2")
         if self.in_flight < 1:
             raise ConfigError(f"in_flight is {self.in_flight}; it must be at least 1")
-        for name in ("plain_endpoint", "reference"):
-            if getattr(self, name) and not self.endpoint:
-                raise ConfigError(f"{name} goes with an endpoint that is audited; name it, too")
-        if self.plain_endpoint and self.reference:
-            raise ConfigError("plain_endpoint and reference exclude each other; give one")
+        if self.plain_endpoint and not self.endpoint:
+            raise ConfigError("plain_endpoint goes with an endpoint that is audited; name it, too")

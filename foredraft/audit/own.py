@@ -218,7 +218,7 @@ class OwnAudit:
             )
             return Level("bits", Finding.SAME_BITS, "; ".join([said, *notes]), figures)
         said = f"{len(evidence)} texts differ from plain decoding, one at a time"
-        if self._promises_bits:
+        if self.llm.plan is None or self.llm.plan.is_exact:  # bits are promised
             return Level("bits", Finding.DIFFERENT, said, figures, evidence)
         said += "; bits are not promised here, so the margins decide"
         return Level("bits", Finding.NEAR_TIES, said, figures, evidence)
@@ -262,10 +262,6 @@ class OwnAudit:
         options, seen = replace(options, max_step_tokens=max_step_tokens), Seen()
         llm = LLM(target, self.llm.tokenizer, options, plan=self.llm.plan, cost=None, trace=seen)
         return llm, seen
-
-    @property
-    def _promises_bits(self) -> bool:
-        return self.llm.plan is None or self.llm.plan.is_exact
 
     # ---------------------------------------------------------------------------- margins and law
 
@@ -362,10 +358,7 @@ class OwnAudit:
     def _margin_level(self, margins: Margins, figures: Mapping[str, Any], seen: Seen) -> Level:
         options = self.options
         below = share_below(margins.tokens, options.power)
-        figures = {
-            **figures,
-            **margins.figures,
-        }
+        figures = {**figures, **margins.figures}
         evidence = [asdict(each) for each in margins.examples]
         if margins.structural:
             said = (

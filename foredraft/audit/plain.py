@@ -187,43 +187,28 @@ class Margins:
         return Finding.NEAR_TIES if self.near_ties else Finding.SAME_BITS
 
 
-def due_token(law: Law, seed: int, position: int) -> int:
-    """The token that plain decoding draws at an absolute position."""
-    if law.scale is None:
-        return law.token
-    return gumbel_argmax(law.logits_V, seed, position, law.scale)
-
-
-def margin_of(law: Law, served: int, due: int, seed: int, position: int) -> float:
-    """Margin of the due token over the served one, in nats."""
-    gap = float(law.logits_V[due] - law.logits_V[served]) * (law.scale or 1.0)
-    if law.scale is None or math.isinf(gap):
-        return gap
-    noise = gumbel_noise([due, served], seed, position)
-    return gap + noise[0] - noise[1]
-
-
-def margin_to_law(logits_V: Tensor, law: Law, served: int) -> float:
-    """How far a token is from being possible at all, in nats; 0 where it is."""
-    if law.scale is None or float(law.logits_V[served]) > -math.inf:
-        return 0.0
-    kept_V = law.logits_V > -math.inf
-    return float(logits_V[kept_V].min() - logits_V[served]) * law.scale
-
-
 def difference_of(
     each: Scored, params: SamplingParams, seed: int, num_prompt: int
 ) -> tuple[int, float] | None:
-    """The token that was due and its margin, where another one was served.
+    """The token that plain decoding draws and its margin in nats, where another one was served.
 
     Requests with the coupling "drawn" draw nothing that plain decoding would draw: there a token
-    differs where it was not possible at all.
+    differs where it was not possible at all, and the margin is how far it is from being so.
     """
-    law, position = each.law, num_prompt + each.index
+    law, served, position = each.law, each.token, num_prompt + each.index
     if params.coupling == "drawn" and law.scale is not None:
-        margin = margin_to_law(each.logits_V, law, each.token)
+        kept_V = law.logits_V > -math.inf
+        if kept_V[served]:
+            return None
+        margin = float(each.logits_V[kept_V].min() - each.logits_V[served]) * law.scale
         return (law.token, margin) if margin else None
-    due = due_token(law, seed, position)
-    if due == each.token:
+    due = law.token
+    if law.scale is not None:
+        due = gumbel_argmax(law.logits_V, seed, position, law.scale)
+    if due == served:
         return None
-    return due, margin_of(law, each.token, due, seed, position)
+    margin = float(law.logits_V[due] - law.logits_V[served]) * (law.scale or 1.0)
+    if law.scale is not None and not math.isinf(margin):
+        noise = gumbel_noise([due, served], seed, position)
+        margin += noise[0] - noise[1]
+    return due, margin

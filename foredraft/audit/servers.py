@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
@@ -31,8 +31,6 @@ from foredraft.audit.report import AuditReport
 from foredraft.audit.statistics import Drafted, LawTests, share_below
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError, ForedraftError
-from foredraft.core.params import SamplingParams
-from foredraft.llm import LLM
 from foredraft.models.files.progress import Progress, SilentProgress
 
 _NUM_LIKELY, _OPENAI_LIKELY = 20, 5
@@ -109,25 +107,6 @@ class Probe:
         return max(self.likely, key=self.likely.__getitem__) if self.likely else self.token
 
 
-class Plain(Protocol):
-    """A source of the plain distribution.
-
-    Attributes:
-        name: of it.
-        requests: made so far.
-        kept: requests and answers, as evidence.
-    """
-
-    requests: int
-    kept: list[dict[str, Any]]
-
-    @property
-    def name(self) -> str: ...
-
-    def probe(self, place: Place, **options: Any) -> Probe | None:
-        """The plain law at a place; None where the text is split into other tokens."""
-
-
 @dataclass
 class Endpoint:
     """A server.
@@ -181,7 +160,8 @@ class Endpoint:
         return [_places(each["prompt"], got) for each, got in zip(requests, choices, strict=True)]
 
     def probe(self, place: Place, **options: Any) -> Probe | None:
-        """See `Plain`: the law that comes with a reply of one token."""
+        """The plain law at a place, which comes with a reply of one token; None where the server
+        splits the text into other tokens."""
         choice = self.complete(place.before, max_tokens=1, **options)
         if place.num_before is not None and choice["num_prompt"] != place.num_before:
             return None
@@ -234,40 +214,6 @@ class Endpoint:
         return choice | {"num_prompt": (answer.get("usage") or {}).get("prompt_tokens")}
 
 
-@dataclass
-class Reference:
-    """The same model, loaded here. Differences may come from the weights' format, which may not be
-    the server's.
-
-    Args:
-        llm: the model; a request of one token never drafts.
-    """
-
-    llm: LLM
-    requests: int = 0
-    kept: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The model's name as it was loaded."""
-        return self.llm.options.model
-
-    def probe(self, place: Place, **options: Any) -> Probe | None:
-        """See `Plain`."""
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None
-        ids = tokenizer.encode(place.before)
-        if place.num_before not in (None, len(ids)):
-            return None
-        params = SamplingParams(max_tokens=1, logprobs=_NUM_LIKELY, temperature=0.0)
-        (result,) = self.llm.generate(ids, params)
-        assert result.logprobs is not None
-        found = result.logprobs[0]
-        texts = {tokenizer.token_text(token): logprob for token, logprob in found.top}
-        is_end = result.finish_reason == "stop"
-        return Probe(_END if is_end else tokenizer.token_text(found.token), texts)
-
-
 class ServerAudit:
     """See the module docstring.
 
@@ -283,13 +229,13 @@ class ServerAudit:
     def __init__(
         self,
         endpoint: Endpoint,
-        plain: Plain | None,
+        plain: Endpoint | None,
         options: AuditOptions,
         server: ServerOptions,
         progress: Progress | None = None,
     ) -> None:
         self._endpoint: Endpoint = endpoint
-        self._plain: Plain = plain or endpoint
+        self._plain: Endpoint = plain or endpoint
         self._options, self._server = options, server
         self._progress = progress or SilentProgress()
         self._random = random.Random(server.seed)
@@ -414,7 +360,15 @@ class ServerAudit:
         first, number, num_blind = self._num_requests, 0, 0
         while not self._is_over(most):
             at_once = min(self._server.in_flight, most - self._num_requests)
-            asked = [self._request(number + index, sampling) for index in range(at_once)]
+            asked = [
+                {
+                    "prompt": self._prompts[index % len(self._prompts)],
+                    "max_tokens": self._server.reply_tokens,
+                    "seed": self._server.seed + index,
+                    **sampling,
+                }
+                for index in range(number, number + at_once)
+            ]
             for request, places in zip(asked, self._endpoint.served(asked), strict=True):
                 number += 1
                 if not places:
@@ -431,12 +385,6 @@ class ServerAudit:
                     else:
                         yield place, probe
                     self._progress.advance((self._num_requests - first) / max(1, most - first))
-
-    def _request(self, number: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The request for a reply, by its number."""
-        prompt = self._prompts[number % len(self._prompts)]
-        length, seed = self._server.reply_tokens, self._server.seed + number
-        return {"prompt": prompt, "max_tokens": length, "seed": seed, **sampling}
 
     def _is_over(self, most: int) -> bool:
         """Whether the request limit or the time limit is reached."""

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -294,23 +295,8 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
     """P(chi-square with that many degrees of freedom >= statistic)."""
-    a, x = degrees / 2.0, statistic / 2.0
-    if x <= 0.0:
-        return 1.0
-    scale = math.exp(a * math.log(x) - x - math.lgamma(a))
-    if x < a + 1.0:  # the series of the lower incomplete gamma function
-        term = total = 1.0 / a
-        n = a
-        while term > total * 1e-16:
-            n += 1.0
-            term *= x / n
-            total += term
-        return max(0.0, 1.0 - scale * total)
-    # Its continued fraction, from the far end (Abramowitz and Stegun, 6.5.31).
-    fraction = 0.0
-    for k in range(200, 0, -1):
-        fraction = k * (k - a) / (x + 2 * k + 1 - a - fraction)
-    return scale / (x + 1.0 - a - fraction)
+    halves = torch.tensor([degrees / 2.0, max(0.0, statistic) / 2.0], dtype=torch.float64)
+    return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
 def share_below(num_tokens: int, power: float) -> float:

@@ -78,17 +78,6 @@ def converse(
     return found
 
 
-def _length(of: Sequence[Counts]) -> float:
-    return 1.0 + sum(each.accepted for each in of) / max(1, sum(each.drafts for each in of))
-
-
-def _by_category(counts: Sequence[Counts]) -> dict[str, list[Counts]]:
-    groups: dict[str, list[Counts]] = defaultdict(list)
-    for each in counts:
-        groups[each.category].append(each)
-    return groups
-
-
 def _interval(groups: Sequence[Sequence[Counts]]) -> list[float]:
     """95 % of bootstraps over the prompts of each category hold the mean of the categories."""
     draw, sums = np.random.default_rng(0), np.zeros(_DRAWS)
@@ -102,14 +91,17 @@ def _interval(groups: Sequence[Sequence[Counts]]) -> list[float]:
 
 def figures(setting: Setting, counts: Sequence[Counts]) -> Iterator[dict[str, Any]]:
     """A row for each category, and one for their mean with its interval."""
-    groups = _by_category(counts)
+    groups: dict[str, list[Counts]] = defaultdict(list)
+    for each in counts:
+        groups[each.category].append(each)
     rows: list[dict[str, Any]] = [
         {
             "drafter": setting.name,
             "draft_length": setting.num_draft_tokens,
             "category": name,
             "prompts": len(group),
-            "acceptance_length": _length(group),
+            "acceptance_length": 1.0
+            + sum(c.accepted for c in group) / max(1, sum(c.drafts for c in group)),
             "acceptance_rate": sum(c.accepted for c in group)
             / max(1, sum(c.drafted for c in group)),
             "tokens_per_s": sum(c.tokens for c in group) / max(1e-9, sum(c.seconds for c in group)),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from foredraft.bench.record import AUTO, PLAIN, Recorded, Recording, Setting
+from foredraft.bench.record import AUTO, PLAIN, Recording, Setting
 from foredraft.bench.report import Report, Table
 
 _BETTER = 1.02
@@ -173,21 +174,22 @@ class Gains:
     reasons: Mapping[int, str]
 
     @classmethod
-    def of(cls, recorded: Mapping[int, Recorded]) -> Gains:
+    def of(cls, recorded: Mapping[int, Sequence[Recording]]) -> Gains:
         """Of each drafter with the number of nodes that gained the most.
 
         Args:
-            recorded: by load, ascending.
+            recorded: by load, ascending: plain decoding, then each drafter by rising most nodes.
         """
         found: dict[int, Sequence[Gain]] = {}
         different, reasons = dict[tuple[int, str], int](), dict[int, str]()
-        for load, each in recorded.items():
-            tried = [[Gain.of(run, each.plain) for run in same] for same in each.drafters]
+        for load, (plain, *runs) in recorded.items():
+            by_drafter = groupby(runs, lambda each: replace(each.setting, num_draft_tokens=None))
+            tried = [[Gain.of(run, plain) for run in same] for _, same in by_drafter]
             best = (max(same, key=lambda one: one.gain) for same in tried)
-            found[load] = [Gain.of(each.plain, each.plain), *best]
-            for run in (run for same in each.drafters for run in same):
+            found[load] = [Gain.of(plain, plain), *best]
+            for run in runs:
                 place = load, run.setting.name
-                different[place] = max(run.num_different(each.plain), different.get(place, 0))
+                different[place] = max(run.num_different(plain), different.get(place, 0))
                 if run.setting.drafter == AUTO and run.reason:
                     reasons[load] = run.reason
         return cls(found, different, reasons)

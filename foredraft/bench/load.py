@@ -82,11 +82,6 @@ class ServedStep:
         """Neither in the drafter nor in the target's kernel."""
         return self.wall_ms - self.draft_ms - self.kernel_ms
 
-    @property
-    def rest_ms(self) -> float:
-        """Neither in the drafter nor in the target: verification, commits, the engine's own."""
-        return self.wall_ms - self.draft_ms - self.score_ms
-
 
 @dataclass
 class Served:
@@ -139,9 +134,12 @@ class OurServer:
     def begin(self, load: Load) -> None:
         self.served, self._load = Served(), load
         self._records: list[tuple[StepRecord, float]] = []
-        self.llm = self._new_llm(load.concurrency, self._note)
-        decoder = getattr(self.llm.target, "decoder", None)
-        self._phases = getattr(decoder, "phase_seconds", dict)
+
+        def note(record: StepRecord) -> None:
+            self._records.append((record, 1e3 * sum(phases().values())))
+
+        self.llm = self._new_llm(load.concurrency, note)
+        phases = getattr(getattr(self.llm.target, "decoder", None), "phase_seconds", dict)
         self._next = 0  # number of the request that is handed in next
         self._ended = 0  # of those that all contenders have to answer
         self._started: dict[int, tuple[int, float]] = {}
@@ -194,9 +192,6 @@ class OurServer:
             if number < len(self._load.prompts):
                 self.served.finished.append(done)
                 self._ended += 1
-
-    def _note(self, record: StepRecord) -> None:
-        self._records.append((record, 1e3 * sum(self._phases().values())))
 
 
 def _as_step(records: Sequence[tuple[StepRecord, float]], wall_ms: float) -> ServedStep:

@@ -6,7 +6,6 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -186,27 +185,14 @@ class Runner(OurServer):
         )
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """All drafters under one load.
-
-    Attributes:
-        plain: the recording of plain decoding.
-        drafters: the other recordings, each drafter's by rising most nodes.
-    """
-
-    plain: Recording
-    drafters: Sequence[Sequence[Recording]]
-
-
 def record(
     llm: LLM,
     settings: Sequence[Setting],
     work: Work,
     loads: Sequence[int],
     advance: Callable[[str], None],
-) -> dict[int, Recorded]:
-    """Run settings and plain decoding under each load.
+) -> dict[int, list[Recording]]:
+    """Run plain decoding, and then settings, under each load.
 
     All take turns, so that a slow moment of the machine hits all of them.
 
@@ -215,12 +201,10 @@ def record(
         advance: told of each request that has ended.
     """
     runners = [Runner(llm, setting) for setting in (Setting(PLAIN), *settings)]
-    found = dict[int, Recorded]()
+    found = dict[int, list[Recording]]()
     for load in loads:
         serve(runners, work.under(load), advance)
-        plain, *others = (runner.recording(len(work.prompts)) for runner in runners)
-        by_drafter = groupby(others, lambda each: replace(each.setting, num_draft_tokens=None))
-        found[load] = Recorded(plain, [[*same] for _, same in by_drafter])
+        found[load] = [runner.recording(len(work.prompts)) for runner in runners]
     return found
 
 
@@ -235,8 +219,3 @@ def recorded_settings(llm: LLM, drafters: Iterable[Setting]) -> list[Setting]:
         sizes = [size for size in _FEW if size < most] + [most]
         found += [replace(each, num_draft_tokens=size) for size in sizes]
     return found
-
-
-def num_requests(work: Work, loads: Sequence[int], num_settings: int) -> int:
-    """How often ``advance`` will be called."""
-    return num_settings * sum(len(work.under(load).prompts) for load in loads)

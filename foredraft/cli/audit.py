@@ -26,7 +26,7 @@ _AUDIT = o.Derived(
 _SERVER = o.Derived(
     "Somebody's server",
     without=("seed",),
-    flags=("endpoint", "plain_endpoint", "reference", "served_model", "keep"),
+    flags=("endpoint", "plain_endpoint", "served_model", "keep"),
     shown=("endpoint",),
 )
 
@@ -71,8 +71,13 @@ def audit(
     if server.endpoint is None:
         report = _own(load, params, options)
     else:
-        report = _of_server(load, replace(server, seed=params.seed or 0), options, api_key)
-    _give(report, as_json, output)
+        report = _of_server(replace(server, seed=params.seed or 0), options, api_key)
+    if as_json:
+        typer.echo(report.json())
+    else:
+        _show(report)
+    report.write(output)
+    raise typer.Exit(report.exit_code)
 
 
 def _own(load: LoadOptions, params: SamplingParams, options: AuditOptions) -> AuditReport:
@@ -86,32 +91,18 @@ def _own(load: LoadOptions, params: SamplingParams, options: AuditOptions) -> Au
         return OwnAudit(llm, params, options, progress).report()
 
 
-def _of_server(
-    load: LoadOptions, server: ServerOptions, options: AuditOptions, api_key: str | None
-) -> AuditReport:
-    from foredraft.audit.servers import Endpoint, Plain, Reference, ServerAudit, connect
+def _of_server(server: ServerOptions, options: AuditOptions, api_key: str | None) -> AuditReport:
+    from foredraft.audit.servers import Endpoint, ServerAudit, connect
     from foredraft.cli.display import RichProgress
 
     assert server.endpoint is not None
     keeps = server.keep is not None
     endpoint = Endpoint(connect(server.endpoint, api_key), server.served_model, keeps)
-    plain: Plain | None = None
+    plain = None
     if server.plain_endpoint is not None:
         plain = Endpoint(connect(server.plain_endpoint, api_key), server.served_model, keeps)
-    elif server.reference is not None:
-        plain = Reference(o.load_llm(replace(load, model=server.reference, drafter="none")))
     with RichProgress() as progress:
         return ServerAudit(endpoint, plain, options, server, progress).report()
-
-
-def _give(report: AuditReport, as_json: bool, output: str | None) -> None:
-    """Print the findings, write the requested file, and exit with their status."""
-    if as_json:
-        typer.echo(report.json())
-    else:
-        _show(report)
-    report.write(output)
-    raise typer.Exit(report.exit_code)
 
 
 def _show(report: AuditReport) -> None:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.threads import available_cpus
@@ -21,69 +19,39 @@ if TYPE_CHECKING:
     from foredraft.options import LoadOptions
     from foredraft.server.settings import ServerSettings
 
-_PANEL = "Cluster"
-Ray = Annotated[
-    bool,
-    typer.Option("--ray", help="Run on a Ray cluster.", rich_help_panel=_PANEL, hidden=True),
-]
-Replicas = Annotated[
-    int | None,
-    typer.Option(min=1, help="Engines; 1 by default.", rich_help_panel=_PANEL, hidden=True),
-]
-Autoscale = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MIN:MAX",
-        help="Engines, as many as the load asks for.",
-        rich_help_panel=_PANEL,
-        hidden=True,
-    ),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        help="The cluster, such as 'auto'; this machine alone by default.",
-        rich_help_panel=_PANEL,
-        hidden=True,
-    ),
-]
-EngineTimeout = Annotated[
-    float | None,
-    typer.Option(
-        min=2.0,
-        help="Seconds of silence after which an engine counts as frozen; 5 by default.",
-        rich_help_panel=_PANEL,
-        hidden=True,
-    ),
-]
-
 
 @dataclass(frozen=True)
 class ClusterAsked:
     """Options of the command line about a cluster.
 
+    Attributes:
+        ray: run on a Ray cluster.
+        replicas: engines; 1 by default.
+        autoscale: engines, as many as the load asks for: MIN:MAX.
+        address: the cluster, such as 'auto'; this machine alone by default.
+        engine_timeout: seconds of silence after which an engine counts as frozen; 5 by default.
+
     Raises:
         ConfigError: it describes a cluster and asks for none, or contradicts itself.
     """
 
-    ray: bool
+    ray: bool = False
     replicas: int | None = None
     autoscale: str | None = None
     address: str | None = None
     engine_timeout: float | None = None
 
     def __post_init__(self) -> None:
-        given = {
-            "--replicas": self.replicas,
-            "--autoscale": self.autoscale,
-            "--address": self.address,
-            "--engine-timeout": self.engine_timeout,
-        }
-        named = [name for name, value in given.items() if value is not None]
+        given = {name: value for name, value in vars(self).items() if name != "ray"}
+        named = [f"--{n.replace('_', '-')}" for n, value in given.items() if value is not None]
         if named and not self.ray:
             raise ConfigError(f"{', '.join(named)}: of no use without --ray")
         if self.replicas is not None and self.autoscale is not None:
             raise ConfigError("give --replicas or --autoscale, not both")
+        if self.replicas is not None and self.replicas < 1:
+            raise ConfigError(f"--replicas is {self.replicas}; it must be at least 1")
+        if self.engine_timeout is not None and self.engine_timeout < 2.0:
+            raise ConfigError(f"--engine-timeout is {self.engine_timeout:g}; it must be at least 2")
         self.sizes()
 
     def _deploy(self, settings: ServerSettings) -> Any:
@@ -110,17 +78,13 @@ class ClusterAsked:
 
     def sizes(self) -> dict[str, Any]:
         """Fields of `ClusterOptions`."""
-        if self.engine_timeout is not None:
-            return {**self._numbers(), "engine_timeout": self.engine_timeout}
-        return self._numbers()
-
-    def _numbers(self) -> dict[str, Any]:
+        given = {} if self.engine_timeout is None else {"engine_timeout": self.engine_timeout}
         if self.autoscale is None:
-            return {"replicas": self.replicas or 1}
+            return {"replicas": self.replicas or 1, **given}
         fewest, colon, most = self.autoscale.partition(":")
         if not (colon and fewest.isdecimal() and most.isdecimal() and int(fewest) <= int(most) > 0):
             raise ConfigError(f"--autoscale is {self.autoscale!r}; it must be MIN:MAX, such as 1:4")
-        return {"autoscale": (int(fewest), int(most))}
+        return {"autoscale": (int(fewest), int(most)), **given}
 
     @contextmanager
     def serving(self, load: LoadOptions, settings: ServerSettings) -> Iterator[None]:
@@ -151,7 +115,7 @@ class ClusterAsked:
         load_one = partial(deploy.load_llm, load)
         app = deploy.engine_application(load_one, load.max_batch_size, settings, options)
         with deploy.running(app, self.address, None) as engines:
-            model = engines.describe.remote().result().model()
-            connect = partial(deploy.connected, engines, model, deploy.watch_of(options))
+            model = engines.describe.remote().result()
+            connect = partial(deploy.connected, engines, model, options.engine_timeout)
             most = options.autoscale[1] if options.autoscale else options.replicas
             yield partial(api_app, connect, settings), most * load.max_batch_size

@@ -53,22 +53,17 @@ def demo(
 def _compare(
     console: Console, plain: LLM, speculative: LLM, prompt: BenchPrompt, params: SamplingParams
 ) -> tuple[MeasuredRun, MeasuredRun]:
+    from foredraft.bench.measure import measure
+
     console.print(Rule(f"[bold]{_TITLES[prompt.category]}[/bold]", align="left"))
     console.print(prompt.text, style="dim", markup=False, soft_wrap=True)
     runs = []
     for title, llm in (("plain", plain), ("speculative", speculative)):
         console.print(Rule(title, align="left", style="dim"))
-        runs.append(_stream(console, llm, prompt, params))
+        events = llm.stream_chat([{"role": "user", "content": prompt.text}], params)
+        runs.append(measure(events, lambda event: show_pieces(console, event.pieces)))
+        console.print()
     return runs[0], runs[1]
-
-
-def _stream(console: Console, llm: LLM, prompt: BenchPrompt, params: SamplingParams) -> MeasuredRun:
-    from foredraft.bench.measure import measure
-
-    events = llm.stream_chat([{"role": "user", "content": prompt.text}], params)
-    run = measure(events, lambda event: show_pieces(console, event.pieces))
-    console.print()
-    return run
 
 
 def _print_table(
@@ -95,18 +90,9 @@ def _print_table(
         how = f"{plan.name}, {plan.number_format}, {plan.decoder} kernels, {plan.device}"
         console.print(f"({how}; decoding only, after the first token)", style="dim")
     for prompt, plain, speculative in pairs:
-        _print_proof(console, _TITLES[prompt.category], plain, speculative)
+        is_same, title = plain.sha256 == speculative.sha256, _TITLES[prompt.category]
+        said = f"DIFFERENT: {title}: plain sha256 {plain.sha256}, speculative {speculative.sha256}"
+        if is_same:
+            said = f"identical: sha256 {plain.sha256} ({title})"
+        console.print(said, style="green" if is_same else "bold red", soft_wrap=True)
     console.print("Watch it happen, and see why each word is there: [bold]foredraft serve[/bold]")
-
-
-def _print_proof(
-    console: Console, title: str, plain: MeasuredRun, speculative: MeasuredRun
-) -> None:
-    if plain.sha256 == speculative.sha256:
-        console.print(f"identical: sha256 {plain.sha256} ({title})", style="green", soft_wrap=True)
-        return
-    console.print(
-        f"DIFFERENT: {title}: plain sha256 {plain.sha256}, speculative {speculative.sha256}",
-        style="bold red",
-        soft_wrap=True,
-    )

@@ -14,7 +14,6 @@ from foredraft.cache.memory import default_memory
 from foredraft.cli import config
 from foredraft.cli import options as o
 from foredraft.cli.display import megabytes
-from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.system.extras import EXTRAS, install_command
 
@@ -33,19 +32,10 @@ def doctor(
     tokens: Annotated[
         int, typer.Option(min=1, help="Predict memory for this many tokens of prompt and reply.")
     ] = 1024,
-    server: Annotated[
-        str | None,
-        typer.Option(help="Also ask a server that runs, such as http://127.0.0.1:8000."),
-    ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Print the resolved plan: device, dtype, kernels, memory, and what is missing.
-
-    Of a server: the drafters whose acceptance is below that measured in training.
-    """
+    """Print the resolved plan: device, dtype, kernels, memory, and what is missing."""
     report = examine(load, tokens)
-    if server is not None:
-        report["below_promise"] = below_promise(server)
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -94,29 +84,6 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
             for each in kept_models()
         ],
     }
-
-
-def below_promise(server: str) -> list[dict[str, Any]]:
-    """Drafters of a server whose first token is right less often than when they were made.
-
-    Raises:
-        ConfigError: no server of ours answers there.
-    """
-    import httpx
-    from prometheus_client.parser import text_string_to_metric_families
-
-    try:
-        answer = httpx.get(f"{server.rstrip('/')}/metrics").raise_for_status()
-        families = [*text_string_to_metric_families(answer.text)]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"--server {server} does not say its metrics: {error!r}") from error
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for family in families:
-        for sample in family.samples:
-            if {"drafter", "noise"} <= sample.labels.keys():
-                row = found.setdefault((sample.labels["drafter"], sample.labels["noise"]), {})
-                row |= sample.labels | {sample.name.partition(":")[2]: sample.value}
-    return [row for row in found.values() if row.get("drafter_below_promise")]
 
 
 def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[str, Any]:
@@ -204,14 +171,15 @@ def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
 
 
 def _show(console: Console, report: dict[str, Any]) -> None:
-    from foredraft.control.acceptance import LIKELY_CAUSES
-
     machine = report["machine"]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column()
     table.add_row("machine", f"{machine['cpu']}, {machine['threads']} threads")
-    table.add_row("instructions", _instructions(machine))
+    used = machine["instructions"] or "no kernels of ours"
+    if machine["instructions_unused"]:
+        used += f" (the CPU also has {', '.join(machine['instructions_unused'])})"
+    table.add_row("instructions", used)
     table.add_row("kernels from", machine["kernels_from"] or "nowhere: torch decodes")
     table.add_row("accelerator", machine["gpu"] or "none")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
@@ -225,7 +193,11 @@ def _show(console: Console, report: dict[str, Any]) -> None:
         table.add_row("", "")
         for label, value in _model_lines(model, report["tokens"]):
             table.add_row(f"{role}: {label}" if label == "name" else label, value)
-    _add_kept(table, report["kept"])
+    table.add_row("", "")
+    for each in report["kept"]:  # files that may be deleted: they are made again when needed
+        whose = f", for {each['model']}" if each["model"] else ""
+        gone = ", which is gone" if each["is_gone"] else ""
+        table.add_row("kept", f"{megabytes(each['bytes'])} in {each['folder']}{whose}{gone}")
     console.print(table, soft_wrap=True)
     notes = [note for model in report["models"].values() for note in model["notes"]]
     console.print()
@@ -234,14 +206,6 @@ def _show(console: Console, report: dict[str, Any]) -> None:
             console.print(remark, markup=False, soft_wrap=True)
     for note in notes:
         console.print(f"missing: {note}", style="yellow", markup=False)
-    for each in report.get("below_promise", ()):
-        line = (
-            f"drafter {each['drafter']}: its first token is right in "
-            f"{each['drafter_first_token_acceptance']:.0%} of drafts ({each['noise']}), and "
-            f"{each['drafter_promised_acceptance']:.0%} were measured when it was made; likely "
-            f"causes: {LIKELY_CAUSES}"
-        )
-        console.print(line, style="yellow", markup=False, soft_wrap=True)
     for each in report["optional"]:
         line = f"not installed: {each['package']}, for {each['for']}: {each['install']}"
         console.print(line, markup=False, soft_wrap=True)
@@ -250,20 +214,21 @@ def _show(console: Console, report: dict[str, Any]) -> None:
         console.print(left if report["optional"] else "nothing is missing", style="green")
 
 
-def _add_kept(table: Table, kept: list[dict[str, Any]]) -> None:
-    """Cached files, which may be deleted: they are made again when needed."""
-    table.add_row("", "")
-    for each in kept:
-        whose = f", for {each['model']}" if each["model"] else ""
-        gone = ", which is gone" if each["is_gone"] else ""
-        table.add_row("kept", f"{megabytes(each['bytes'])} in {each['folder']}{whose}{gone}")
-
-
 def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
+    formats, most, smaller = model["formats"], model["most_tokens_per_s"], model["in_4_bits"]
+    of = f", {'GGUF ' * model['is_gguf']}in {' and '.join(formats)}" if formats else ""
+    speed = "measured when it is loaded"
+    if most is not None:
+        speed = f"at most {most:.0f} tokens/s a request without drafts (memory bandwidth)"
+    self_draft = "no smaller copy of these weights can draft here"
+    if smaller is not None:
+        copy = megabytes(smaller["read_bytes"])
+        self_draft = f"a copy in 4 bits takes {copy} more; auto loads it where it pays"
+    states = f"{megabytes(model['state_bytes'])} for each text, with their log"
     return [
         ("name", model["name"]),
         ("directory", model["directory"]),
-        ("family", _family(model)),
+        ("family", f"{model['family']}{of}"),
         ("runs on", f"{model['device']}, {model['number_format']}"),
         ("kernels", f"{model['kernels']} ({model['backend']})"),
         ("exactness", "bit for bit" if model["exact"] else "up to near-ties of two tokens"),
@@ -273,28 +238,17 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         ("context", f"{model['max_context']} tokens"),
         ("weights", megabytes(model["weight_bytes"])),
         ("a step", _step(model)),
-        ("speed", _speed(model)),
-        ("self-draft", _self_draft(model)),
+        ("speed", speed),
+        ("self-draft", self_draft),
         (
             "KV cache",
             f"{megabytes(model['cache_bytes'])} at {tokens} tokens, {model['cache_dtype']}",
         ),
-        *_states(model),
+        *([("states", states)] if model["state_bytes"] else []),
         ("cache limit", f"{megabytes(model['cache_limit_bytes'])}, of prompts that are kept too"),
         ("work memory", f"{megabytes(model['work_bytes'])} for the longest step"),
         ("memory", f"{megabytes(model['total_bytes'])} for all of these"),
     ]
-
-
-def _states(model: dict[str, Any]) -> list[tuple[str, str]]:
-    size = model["state_bytes"]
-    return [("states", f"{megabytes(size)} for each text, with their log")] if size else []
-
-
-def _family(model: dict[str, Any]) -> str:
-    of = ", GGUF in" if model["is_gguf"] else ", in"
-    formats = f"{of} {' and '.join(model['formats'])}" if model["formats"] else ""
-    return f"{model['family']}{formats}"
 
 
 def _sampling(model: dict[str, Any]) -> str:
@@ -302,13 +256,6 @@ def _sampling(model: dict[str, Any]) -> str:
     said = f"the model's own: {', '.join(named)}" if named else "greedy unless a request says more"
     left_out = model["not_honoured"]
     return f"{said}; left out: {', '.join(left_out)}" if left_out else said
-
-
-def _speed(model: dict[str, Any]) -> str:
-    most = model["most_tokens_per_s"]
-    if most is None:
-        return "measured when it is loaded"
-    return f"at most {most:.0f} tokens/s a request without drafts (memory bandwidth)"
 
 
 def _step(model: dict[str, Any]) -> str:
@@ -321,16 +268,3 @@ def _step(model: dict[str, Any]) -> str:
         "the very weights that the model comes in" if in_4_bits["as_it_comes"] else "less precise"
     )
     return f"{reads}; {with_4}, {quality}"
-
-
-def _self_draft(model: dict[str, Any]) -> str:
-    """Memory of the drafting copy beside the weights; see the drafter self_draft."""
-    if model["in_4_bits"] is None:
-        return "no smaller copy of these weights can draft here"
-    copy = megabytes(model["in_4_bits"]["read_bytes"])
-    return f"a copy in 4 bits takes {copy} more; auto loads it where it pays"
-
-
-def _instructions(machine: dict[str, Any]) -> str:
-    used, unused = machine["instructions"] or "no kernels of ours", machine["instructions_unused"]
-    return f"{used} (the CPU also has {', '.join(unused)})" if unused else used

@@ -166,7 +166,11 @@ def _text_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file())
-            found += [p for p in inside if not _is_hidden(p.relative_to(path))]
+            parts = [each.relative_to(path).parts for each in inside]
+            is_hidden = [any(part.startswith(".") for part in each) for each in parts]
+            found += [
+                each for each, left_out in zip(inside, is_hidden, strict=True) if not left_out
+            ]
         elif path.is_file():
             found.append(path)
         else:
@@ -174,10 +178,6 @@ def _text_files(paths: Sequence[Path]) -> list[Path]:
     if not found:
         raise ConfigError(f"there are no files in {', '.join(map(str, paths))}")
     return found
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _documents(

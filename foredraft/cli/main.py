@@ -181,3 +181,7 @@ def _drop_output() -> None:
     """Drop buffered output that cannot be written, so that it is not tried again at exit."""
     with contextlib.suppress(OSError):  # it is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

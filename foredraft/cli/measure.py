@@ -92,7 +92,7 @@ def measure(
         foredraft measure --acceptance 1,2,4,8 --prompts speed-bench.jsonl --golden golden.yaml
     """
     from foredraft.bench.gains import Gains, gains_report
-    from foredraft.bench.record import Work, num_requests, record, recorded_settings
+    from foredraft.bench.record import Work, record, recorded_settings
     from foredraft.bench.report import check_outputs
     from foredraft.cli.display import progress_bar
 
@@ -108,7 +108,7 @@ def measure(
         return
     work = Work.of(llm, contest.prompts, contest.limit, params)
     settings = recorded_settings(llm, named or _usable(llm, contest.drafters))
-    total = num_requests(work, loads, 1 + len(settings))
+    total = (1 + len(settings)) * sum(len(work.under(load).prompts) for load in loads)
     with measuring(lambda text: typer.echo(text, err=True)), progress_bar(total) as advance:
         recorded = record(llm, settings, work, loads, advance)
     about = f"{load.model} at temperature {params.temperature:g}"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from foredraft.cli import options as o
 from foredraft.cli.display import megabytes, say
 from foredraft.system.paths import cache_root
-
-if TYPE_CHECKING:
-    from foredraft.models.files.local import LocalFiles
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -47,20 +44,17 @@ def list_models(as_json: o.Json = False) -> None:
         listed = [vars(each) | {"folder": str(each.folder)} for each in found]
         typer.echo(json.dumps(listed))
         return
-    rows = [
-        {"model": each.model, "kind": each.kind, "size": megabytes(each.num_bytes)}
-        | {"place": _place(each)}
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        place = f"{each.folder.parent.name}/{each.folder.name}"
+        if each.is_gone:
+            place += ", its model is gone"
+        if not each.is_here:
+            place = "downloaded by its first use"
+        size = megabytes(each.num_bytes)
+        rows.append({"model": each.model, "kind": each.kind, "size": size, "place": place})
     columns = {"model": "{model}", "kind": "{kind}", "size": "{size}", "where": "{place}"}
     Report([Table("", rows, columns)], lines=[f"\nin {cache_root()}"]).show()
-
-
-def _place(files: LocalFiles) -> str:
-    if not files.is_here:
-        return "downloaded by its first use"
-    place = f"{files.folder.parent.name}/{files.folder.name}"
-    return f"{place}, its model is gone" if files.is_gone else place
 
 
 @app.command()

@@ -16,7 +16,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    Protocol,
     TypeVar,
     Union,
     get_args,
@@ -187,20 +186,16 @@ class GrammarOptions:
         given = [spelled[name] for name, value in vars(self).items() if value is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
-        if self.json_schema is not None:
-            return _grammar_of_file(self.json_schema)
+        if (path := self.json_schema) is not None:
+            try:
+                return Grammar.json_schema(path.read_text(encoding="utf-8"))
+            except ConfigError as error:
+                raise ConfigError(f"--json-schema {path}: {error}") from error
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"the JSON schema {path} cannot be read: {error}") from error
         if self.regex is not None:
             return Grammar.regex(self.regex)
         return None if self.choices is None else Grammar.choice(self.choices)
-
-
-def _grammar_of_file(path: Path) -> Grammar:
-    try:
-        return Grammar.json_schema(path.read_text(encoding="utf-8"))
-    except ConfigError as error:
-        raise ConfigError(f"--json-schema {path}: {error}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the JSON schema {path} cannot be read: {error}") from error
 
 
 Output = Annotated[
@@ -261,17 +256,14 @@ def _common_options(
         option = typer.Option("--set", metavar="NAME=VALUE", help=help_text, hidden=True)
         annotation: Any = Annotated[list[str] | None, option]
         yield Parameter(_SET, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-    if settable or any(_is_hidden(each) for each in parameters):
+    marks = (mark for each in parameters for mark in get_args(each.annotation)[1:])
+    if settable or any(getattr(mark, "hidden", False) for mark in marks):
         option = typer.Option(
             "--help-all", help="Show every option.", is_eager=True, expose_value=False,
             callback=_show_all,
         )  # fmt: skip
         annotation = Annotated[bool, option]
         yield Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
-
-
-def _is_hidden(parameter: Parameter) -> bool:
-    return any(getattr(each, "hidden", False) for each in get_args(parameter.annotation)[1:])
 
 
 def _show_all(context: typer.Context, is_asked: bool) -> None:
@@ -359,12 +351,9 @@ class _Group:
 
     def parameters(self) -> Iterator[Parameter]:
         for each in self._fields.values():
-            annotation: Any = Annotated[self._type(each) | None, self._option(each)]
-            kind = Parameter.KEYWORD_ONLY
-            yield Parameter(each.name, kind, default=None, annotation=annotation)
-
-    def _type(self, each: _Field) -> Any:
-        return str if each.name in self._derived.parsers else each.option_type
+            kind = str if each.name in self._derived.parsers else each.option_type
+            annotation: Any = Annotated[kind | None, self._option(each)]
+            yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def _option(self, each: _Field) -> Any:
         derived = self._derived
@@ -566,17 +555,11 @@ def parse_assignments(flag: str, texts: Iterable[str]) -> dict[str, int | float 
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError(f"{flag} {text!r} is not NAME=VALUE")
-        found[name.replace("-", "_")] = _number_or_text(value)
+        found[name.replace("-", "_")] = value
+        for convert in (float, int):
+            with suppress(ValueError):
+                found[name.replace("-", "_")] = convert(value)
     return found
-
-
-def _number_or_text(text: str) -> int | float | str:
-    for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            continue
-    return text
 
 
 # ------------------------------------------------------------------------------ values with commas
@@ -610,23 +593,15 @@ def numbers(flag: str, text: str, read: type[N], low: int | None = None) -> list
 # --------------------------------------------------------------------------------- loading a model
 
 
-class LoadLLM(Protocol):
-    """Loads an LLM."""
-
-    def __call__(self, options: LoadOptions, feed: StepFeed | None = None, /) -> LLM:
-        """Load it.
-
-        Args:
-            feed: called with the record of every step.
-        """
-
-
 @contextmanager
-def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
+def tracing(path: Path | None, **about: Any) -> Iterator[Callable[..., LLM]]:
     """A loader of an LLM whose steps are written to ``path``, if given, until the end.
 
     Args:
         **about: more for the first line of the trace.
+
+    Yields:
+        A function of the `LoadOptions` and, where it takes its trace from one, a `StepFeed`.
     """
     if path is None:
         yield load_llm

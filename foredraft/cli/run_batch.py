@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.cli import cluster
 from foredraft.cli import options as o
+from foredraft.cli.cluster import ClusterAsked
 from foredraft.cli.display import progress_bar, say
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
@@ -47,6 +47,7 @@ _LOADING = replace(
 def run_batch_file(
     file: Annotated[Path, typer.Argument(help="Requests, one JSON object a line.")],
     load: Annotated[LoadOptions, _LOADING],
+    cluster: Annotated[ClusterAsked, o.Derived("Cluster", without=("engine_timeout",), shown=())],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Answers; FILE with .out.jsonl when not given."),
@@ -56,10 +57,6 @@ def run_batch_file(
         typer.Option(help="A name of the model in requests; may be repeated."),
     ] = None,
     as_json: o.Json = False,
-    ray: cluster.Ray = False,
-    replicas: cluster.Replicas = None,
-    autoscale: cluster.Autoscale = None,
-    address: cluster.Address = None,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -78,7 +75,6 @@ def run_batch_file(
 
         foredraft run-batch requests.jsonl --ray --address auto --replicas 4
     """
-    asked = cluster.ClusterAsked(ray, replicas, autoscale, address)
     output = output or file.with_name(f"{file.stem}.out.jsonl")
     if output.resolve() == file.resolve():
         raise ConfigError("requests and answers cannot be the same file")
@@ -87,11 +83,11 @@ def run_batch_file(
         missing = sum(custom_id not in answers.answered for custom_id in ids)
         summary, seconds = BatchSummary(skipped=len(ids)), 0.0
         if missing:
-            from foredraft.server.settings import LocalSettings
+            from foredraft.server.settings import local_settings
 
-            settings = LocalSettings(served_model_names=tuple(served_model_name or ()))
+            settings = local_settings(served_model_names=tuple(served_model_name or ()))
             try:
-                with _server(asked, load, settings) as (new_app, concurrency):
+                with _server(cluster, load, settings) as (new_app, concurrency):
                     start = time.perf_counter()
                     summary = _answer(new_app, concurrency, file, answers, missing)
                     seconds = time.perf_counter() - start
@@ -107,11 +103,11 @@ def run_batch_file(
 
 @contextmanager
 def _server(
-    asked: cluster.ClusterAsked, load: LoadOptions, settings: ServerSettings
+    cluster: ClusterAsked, load: LoadOptions, settings: ServerSettings
 ) -> Iterator[tuple[NewApp, int]]:
     """A function that makes the server, and the number of concurrent requests."""
-    if asked.ray:
-        with asked.asked_from_here(load, settings) as found:
+    if cluster.ray:
+        with cluster.asked_from_here(load, settings) as found:
             yield found
     else:
         from foredraft.server.app import create_app
@@ -131,14 +127,11 @@ def _answer(
             rate = so_far.completion_tokens / (time.perf_counter() - start)
             advance(f"{rate:.0f} tokens/s")
 
-        return asyncio.run(_run(new_app, concurrency, file, answers, show))
+        async def run() -> BatchSummary:
+            async with in_process(new_app) as ask:
+                return await run_batch(file, answers, ask, concurrency, show)
 
-
-async def _run(
-    new_app: NewApp, concurrency: int, file: Path, answers: AnswerFile, show: Any
-) -> BatchSummary:
-    async with in_process(new_app) as ask:
-        return await run_batch(file, answers, ask, concurrency, show)
+        return asyncio.run(run())
 
 
 def _report(

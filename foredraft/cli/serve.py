@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from foredraft.cli import cluster
 from foredraft.cli import options as o
+from foredraft.cli.cluster import ClusterAsked
 from foredraft.cli.display import megabytes, say
 from foredraft.core.errors import ConfigError, nearest
 from foredraft.options import LoadOptions
@@ -57,15 +57,12 @@ def _settings(given: Mapping[str, Any]) -> ServerSettings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        where = o.flags(ServerSettings, _SETTINGS)[name] if name in given else _variable(name)
+        variable = f"{ServerSettings.model_config.get('env_prefix', '')}{name}".upper()
+        where = o.flags(ServerSettings, _SETTINGS)[name] if name in given else variable
         value = first.get("input")
         known = re.findall(r"'(\w+)'", str(first.get("ctx", {}).get("expected", "")))
         problem = f"{where} is {value!r:.100}: {first['msg'].lower()}"
         raise ConfigError(problem + nearest(str(value), known)) from None
-
-
-def _variable(name: str) -> str:
-    return f"{ServerSettings.model_config.get('env_prefix', '')}{name}".upper()
 
 
 _FLAGS = (
@@ -90,6 +87,7 @@ _SETTINGS = o.Derived(
 def serve(
     load: Annotated[LoadOptions, _LOADING],
     settings: Annotated[ServerSettings, _SETTINGS],
+    cluster: Annotated[ClusterAsked, o.Derived("Cluster", shown=())],
     log_requests: Annotated[
         bool,
         typer.Option(
@@ -100,11 +98,6 @@ def serve(
         ),
     ] = False,
     trace: o.TraceTo = None,
-    ray: cluster.Ray = False,
-    replicas: cluster.Replicas = None,
-    autoscale: cluster.Autoscale = None,
-    address: cluster.Address = None,
-    engine_timeout: cluster.EngineTimeout = None,
 ) -> None:
     """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
 
@@ -122,28 +115,19 @@ def serve(
 
         foredraft serve --ray --replicas 2
     """
-    asked = cluster.ClusterAsked(ray, replicas, autoscale, address, engine_timeout)
     _check_certificate(settings)
-    if asked.ray:
+    if cluster.ray:
         if log_requests or trace is not None:
             raise ConfigError(
                 "--log-requests and --trace write where an engine runs: not with --ray"
             )
-        _serve_cluster(asked, load, settings)
-        return
+        with contextlib.suppress(KeyboardInterrupt), cluster.serving(load, settings):
+            say(f"Serving {load.model} at {settings.address(settings.port)}/v1", stderr=True)
+            threading.Event().wait()  # until Ctrl-C or SIGTERM
     if log_requests:
         logging.getLogger("foredraft.server.access").setLevel(logging.INFO)
     with o.tracing(trace) as load_llm:
         _run(partial(load_llm, load), settings)
-
-
-def _serve_cluster(
-    asked: cluster.ClusterAsked, load: LoadOptions, settings: ServerSettings
-) -> None:
-    """Serve from a cluster until Ctrl-C or SIGTERM."""
-    with contextlib.suppress(KeyboardInterrupt), asked.serving(load, settings):
-        say(f"Serving {load.model} at {settings.address(settings.port)}/v1", stderr=True)
-        threading.Event().wait()
 
 
 def _run(load: LoadModel, settings: ServerSettings) -> None:

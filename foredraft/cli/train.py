@@ -165,7 +165,9 @@ def train_head(
         if options.minutes is not None:
             ends_at = began + 60 * options.minutes - read_counters(out).total_s
         with settled(), _loaded_target(load, ends_at) as (llm, target, display):
-            texts = _read_texts(data, out, llm, target, display, _writing_ends_at(ends_at))
+            now = time.monotonic()
+            share = None if ends_at is None else now + _WRITING_SHARE * (ends_at - now)
+            texts = _read_texts(data, out, llm, target, display, share)
             _check_stop(display, out)
             job = Job(
                 module,
@@ -440,11 +442,6 @@ def _check_stop(display: TrainingDisplay, out: Path) -> None:
     if display.wants_stop():
         display.say(f"{out}: stopped; the same command goes on")
         raise typer.Exit(130)
-
-
-def _writing_ends_at(ends_at: float | None) -> float | None:
-    now = time.monotonic()
-    return None if ends_at is None else now + _WRITING_SHARE * (ends_at - now)
 
 
 def _command() -> str:

@@ -69,7 +69,11 @@ class TrainingDisplay(RichProgress):
     def step(self, status: Status) -> None:
         """After each step."""
         self.stage(_LEARNING)
-        self.advance(status.done, _described(status))
+        overlap = " ".join(f"{share:.2f}" for share in status.overlap)
+        left = duration(status.left_s) if status.left_s < 1e6 else "…"
+        speed = f"{status.tokens_per_s:.0f} tokens/s"
+        detail = f"loss {status.loss:.3f}, overlap {overlap}, {speed}, {left} left"
+        self.advance(status.done, detail)
 
     def evaluated(self, status: Status) -> None:
         """After each measurement."""
@@ -94,10 +98,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _described(status: Status) -> str:
-    overlap = " ".join(f"{share:.2f}" for share in status.overlap)
-    left = duration(status.left_s) if status.left_s < 1e6 else "…"
-    speed = f"{status.tokens_per_s:.0f} tokens/s"
-    return f"loss {status.loss:.3f}, overlap {overlap}, {speed}, {left} left"

@@ -35,7 +35,7 @@ except ImportError as error:
     raise ConfigError(f"clusters need Ray: pip install 'foredraft[ray]' ({error})") from error
 
 from foredraft.cluster.remote import FailOvers, RemoteEngine, Sessions
-from foredraft.cluster.replica import EngineReplica, ModelCard, RemoteModel
+from foredraft.cluster.replica import EngineReplica, RemoteModel
 from foredraft.cluster.watch import EngineWatch, RayActors
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.threads import available_cpus
@@ -129,9 +129,9 @@ class GateReplica:
 
         def connect(context: ServerContext) -> RemoteEngine:  # on a thread of its own
             found = asyncio.run_coroutine_threadsafe(model(), loop).result()
-            watch = EngineWatch(RayActors(application, _ENGINE), self._silence)
-            loop.call_soon_threadsafe(watch.begin)
-            return connected(self._engines, found, watch, context)
+            engine = connected(self._engines, found, self._silence, context, application)
+            loop.call_soon_threadsafe(engine.watch.begin)
+            return engine
 
         await asyncio.wait((describing,), timeout=_AT_ONCE)  # a new gate misses no request
         app = api_app(connect, self._settings, salt=self._salt)
@@ -144,25 +144,30 @@ class GateReplica:
         await self._context.drain()
 
     async def _describe(self) -> RemoteModel:
-        card: ModelCard = await self._engines.describe.remote()
-        return card.model()
-
-
-def watch_of(options: ClusterOptions) -> EngineWatch:
-    """Looks at the engines of an application."""
-    return EngineWatch(RayActors(_NAME, _ENGINE), options.engine_timeout)
+        model: RemoteModel = await self._engines.describe.remote()
+        return model
 
 
 def connected(
-    engines: DeploymentHandle, model: RemoteModel, watch: EngineWatch, context: ServerContext
+    engines: DeploymentHandle,
+    model: RemoteModel,
+    silence: float,
+    context: ServerContext,
+    application: str = _NAME,
 ) -> RemoteEngine:
-    """The engine of a gate."""
+    """The engine of a gate.
+
+    Args:
+        silence: see `ClusterOptions.engine_timeout`.
+    """
     counter = context.metrics.counter
     context.metrics.leave_steps_out()
+    _ = model.tokenizer  # read now, and not by the first request
     fail_overs = FailOvers(
         counter("resumed", "How often a reply went on in another replica."),
         counter("lost", "Replies that ended as their replica died."),
     )
+    watch = EngineWatch(RayActors(application, _ENGINE), silence)
     return RemoteEngine(engines, model, fail_overs, context.settings.request_timeout, watch)
 
 
@@ -299,7 +304,11 @@ def running(
         if settings is None:
             serve.start(proxy_location="Disabled")
         else:
-            serve.start(proxy_location="EveryNode", http_options=_http(settings))
+            at = {"host": settings.host, "port": settings.port}  # of Ray's proxies
+            for name in ("ssl_certfile", "ssl_keyfile"):
+                if (file := getattr(settings, name)) is not None:
+                    at[name] = str(file)
+            serve.start(proxy_location="EveryNode", http_options=at)
         route = None if settings is None else "/"
         yield serve.run(application, name=_NAME, route_prefix=route)
     finally:
@@ -317,10 +326,3 @@ def _drain(seconds: float) -> None:
         serve.get_app_handle(_NAME).broadcast("drain").results(timeout_s=seconds)
     except (RayError, RayServeException, TimeoutError) as error:
         _log.warning("not every gate has ended its replies: %s", error)
-
-
-def _http(settings: ServerSettings) -> dict[str, Any]:
-    """Addresses of Ray's proxies in front of the gates."""
-    files = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
-    given = {name: str(path) for name, path in files.items() if path is not None}
-    return {"host": settings.host, "port": settings.port, **given}

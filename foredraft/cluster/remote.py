@@ -187,6 +187,7 @@ class RemoteEngine:
 
     Attributes:
         llm: the same as ``model``.
+        watch: the same as that argument.
         is_alive: a gate's process has nothing that a restart would mend.
     """
 
@@ -201,14 +202,14 @@ class RemoteEngine:
         watch: EngineWatch,
     ) -> None:
         self._handle, self.llm, self._fail_overs = handle, model, fail_overs
-        self._patience, self._watch = patience, watch
+        self._patience, self.watch = patience, watch
         self._ids = itertools.count()
         self._live: set[_Reply] = set()
 
     @property
     def is_healthy(self) -> bool:
         """Whether an engine takes requests."""
-        return self._watch.has_engine
+        return self.watch.has_engine
 
     def stats(self) -> EngineStats:
         """Counts of this gate's replies alone."""
@@ -254,7 +255,7 @@ class RemoteEngine:
 
     async def aclose(self, *, drain: bool = True) -> None:
         """Watch engines no more; closing a reply's stream ends it."""
-        self._watch.close()
+        self.watch.close()
 
     def _replies(
         self,
@@ -331,7 +332,7 @@ class RemoteEngine:
                 if isinstance(item, ForedraftError):
                     raise item
                 if isinstance(item, str):
-                    self._watch.see(item)
+                    self.watch.see(item)
                     if not reply.accepted.done():
                         reply.accepted.set_result(None)
                     continue

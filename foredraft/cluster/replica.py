@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,22 +44,11 @@ class AskedReply:
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """The engines' model as a gate sees it: a `ServedModel`."""
-
-    name: str | None
-    tokenizer: Tokenizer | None
-    max_context: int
-    vocab_size: int
-    drafter_name: str
-    sampling_defaults: Mapping[str, float] | None
-
-
-@dataclass(frozen=True)
-class ModelCard:
-    """The description of a model for gates, which do not have its files.
+    """The engines' model as a gate sees it, which does not have its files: a `ServedModel`.
 
     Attributes:
-        name, max_context, vocab_size, drafter_name, sampling_defaults: see `ServedModel`.
+        name, max_context, vocab_size, drafter_name, sampling_defaults, tokenizer: see
+            `ServedModel`.
         tokenizer_files: of the tokenizer, by name.
     """
 
@@ -70,21 +60,19 @@ class ModelCard:
     tokenizer_files: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, llm: LLM) -> ModelCard:
+    def of(cls, llm: LLM) -> RemoteModel:
         files = llm.tokenizer.files if llm.tokenizer else {}
         facts = llm.max_context, llm.vocab_size, llm.drafter_name, llm.sampling_defaults
         return cls(llm.name, *facts, files)
 
-    def model(self) -> RemoteModel:
-        """The described model with a tokenizer in this process."""
-        tokenizer = None
-        if self.tokenizer_files:
-            with TemporaryDirectory(prefix="foredraft-") as directory:
-                for name, content in self.tokenizer_files.items():
-                    Path(directory, name).write_bytes(content)
-                tokenizer = Tokenizer(Path(directory))
-        facts = self.max_context, self.vocab_size, self.drafter_name, self.sampling_defaults
-        return RemoteModel(self.name, tokenizer, *facts)
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        if not self.tokenizer_files:
+            return None
+        with TemporaryDirectory(prefix="foredraft-") as directory:
+            for name, content in self.tokenizer_files.items():
+                Path(directory, name).write_bytes(content)
+            return Tokenizer(Path(directory))
 
 
 class EngineReplica:
@@ -102,9 +90,9 @@ class EngineReplica:
         self._name = ray.get_runtime_context().get_actor_name() or ""
         self._engine = AsyncLLM(load(), max_waiting=max_waiting, give_back_after=give_back_after)
 
-    def describe(self) -> ModelCard:
+    def describe(self) -> RemoteModel:
         """The model's description for gates."""
-        return ModelCard.of(self._engine.llm)
+        return RemoteModel.of(self._engine.llm)
 
     async def open(self, asked: AskedReply) -> AsyncIterator[Item]:
         """Run a reply: an item when it is accepted, and one a step.

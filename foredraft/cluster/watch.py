@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
@@ -13,19 +13,6 @@ from ray import serve
 _log = logging.getLogger("foredraft.cluster")
 _PERIOD = 1.0
 """Seconds between two looks."""
-
-
-class Actors(Protocol):
-    """The engines' processes, by name; `RayActors`."""
-
-    def beat(self, name: str) -> Awaitable[object]:
-        """Done when the process has answered; raises if it is gone."""
-
-    def end(self, name: str) -> None:
-        """End a process, whatever it is at. May wait."""
-
-    def num_running(self) -> int:
-        """Engines that take requests. May wait."""
 
 
 class RayActors:
@@ -40,10 +27,12 @@ class RayActors:
         self._found: dict[str, Any] = {}
 
     def beat(self, name: str) -> Awaitable[object]:
+        """Done when the process has answered; raises if it is gone."""
         answer: Awaitable[object] = self._actor(name).__ray_ready__.remote()
         return answer
 
     def end(self, name: str) -> None:
+        """End a process, whatever it is at. May wait."""
         ray.kill(self._actor(name))
 
     def _actor(self, name: str) -> Any:
@@ -52,6 +41,7 @@ class RayActors:
         return self._found[name]
 
     def num_running(self) -> int:
+        """Engines that take requests. May wait."""
         application = serve.status().applications.get(self._application)
         found = application.deployments.get(self._deployment) if application else None
         return 0 if found is None else int(found.replica_states.get("RUNNING", 0))
@@ -73,7 +63,7 @@ class EngineWatch:
         has_engine: whether an engine takes requests; True until the first look.
     """
 
-    def __init__(self, actors: Actors, silence: float) -> None:
+    def __init__(self, actors: RayActors, silence: float) -> None:
         self._actors, self._silence = actors, silence
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._counting: asyncio.Task[None] | None = None
@@ -110,14 +100,11 @@ class EngineWatch:
                 await asyncio.sleep(_PERIOD)
         except TimeoutError:
             _log.error("%s has been silent for %g seconds and is ended", name, self._silence)
-            await self._ended(name)
+            try:
+                await asyncio.to_thread(self._actors.end, name)
+            except Exception as error:  # another gate was first
+                _log.info("%s: %s", name, error)
         except Exception as error:  # it is gone, or is being replaced
             _log.info("%s is watched no more: %s", name, error)
         finally:
             self._watching.pop(name, None)
-
-    async def _ended(self, name: str) -> None:
-        try:
-            await asyncio.to_thread(self._actors.end, name)
-        except Exception as error:  # another gate was first
-            _log.info("%s: %s", name, error)

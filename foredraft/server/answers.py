@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
 from pydantic import BaseModel
@@ -16,8 +16,10 @@ from starlette.responses import Response
 
 from foredraft.server.context import ServerContext
 from foredraft.server.errors import ApiError, as_api_error
+from foredraft.server.generation import GenerationRequest, ReplyState
 from foredraft.server.resume import StreamPlace
-from foredraft.server.wire import JsonResponse, event_stream
+from foredraft.server.usage import speculation_of
+from foredraft.server.wire import JsonResponse, SseResponse, data_event
 
 T = TypeVar("T")
 DEFAULTS_HEADER = "x-foredraft-sampling-defaults"
@@ -58,61 +60,52 @@ Context = Annotated[ServerContext, Depends(context_of)]
 Called = Annotated[Caller, Depends(caller_of)]
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(12)}"
-
-
 def now() -> int:
     return int(time.time())
 
 
-class GenerationAsked(Protocol):
-    """The generation that a request asks for; see `GenerationRequest`."""
-
-    @property
-    def ignored(self) -> Sequence[str]: ...
-    @property
-    def model_defaults(self) -> Mapping[str, float]: ...
-    @property
-    def place(self) -> StreamPlace | None: ...
-
-
-class AnswerWriter(Protocol):
+class AnswerWriter(ABC):
     """Writes the answer to one request in the form of its API."""
 
-    def whole(self) -> Coroutine[Any, Any, dict[str, Any]]:
+    def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
+        self.context, self.request = context, request
+        self.tokenizer = context.tokenizer  # a server that drains has none for new requests
+
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]:
         """The whole answer at the end."""
 
+    @abstractmethod
     def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as a stream, an event a step."""
 
     def error_event(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""
+        return data_event(error.for_openai)
+
+    def metrics(self, replies: Sequence[ReplyState]) -> dict[str, Any]:
+        """The field ``metrics`` of an answer, where it has one."""
+        figures = speculation_of(replies, self.context.settings.request_metrics)
+        return {"metrics": figures} if figures else {}
 
 
-async def respond(
-    writer: AnswerWriter,
-    wanted: GenerationAsked,
-    is_stream: bool | None,
-    context: ServerContext,
-    request: Request,
-) -> Response:
+async def respond(writer: AnswerWriter, is_stream: bool | None, http: Request) -> Response:
     """The answer, whole or as a stream.
 
-    Args:
-        wanted: what is generated. Headers name its fields without effect, and the model's
-            own sampling defaults that count.
+    Headers name the request's fields without effect, and the model's own sampling defaults that
+    count.
     """
-    names = [name for name in sorted(wanted.ignored) if name.isascii() and name.isprintable()][
-        :_MAX_IGNORED
-    ]
-    headers = {IGNORED_HEADER: ", ".join(name[:_MAX_NAME] for name in names)} if names else {}
-    if wanted.model_defaults:
-        named = (f"{name}={value:g}" for name, value in wanted.model_defaults.items())
+    request, headers = writer.request, dict[str, str]()
+    names = [name for name in sorted(request.ignored) if name.isascii() and name.isprintable()]
+    if names:
+        headers[IGNORED_HEADER] = ", ".join(name[:_MAX_NAME] for name in names[:_MAX_IGNORED])
+    if request.model_defaults:
+        named = (f"{name}={value:g}" for name, value in request.model_defaults.items())
         headers[DEFAULTS_HEADER] = ", ".join(named)
     if is_stream:
-        return await stream_of(context, writer.stream(), writer.error_event, headers, wanted.place)
-    answer = await _unless_gone(request, writer.whole())
+        events = writer.stream(), writer.error_event
+        return await stream_of(writer.context, *events, headers, request.place)
+    answer = await _unless_gone(http, writer.whole())
     return await asyncio.to_thread(JsonResponse, answer, 200, headers)
 
 
@@ -137,7 +130,7 @@ async def stream_of(
     def name(event: bytes) -> bytes:
         return event if place is None else place.named(event)
 
-    async def guarded() -> AsyncIterator[bytes]:
+    async def guarded() -> AsyncGenerator[bytes, None]:
         try:
             if first and (named := name(first)):
                 yield named
@@ -149,7 +142,7 @@ async def stream_of(
         finally:
             await events.aclose()
 
-    return event_stream(guarded(), context.settings.ping_interval, headers)
+    return SseResponse(guarded(), context.settings.ping_interval, headers)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -158,8 +151,13 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientDisconnect: the client has disconnected.
     """
+
+    async def until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_until_gone(request))
+    watching = asyncio.ensure_future(until_gone())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -170,11 +168,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         if not working.done():
             working.cancel()
             await asyncio.wait((working,))
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class ErrorDetail(BaseModel):

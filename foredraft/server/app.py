@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
@@ -110,7 +109,8 @@ def api_app(
     )
     app.state.context = context
     app.include_router(info.probes)
-    named_keys = _named_keys(context)
+    # In the OpenAPI document routes need a key, which the `Gate` checks.
+    named_keys = [Security(HTTPBearer(auto_error=False))] if context.keys else []
     for routes in _ROUTES:
         app.include_router(routes.router, dependencies=named_keys)
     # Starlette raises exceptions that only the handler of Exception takes again, and logs them as
@@ -122,21 +122,15 @@ def api_app(
     return app
 
 
-def _named_keys(context: ServerContext) -> list[Any]:
-    """Marks routes in the OpenAPI document as needing a key; the `Gate` checks it."""
-    return [Security(HTTPBearer(auto_error=False))] if context.keys else []
-
-
-def _is_open(path: str) -> bool:
-    """Whether a path needs no key."""
-    return path in info.OPEN_PATHS or is_page_file(path)
-
-
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:
     """Starlette calls the middleware that was added last first."""
     settings = context.settings
+
+    def is_open(path: str) -> bool:
+        return path in info.OPEN_PATHS or is_page_file(path)
+
     app.add_middleware(BodyLimits, settings=settings)
-    app.add_middleware(Gate, keys=context.keys, settings=settings, is_open=_is_open)
+    app.add_middleware(Gate, keys=context.keys, settings=settings, is_open=is_open)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

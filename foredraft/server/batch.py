@@ -193,7 +193,8 @@ class AnswerFile:
             try:
                 value = json.loads(line)
                 custom_id, status = value["custom_id"], value["response"]["status_code"]
-                if not _may_succeed_later(status):
+                is_final = status < 500 and status not in (408, 409, 429)
+                if is_final:  # the same request will not get a reply another time
                     self.answered.add(custom_id)
                     self.num_failed += status != 200
             except (ValueError, LookupError, TypeError):
@@ -203,11 +204,6 @@ class AnswerFile:
                 ) from None
             end += len(line)
         return end
-
-
-def _may_succeed_later(status: int) -> bool:
-    """Whether the same request may get a reply another time."""
-    return status in (408, 409, 429) or status >= 500
 
 
 @dataclass

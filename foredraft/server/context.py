@@ -10,21 +10,20 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.engine.request import RequestOptions
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.engine import LoadEngine, ServedEngine, ServedModel
-from foredraft.server.errors import ApiError, too_many, unavailable
+from foredraft.server.errors import ApiError, in_words_of, too_many, unavailable
 from foredraft.server.formats import format_of, takes_tools
 from foredraft.server.formats.base import Format, Spell
 from foredraft.server.gate import ApiKeys
-from foredraft.server.generation import Generation
+from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.metrics import Metrics
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import spans_to
@@ -60,17 +59,8 @@ class StepFeed:
                 _log.warning("a watcher of steps failed and is dropped: %s", error, exc_info=error)
 
 
-class Abortable(Protocol):
-    """Work for a client that the server may have to end early."""
-
-    async def abort(self, error: ApiError) -> None:
-        """End it; its reader gets ``error``."""
-
-    async def expire(self, error: ApiError) -> None:
-        """End it because its time is over; its reader gets all that is there, or ``error``."""
-
-
-A = TypeVar("A", bound=Abortable)
+End = Callable[[ApiError], Coroutine[Any, Any, None]]
+"""Ends work for a client early."""
 T = TypeVar("T")
 P = ParamSpec("P")
 LARGE = 64 << 10
@@ -109,7 +99,7 @@ class ServerContext:
         self._engine: ServedEngine | None = None
         self._readers = ThreadPoolExecutor(_NUM_READERS, "foredraft-read", lower_priority)
         self._is_draining, self._is_hurried = False, False
-        self._live: set[Abortable] = set()
+        self._live: set[End] = set()
         self._num_live_of: Counter[str] = Counter()  # replies, by key
 
     async def start(self) -> None:
@@ -247,31 +237,28 @@ class ServerContext:
         return hashlib.sha256(self._salt + text.encode("utf-8", "replace")).hexdigest()[:32]
 
     @contextlib.asynccontextmanager
-    async def generation(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        tenant: str | None,
-        priority: int = 0,
-        session: str | None = None,
-        *,
-        scores_only: bool = False,
-        arrived: float | None = None,
-    ) -> AsyncIterator[Generation]:
-        """Running replies; on exit, unfinished ones are aborted. See `Generation.open`.
+    async def generation(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+        """Running replies; on exit, unfinished ones are aborted.
 
         Raises:
-            ApiError: 503 while the server cannot serve.
-            QueueFullError, PromptError, ConfigError: as `ServedEngine.open_all`.
+            ApiError: 503 while the server cannot serve, 429: its key has too many under way.
+            QueueFullError, EngineStoppedError, PromptError, ConfigError: as
+                `ServedEngine.open_all`.
         """
-        with self._counted(tenant, len(prompts) * params.n):
-            generation = await Generation.open(
-                *(self.engine, prompts, params, tenant, priority, session),
-                scores_only=scores_only,
-                arrived=arrived,
+        with (
+            self.spans.request(request) as watched,
+            in_words_of(request.names),  # only the engine compiles a grammar
+            self._counted(request.tenant, len(request.prompts) * request.params.n),
+        ):
+            stream = await self.engine.open_all(
+                request.asked(self.llm),
+                tenant=request.tenant,
+                priority=request.priority,
+                session=request.session,
             )
+            watched.append(generation := Generation(stream, request))
             try:
-                async with self.under_way(generation):
+                async with self.under_way(generation.abort, generation.expire):
                     yield generation
             finally:
                 try:
@@ -302,8 +289,14 @@ class ServerContext:
             self._num_live_of += Counter()  # forgets those without any
 
     @contextlib.asynccontextmanager
-    async def under_way(self, work: A) -> AsyncIterator[A]:
-        """Work that a drain waits for. It expires after `ServerSettings.request_timeout`."""
+    async def under_way(self, abort: End, expire: End) -> AsyncIterator[None]:
+        """Work that a drain waits for. It expires after `ServerSettings.request_timeout`.
+
+        Args:
+            abort: ends the work; its reader gets the error.
+            expire: ends it because its time is over; its reader gets all that is there, or the
+                error.
+        """
         late = ApiError(
             408,
             f"the reply was not over after {self.settings.request_timeout:g} seconds",
@@ -313,14 +306,14 @@ class ServerContext:
         loop, aborts = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         timer = loop.call_later(
             self.settings.request_timeout,
-            lambda: aborts.add(loop.create_task(work.expire(late))),
+            lambda: aborts.add(loop.create_task(expire(late))),
         )
-        self._live.add(work)
+        self._live.add(abort)
         try:
-            yield work
+            yield
         finally:
             timer.cancel()
-            self._live.discard(work)
+            self._live.discard(abort)
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those under way; after a time they are aborted."""
@@ -329,8 +322,8 @@ class ServerContext:
         while self._live and time.monotonic() < until and not self._is_hurried:
             await asyncio.sleep(0.05)
         error = unavailable("the server shut down before the reply was over", "draining")
-        for work in [*self._live]:
-            await work.abort(error)
+        for abort in [*self._live]:
+            await abort(error)
         last = time.monotonic() + 2.0
         while self._live and time.monotonic() < last:
             await asyncio.sleep(0.02)
@@ -346,26 +339,14 @@ async def _on_a_thread_that_may_be_left(call: Callable[[], T]) -> T:
 
     `asyncio.to_thread` takes a thread of the pool, which the event loop joins when it closes.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # from now on only `run` can end it
 
     def run() -> None:
-        result: T | None = None
-        problem: BaseException | None = None
         try:
-            result = call()
+            done.set_result(call())
         except BaseException as error:
-            problem = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, problem)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="foredraft-load", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

@@ -214,14 +214,19 @@ class BodyLimits:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            try:
+                body = await self._read(headers, receive)
+            except ApiError:
+                await _discard(receive, 4 * self._settings.max_body_bytes)
+                raise
+            if body is None:
+                return
+            await self._check(headers, body)
         except ApiError as error:
             error.headers["Connection"] = "close"
-            await _discard(receive, 4 * self._settings.max_body_bytes)
             await error.response(scope["path"])(scope, receive, send)
-            return
-        if body is None:
             return
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -240,11 +245,14 @@ class BodyLimits:
             raise _too_large(limit)
         try:
             async with asyncio.timeout(self._settings.body_timeout):
-                body = await _collect(receive, limit)
+                return await _collect(receive, limit)
         except TimeoutError:
             raise ApiError(408, "the body did not come in time", code="body_timeout") from None
+
+    async def _check(self, headers: Headers, body: bytes) -> None:
+        """Refuse a body that has come and is no JSON within bounds."""
         if not body:
-            return body
+            return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, f"content-type is {kind!r:.100}; it must be application/json")
@@ -256,7 +264,6 @@ class BodyLimits:
                 f"the body nests lists and objects deeper than {self._settings.max_depth}",
                 code="too_deep",
             )
-        return body
 
 
 async def _collect(receive: Receive, limit: int) -> bytes | None:
@@ -319,7 +326,10 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, request_id = time.perf_counter(), 0, _request_id(scope)
+        began, status = time.perf_counter(), 0
+        given = Headers(scope=scope).get("x-request-id", "")
+        is_usable = _REQUEST_ID.fullmatch(given)
+        request_id = given if is_usable else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {}).update(request_id=request_id, arrived=began)
 
         async def noting(message: Message) -> None:
@@ -338,11 +348,6 @@ class AccessLog:
             self._metrics.add_response(route, status)
             if _log.isEnabledFor(logging.INFO):
                 _log.info(json.dumps(_line(scope, route, status, time.perf_counter() - began)))
-
-
-def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 def _line(scope: Scope, route: str, status: int, seconds: float) -> dict[str, Any]:

@@ -1,19 +1,93 @@
-"""The replies of one HTTP request while the engine generates them."""
+"""A generation request, and its replies while the engine generates them."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 from foredraft.core.params import SamplingParams
 from foredraft.engine.engine import check_ids, context_holds
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.server.engine import ServedEngine, ServedModel, ServedReplies
+from foredraft.server.engine import ServedModel, ServedReplies
 from foredraft.server.errors import ApiError
-from foredraft.server.pace import Paced
+from foredraft.server.formats.base import Format
+from foredraft.server.replies import ReplyParser
 from foredraft.server.resume import StreamPlace
+from foredraft.server.tools import NO_TOOLS, ToolUse
+
+if TYPE_CHECKING:
+    from foredraft.server.usage import ExpectedText
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """The generation that one HTTP request asks for.
+
+    Attributes:
+        operation: what kind of request it is, as OpenTelemetry's conventions call it.
+        model: the name to answer with.
+        prompts: token ids of each prompt.
+        params: of every reply; ``n`` replies to each prompt.
+        tenant: the owner of the request.
+        priority: requests of higher numbers go first.
+        session: see `ServedEngine.open_all`.
+        arrived: when it came, in seconds of `time.perf_counter`.
+        names: by sampling parameter the field that it came from.
+        model_defaults: sampling parameters that the model's makers name, where the request does
+            not.
+        ignored: fields without effect here.
+        form: the model's form of thoughts and calls.
+        prediction: the text that the reply is expected to repeat; None: none is named.
+        tools: that a reply may call.
+        thinks: whether a reply may begin with thoughts.
+        in_thoughts: whether the prompt has opened them.
+        scores_only: whether nothing is to be generated: the prompts are only scored, and the log
+            probabilities of a prompt's last token are reported as those of its reply.
+        place: in the stream of one reply; None: it cannot be resumed.
+        reply_id: a part of the ids of the answer.
+    """
+
+    operation: Literal["chat", "text_completion"]
+    model: str
+    prompts: tuple[list[int], ...]
+    params: SamplingParams
+    tenant: str | None
+    priority: int
+    session: str | None
+    arrived: float
+    names: Mapping[str, str] = field(default_factory=dict)
+    model_defaults: Mapping[str, float] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    form: Format = field(default_factory=Format)
+    prediction: ExpectedText | None = None
+    tools: ToolUse = NO_TOOLS
+    thinks: bool = False
+    in_thoughts: bool = False
+    scores_only: bool = False
+    place: StreamPlace | None = None
+
+    @cached_property
+    def reply_id(self) -> str:
+        return secrets.token_hex(12) if self.place is None else self.place.now.reply_id
+
+    def new_parser(self) -> ReplyParser:
+        tools, is_one = self.tools.tools, not self.tools.parallel
+        return ReplyParser(self.form, tools, self.thinks, self.in_thoughts, is_one)
+
+    def asked(self, model: ServedModel) -> list[tuple[list[int], SamplingParams]]:
+        """The prompts and parameters that the engine is given.
+
+        Raises:
+            PromptError: a prompt to be scored is longer than the context, or its last token is no
+                id.
+        """
+        if not self.scores_only:
+            return [(prompt, self.params) for prompt in self.prompts]
+        return [_scoring(model, prompt, self.params) for prompt in self.prompts]
 
 
 @dataclass
@@ -46,9 +120,13 @@ class ReplyState:
 
 
 class Generation:
-    """The events of one or more replies, in the order in which they come. Made by `open`.
+    """The events of one or more replies, in the order in which they come.
 
     It must be closed. That ends unfinished replies within one step.
+
+    Args:
+        stream: of the engine.
+        request: events of a resumed one are cut where its client stopped reading.
 
     Attributes:
         replies: by index: prompts one after the other, n to each.
@@ -56,106 +134,45 @@ class Generation:
         began: when it was asked for, in seconds of `time.perf_counter`.
     """
 
-    def __init__(
-        self, stream: ServedReplies, prompt_sizes: Sequence[int], n: int, began: float
-    ) -> None:
-        self._stream = stream
+    def __init__(self, stream: ServedReplies, request: GenerationRequest) -> None:
+        self._stream, self._place = stream, request.place
         self._indices = {number: index for index, number in enumerate(stream.request_ids)}
-        self.replies = [ReplyState(size) for size in prompt_sizes for _ in range(n)]
-        self.num_prompt_tokens = sum(prompt_sizes)
-        self.began = began
+        sizes = [len(prompt) for prompt in request.prompts]
+        self.replies = [ReplyState(size) for size in sizes for _ in range(request.params.n)]
+        self.num_prompt_tokens = sum(sizes)
+        self.began = request.arrived
         self._error: ApiError | None = None
         self._is_late = False
         self._num_open = len(self.replies)
-        self._paced: Paced | None = None
-        self._place: StreamPlace | None = None
-        self._cut: deque[Event] = deque()
 
-    @classmethod
-    async def open(
-        cls,
-        engine: ServedEngine,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        tenant: str | None,
-        priority: int,
-        session: str | None = None,
-        *,
-        scores_only: bool = False,
-        arrived: float | None = None,
-    ) -> Generation:
-        """Submit all prompts, or none of them.
-
-        Args:
-            scores_only: no reply is wanted: the log probabilities of a prompt's last token are
-                reported as those of its reply.
-            arrived: when the request came; None: now.
-
-        Raises:
-            QueueFullError, EngineStoppedError, PromptError, ConfigError: as
-                `ServedEngine.open_all`.
-        """
-        began = time.perf_counter() if arrived is None else arrived
-        asked = [
-            _scoring(engine.llm, prompt, params) if scores_only else (prompt, params)
-            for prompt in prompts
-        ]
-        stream = await engine.open_all(asked, tenant=tenant, priority=priority, session=session)
-        return cls(stream, [len(prompt) for prompt in prompts], params.n, began)
-
-    def pace(self) -> None:
-        """From now on events come with one token each, at an even pace."""
-        self._paced = Paced(self._steps())
-
-    def follow(self, place: StreamPlace) -> None:
-        """From now on events are cut where the client of a broken stream stopped reading."""
-        self._place = place
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> tuple[int, Event]:
-        """The index of a reply, and its next event.
+    def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """The index of a reply and its next event, as long as there are any.
 
         Raises:
             ApiError: a reply failed, or the server ended it early (`abort`).
         """
-        if self._place is None:
-            return await (self._next() if self._paced is None else self._paced.next())
-        while not self._cut:
-            self._cut.extend(self._place.cut((await self._next())[1]))
-        self._place.took(event := self._cut.popleft())
-        return 0, event
+        events = self._events()
+        return events if self._place is None else self._place.follow(events)
 
-    async def _steps(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events, one for each step."""
-        while True:
+    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+        while self._num_open:
             try:
-                yield await self._next()
+                event = await anext(self._stream)
             except StopAsyncIteration:
-                return
-
-    async def _next(self) -> tuple[int, Event]:
-        if not self._num_open:
-            raise StopAsyncIteration
-        try:
-            event = await anext(self._stream)
-        except StopAsyncIteration:
-            raise self._ended from None
-        if self._is_late:
-            event = _as_long_as_it_is(event)
-        index = self._indices[event.request_id]
-        self.replies[index].add(event)
-        if event.result is not None:
-            self._num_open -= 1
-            self._check(event.result)
-        return index, event
+                raise self._ended from None
+            result = event.result if self._is_late else None
+            if result and result.token_ids and result.finish_reason == "cancelled":
+                event = event._replace(result=replace(result, finish_reason="length"))
+            index = self._indices[event.request_id]
+            self.replies[index].add(event)
+            if event.result is not None:
+                self._num_open -= 1
+                self._check(event.result)
+            yield index, event
 
     async def aclose(self) -> None:
         """End unfinished replies. It never waits."""
         await self._stream.aclose()
-        if self._paced is not None:
-            await self._paced.aclose()
 
     async def abort(self, error: ApiError) -> None:
         """End all replies early. The reader gets ``error``."""
@@ -180,14 +197,6 @@ class Generation:
             raise ApiError(400, text, param=result.error_field, code=result.error_code)
         if result.finish_reason == "error":
             raise ApiError(500, f"the reply failed: {result.error}", code="generation_failed")
-
-
-def _as_long_as_it_is(event: Event) -> Event:
-    """The end of a reply whose time was over: it keeps its text."""
-    result = event.result
-    if result is None or result.finish_reason != "cancelled" or not result.token_ids:
-        return event
-    return event._replace(result=replace(result, finish_reason="length"))
 
 
 def _scoring(

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 from fastapi import APIRouter, FastAPI, HTTPException
@@ -29,8 +27,6 @@ from foredraft.server.errors import ApiError, too_many
 from foredraft.server.page_runs import Lanes, RunBody, run_lanes
 from foredraft.server.wire import JsonResponse, data_event
 from foredraft.system.machine import cpu_name
-from foredraft.trace.files import Trace, parse_trace
-from foredraft.trace.stretches import stretches_of
 from foredraft.version import __version__
 
 PAGE = Path(__file__).parent / "page"
@@ -64,28 +60,6 @@ class ForwardBody(BaseModel):
     num_tokens: Annotated[int, Field(ge=1, le=MAX_FORWARD_TOKENS)]
 
 
-class ReplayBody(BaseModel):
-    """A trace, line by line, without the evidence for its verdicts."""
-
-    model_config = ConfigDict(extra="forbid")
-    trace: str
-
-
-def replay_report(trace: Trace) -> dict[str, Any]:
-    """Where the time of a trace went, by request."""
-    requests = [
-        {
-            "request_id": number,
-            "stretches": [
-                asdict(each) | {"ms_per_token": each.ms_per_token}
-                for each in stretches_of(trace, number)
-            ],
-        }
-        for number in trace.request_ids
-    ]
-    return {"requests": requests}
-
-
 class _Page:
     """The page's state: its lanes, once there is a model, and how many runs are under way."""
 
@@ -93,14 +67,12 @@ class _Page:
         self._context, self._llm = context, llm
         self._under_way: Counter[str] = Counter()
         self._forward = asyncio.Lock()
-
-    @cached_property
-    def _lanes(self) -> Lanes:
-        return Lanes(self._llm())
+        self._lanes: Lanes | None = None
 
     @property
     def lanes(self) -> Lanes:
         _ = self._context.engine  # raises while the server drains
+        self._lanes = self._lanes or Lanes(self._llm())
         return self._lanes
 
     async def stream(self, body: RunBody, key_id: str | None) -> AsyncGenerator[bytes, None]:
@@ -116,12 +88,18 @@ class _Page:
         page_runs = self._context.metrics.page_runs
         with self._one_of_few("runs"), page_runs.track_inprogress():
             tenant = self._context.tenant(key_id, None)
-            async with self._context.under_way(_Run()) as run:
+            errors = list[ApiError]()  # of a drain or a timeout, which end the run
+
+            async def end(error: ApiError) -> None:
+                errors.append(error)
+
+            async with self._context.under_way(end, end):
                 steps = await run_in_threadpool(lambda: run_lanes(self.lanes, body, tenant))
                 try:
                     yield b""
                     while (step := await run_in_threadpool(next, steps, None)) is not None:
-                        run.check()
+                        if errors:
+                            raise errors[0]
                         yield data_event(step)
                 finally:
                     with anyio.CancelScope(shield=True):
@@ -151,27 +129,6 @@ class _Page:
             self._under_way[kind] -= 1
 
 
-class _Run:
-    """A run of the page, which a drain or a timeout may end: see `ServerContext.under_way`."""
-
-    def __init__(self) -> None:
-        self._error: ApiError | None = None
-
-    async def abort(self, error: ApiError) -> None:
-        self._error = self._error or error
-
-    expire = abort
-
-    def check(self) -> None:
-        """Raise the error that ended the run, if any."""
-        if self._error is not None:
-            raise self._error
-
-
-def _error_event(error: ApiError) -> bytes:
-    return data_event({"type": "error", "message": error.message})
-
-
 def is_page_file(path: str) -> bool:
     """Whether a path is that of the page itself: its files hold no data and need no key."""
     return path == "/" or path.startswith("/page/files/")
@@ -183,16 +140,25 @@ def include_page(app: FastAPI, context: ServerContext, llm: Callable[[], LLM]) -
     Args:
         llm: returns the served model once it is loaded; the page inspects it.
     """
-    page, files = _Page(context, llm), _read_files()
+    page = _Page(context, llm)
+    # In memory, so that no path from a request is ever opened.
+    files = {
+        path.relative_to(PAGE).as_posix(): (path.read_bytes(), _TYPES[path.suffix])
+        for path in sorted(PAGE.rglob("*"))
+        if path.suffix in _TYPES
+    }
     router = APIRouter(include_in_schema=False)
-
-    @router.get("/")
-    async def index() -> Response:
-        return _file(files, "index.html")
 
     @router.get("/page/files/{name:path}")
     async def file(name: str) -> Response:
-        return _file(files, name)
+        if name not in files:
+            raise HTTPException(404, "the page has no such file")
+        content, kind = files[name]
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    @router.get("/")
+    async def index() -> Response:
+        return await file("index.html")
 
     @router.get("/page/info")
     async def info() -> Response:
@@ -209,11 +175,11 @@ def include_page(app: FastAPI, context: ServerContext, llm: Callable[[], LLM]) -
     @router.post("/page/run")
     async def run(body: RunBody, request: Request) -> Response:
         events = page.stream(body, request.state.key_id)
-        return await stream_of(context, events, _error_event)
 
-    @router.post("/page/replay")
-    async def replay(body: ReplayBody) -> Response:
-        return JsonResponse(await run_in_threadpool(lambda: replay_report(parse_trace(body.trace))))
+        def error_event(error: ApiError) -> bytes:
+            return data_event({"type": "error", "message": error.message})
+
+        return await stream_of(context, events, error_event)
 
     @router.post("/page/forward")
     async def forward(body: ForwardBody) -> Response:
@@ -222,19 +188,3 @@ def include_page(app: FastAPI, context: ServerContext, llm: Callable[[], LLM]) -
         return JsonResponse({"num_tokens": body.num_tokens, "ms": round(ms, 3)})
 
     app.include_router(router)
-
-
-def _read_files() -> Mapping[str, tuple[bytes, str]]:
-    """All files of the page in memory, so that no path from a request is ever opened."""
-    return {
-        path.relative_to(PAGE).as_posix(): (path.read_bytes(), _TYPES[path.suffix])
-        for path in sorted(PAGE.rglob("*"))
-        if path.suffix in _TYPES
-    }
-
-
-def _file(files: Mapping[str, tuple[bytes, str]], name: str) -> Response:
-    if name not in files:
-        raise HTTPException(404, "the page has no such file")
-    content, kind = files[name]
-    return Response(content, media_type=kind, headers=_HEADERS)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -98,8 +97,7 @@ class Lanes:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._made: OrderedDict[LaneSpec, _Watched] = OrderedDict()
-        self._lock = threading.Lock()
+        self._made = lru_cache(_MAX_LLMS)(self._make)
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -114,13 +112,7 @@ class Lanes:
         """
         if spec.drafter is not None and spec.drafter not in self.drafters:
             raise unknown("drafter", spec.drafter, self.drafters)
-        with self._lock:
-            if spec not in self._made:
-                self._made[spec] = _Watched(self._llm, self._options_for(spec))
-                if len(self._made) > _MAX_LLMS:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(spec)
-            return self._made[spec]
+        return self._made(spec)
 
     def info(self) -> dict[str, Any]:
         """The model, its drafters, and the time of a forward of n tokens."""
@@ -163,17 +155,15 @@ class Lanes:
         ids = tokenizer.encode_chat([m.model_dump() for m in messages])
         return ids + tokenizer.encode(begin, add_special_tokens=False) if begin else ids
 
-    def _options_for(self, spec: LaneSpec) -> LoadOptions:
-        asked = self._llm.options
-        if spec.drafter is None:
-            given = spec.num_draft_tokens
-            return asked if given is None else replace(asked, num_draft_tokens=given)
-        size = spec.num_draft_tokens
-        if size is None:
-            size = drafter_spec(spec.drafter).num_draft_tokens
-        if spec.drafter == self._llm.drafter_name:
-            return replace(asked, num_draft_tokens=size)
-        return LoadOptions(drafter=spec.drafter, num_draft_tokens=size)
+    def _make(self, spec: LaneSpec) -> _Watched:
+        asked, size = self._llm.options, spec.num_draft_tokens
+        if spec.drafter is not None:
+            size = drafter_spec(spec.drafter).num_draft_tokens if size is None else size
+            if spec.drafter != self._llm.drafter_name:
+                asked = LoadOptions(drafter=spec.drafter)
+        if size is not None:
+            asked = replace(asked, num_draft_tokens=size)
+        return _Watched(self._llm, asked)
 
 
 class _Watched:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -78,7 +78,24 @@ class StreamPlace:
     _held: list[Event] = field(default_factory=list)
     _is_cut: bool = False
 
-    def cut(self, event: Event) -> Iterator[Event]:
+    async def follow(
+        self, events: AsyncIterator[tuple[int, Event]]
+    ) -> AsyncIterator[tuple[int, Event]]:
+        """The events of the reply from now on."""
+        async for index, event in events:
+            for each in self._cut(event):
+                size, count = len(_text(each)), len(each.token_ids)
+                self.now = replace(
+                    self.now,
+                    characters=self.now.characters + size,
+                    tokens=self.now.tokens + count,
+                    step_characters=size,
+                    step_tokens=count,
+                    num_events=0,
+                )
+                yield index, each
+
+    def _cut(self, event: Event) -> Iterator[Event]:
         """The event; those up to where the client lost the stream come as two.
 
         They are all up to its last step, and that step. A step brings as many tokens as its drafts
@@ -112,18 +129,6 @@ class StreamPlace:
         yield parts[1] if last is not None else parts[1]._replace(result=event.result)
         if last is not None:
             yield last._replace(result=event.result)
-
-    def took(self, event: Event) -> None:
-        """The stream is about to tell of an event."""
-        size, count = len(_text(event)), len(event.token_ids)
-        self.now = replace(
-            self.now,
-            characters=self.now.characters + size,
-            tokens=self.now.tokens + count,
-            step_characters=size,
-            step_tokens=count,
-            num_events=0,
-        )
 
     def named(self, event: bytes) -> bytes:
         """An event with its id; empty if the client has it."""

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 Names = Annotated[tuple[str, ...], NoDecode]
 Positive = Annotated[float, Field(gt=0)]
@@ -175,27 +170,13 @@ class ServerSettings(BaseSettings):
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-class LocalSettings(ServerSettings):
+def local_settings(**given: Any) -> ServerSettings:
     """Settings of a server that its own process calls: no keys, and next to no limits.
 
     The environment is not read: its variables are meant for `foredraft serve`.
     """
-
-    max_waiting: Annotated[int, Field(ge=0)] = _WITHOUT_LIMIT
-    max_body_bytes: Count = _WITHOUT_LIMIT
-    max_n: Count = _WITHOUT_LIMIT
-    max_replies: Count = _WITHOUT_LIMIT
-    max_messages: Count = _WITHOUT_LIMIT
-    max_tools: Count = _WITHOUT_LIMIT
-    request_timeout: Positive = _NEVER
-    body_timeout: Positive = _NEVER
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *other_sources: PydanticBaseSettingsSource,
-        **named_sources: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
+    counts = ("max_waiting", "max_body_bytes", "max_n", "max_replies", "max_messages", "max_tools")
+    values: dict[str, Any] = {"_env_prefix": "no variable: "}
+    values |= dict.fromkeys(counts, _WITHOUT_LIMIT)
+    values |= dict.fromkeys(("request_timeout", "body_timeout"), _NEVER)
+    return ServerSettings(**values | given)

@@ -7,36 +7,22 @@ package ``opentelemetry`` is imported only if spans are sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foredraft.core.params import SamplingParams
 from foredraft.server.errors import ApiError
-from foredraft.server.generation import Generation, ReplyState
+from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.system.extras import needs_extra
 from foredraft.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-Operation = Literal["chat", "text_completion"]
-"""As the conventions call it."""
 _HEADERS = ("traceparent", "tracestate")
-
-
-class RequestSpan:
-    """The span of one request, while it lasts."""
-
-    def __init__(self) -> None:
-        self.generation: Generation | None = None
-
-    def watch(self, generation: Generation) -> None:
-        """Report this generation's usage at the end."""
-        self.generation = generation
 
 
 class RequestSpans:
@@ -55,20 +41,21 @@ class RequestSpans:
         return self._provider is not None
 
     @contextmanager
-    def request(
-        self, operation: Operation, model: str, params: SamplingParams
-    ) -> Iterator[RequestSpan]:
-        """The span of a request, which lasts as long as the block."""
-        watched = RequestSpan()
+    def request(self, request: GenerationRequest) -> Iterator[list[Generation]]:
+        """The span of a request, which lasts as long as the block.
+
+        Yields:
+            A list for its generation, whose usage is reported at the end.
+        """
+        watched = list[Generation]()
         if self._tracer is None:
             yield watched
             return
         from opentelemetry.trace import SpanKind, StatusCode
 
-        attributes = _attributes(operation, model, params)
-        span = self._tracer.start_span(
-            f"{operation} {model}", kind=SpanKind.SERVER, attributes=attributes
-        )
+        name = f"{request.operation} {request.model}"
+        attributes = _attributes(request)
+        span = self._tracer.start_span(name, kind=SpanKind.SERVER, attributes=attributes)
         try:
             yield watched
         except BaseException as error:
@@ -77,8 +64,8 @@ class RequestSpans:
             span.set_status(StatusCode.ERROR)
             raise
         finally:
-            if watched.generation is not None:
-                span.set_attributes(_outcome(watched.generation))
+            for generation in watched:
+                span.set_attributes(_outcome(generation))
             span.end()
 
     def close(self) -> None:
@@ -94,12 +81,13 @@ def _error_type(error: BaseException) -> str:
     return "client_disconnected" if is_gone else type(error).__name__
 
 
-def _attributes(operation: Operation, model: str, params: SamplingParams) -> dict[str, Any]:
+def _attributes(request: GenerationRequest) -> dict[str, Any]:
+    params = request.params
     attributes = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": request.operation,
         "gen_ai.provider.name": "foredraft",
-        "gen_ai.request.model": model,
-        "gen_ai.response.model": model,
+        "gen_ai.request.model": request.model,
+        "gen_ai.response.model": request.model,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -125,13 +113,9 @@ def _outcome(generation: Generation) -> dict[str, Any]:
     if results:
         made["gen_ai.response.finish_reasons"] = [result.finish_reason for result in results]
         made["gen_ai.usage.cache_read.input_tokens"] = sum(r.num_cached_tokens for r in results)
-    if (first := _first_arrival(replies)) is not None:
-        made["gen_ai.response.time_to_first_chunk"] = first - generation.began
+    if arrived := [reply.arrived[0] for reply in replies if reply.arrived]:
+        made["gen_ai.response.time_to_first_chunk"] = min(arrived) - generation.began
     return made
-
-
-def _first_arrival(replies: Sequence[ReplyState]) -> float | None:
-    return min((reply.arrived[0] for reply in replies if reply.arrived), default=None)
 
 
 def spans_to(endpoint: str | None) -> RequestSpans:

@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.server.formats.base import Format
-from foredraft.server.generation import ReplyState
+from foredraft.server.generation import GenerationRequest, ReplyState
 
 _MAX_MASKS = 256
 """Most distinct tokens of a prediction whose bit masks are cached."""
@@ -17,18 +16,16 @@ _MAX_MASKS = 256
 
 def usage_of(
     replies: Sequence[ReplyState],
-    n: int,
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
     repeated: Sequence[Repeated] = (),
-    thoughts: Thoughts | None = None,
 ) -> dict[str, Any]:
     """OpenAI's ``usage`` of replies that are over, or under way.
 
     Args:
-        n: replies to a prompt; a prompt counts once.
         repeated: what each of them repeats of a prediction; empty: there is none.
-        thoughts: counts those of a reply, where there may be some.
     """
-    prompts = replies[::n]
+    prompts = replies[:: request.params.n]  # a prompt counts once
     num_prompt = sum(reply.num_prompt_tokens for reply in prompts)
     num_reply = sum(reply.num_tokens for reply in replies)
     usage: dict[str, Any] = {
@@ -38,49 +35,37 @@ def usage_of(
         "prompt_tokens_details": {"cached_tokens": num_cached(prompts)},
     }
     details: dict[str, int] = {}
-    if thoughts or repeated:
-        details["reasoning_tokens"] = sum(map(thoughts, replies)) if thoughts else 0
-    if repeated:
-        details |= _prediction_details(repeated)
+    if request.thinks or repeated:
+        counts = (num_reasoning(reply, request, tokenizer) for reply in replies)
+        details["reasoning_tokens"] = sum(counts)
+    if repeated:  # independent of the drafter
+        accepted = sum(each.count for each in repeated)
+        rejected = sum(each.num_predicted for each in repeated) - accepted
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = rejected
     return usage | ({"completion_tokens_details": details} if details else {})
 
 
-class Thoughts:
-    """Counts the tokens of a reply that is over up to the end of its thoughts.
+def num_reasoning(reply: ReplyState, request: GenerationRequest, tokenizer: Tokenizer) -> int:
+    """Tokens of a reply that is over up to the end of its thoughts."""
+    if not request.thinks:
+        return 0
 
-    Args:
-        form: the model's form of them.
-        in_thoughts: whether the prompt has opened them.
-    """
+    def text(size: int) -> str:
+        return tokenizer.decode([*tokens[:size]], skip_special_tokens=False)
 
-    def __init__(self, tokenizer: Tokenizer, form: Format, in_thoughts: bool) -> None:
-        self._tokenizer, self._form, self._in_thoughts = tokenizer, form, in_thoughts
-
-    def __call__(self, reply: ReplyState) -> int:
-        tokens = reply.result.token_ids if reply.result is not None else ()
-        text = self._text(tokens)
-        if not (self._in_thoughts or text.lstrip().startswith(self._form.think)):
-            return 0
-        end = self._form.end_think
-        if end not in text:
-            return len(tokens)
-        sizes = range(len(tokens) + 1)
-        return bisect_left(sizes, True, key=lambda size: end in self._text(tokens[:size]))
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+    tokens = reply.result.token_ids if reply.result is not None else ()
+    whole, end = text(len(tokens)), request.form.end_think
+    if not (request.in_thoughts or whole.lstrip().startswith(request.form.think)):
+        return 0
+    if end not in whole:
+        return len(tokens)
+    return bisect_left(range(len(tokens) + 1), True, key=lambda size: end in text(size))
 
 
 def num_cached(replies: Sequence[ReplyState]) -> int:
     """Prompt tokens that were cached; known at the end."""
     return sum(reply.result.num_cached_tokens for reply in replies if reply.result is not None)
-
-
-def _prediction_details(repeated: Sequence[Repeated]) -> dict[str, int]:
-    """OpenAI's token counts of a prediction, independent of the drafter."""
-    accepted = sum(each.count for each in repeated)
-    rejected = sum(each.num_predicted for each in repeated) - accepted
-    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
 class ExpectedText:

@@ -10,9 +10,9 @@ from typing import Any, TextIO, TypeVar
 from pydantic import ValidationError
 
 from foredraft.core.errors import ConfigError
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.trace.format import VERSION, TracedRun, TracedStep
 from foredraft.trace.record import Tracer
-from foredraft.trace.texts import Decoding
 from foredraft.version import __version__
 
 _T = TypeVar("_T", TracedRun, TracedStep)
@@ -43,7 +43,7 @@ class TraceFile:
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._write(TracedRun(foredraft=__version__, started=started, **about))
 
-    def tracer(self, tokenizer: Decoding | None = None) -> Tracer:
+    def tracer(self, tokenizer: Tokenizer | None = None) -> Tracer:
         """The `Tracer` for an engine that writes to this file."""
         return Tracer(self._write, tokenizer)
 
@@ -79,19 +79,10 @@ def read_trace(path: Path) -> Trace:
             the message names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from error
-    return parse_trace(text, f"the trace {path}")
-
-
-def parse_trace(text: str, name: str = "the trace") -> Trace:
-    """Read the lines of a trace; raises as `read_trace`.
-
-    Args:
-        name: what messages call it.
-    """
-    lines = text.splitlines()
+    name = f"the trace {path}"
     if not lines:
         raise ConfigError(f"{name} is empty")
     run = _parsed(TracedRun, lines[0], name, 1)

@@ -109,15 +109,6 @@ class TracedDraft(_Line):
     draft_probs: tuple[float, ...] | None = None
     target_probs: tuple[float | None, ...] | None = None
 
-    @property
-    def own_chances(self) -> tuple[float, ...] | None:
-        """The drafter's estimate for each node alone, once all above it are accepted."""
-        if self.chances is None:
-            return None
-        above = [1.0 if parent < 0 else self.chances[parent] for parent in self.parents]
-        pairs = zip(self.chances, above, strict=True)
-        return tuple(min(1.0, here / before) if before else here for here, before in pairs)
-
 
 class Committed(_Line):
     """A token of the text and its origin. ``text``: whole characters it completed."""

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 from foredraft.core.record import RowStep, StepRecord, StepTimes
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.trace import format as f
-from foredraft.trace.texts import Decoding, TokenTexts
+from foredraft.trace.texts import TokenTexts
 from foredraft.trace.why import why
 
 
@@ -22,21 +23,23 @@ class Tracer:
         tokenizer: the target's, for texts; None leaves them empty.
     """
 
-    def __init__(self, sink: Callable[[f.TracedStep], None], tokenizer: Decoding | None) -> None:
+    def __init__(self, sink: Callable[[f.TracedStep], None], tokenizer: Tokenizer | None) -> None:
         self._sink, self._texts = sink, TokenTexts(tokenizer)
         self._began, self._num_steps = time.perf_counter(), 0
 
-    def read_with(self, tokenizer: Decoding | None) -> None:
+    def read_with(self, tokenizer: Tokenizer | None) -> None:
         """Set the tokenizer, if it was not known at the beginning."""
         self._texts = TokenTexts(tokenizer)
 
     def __call__(self, record: StepRecord) -> None:
         at_ms = 1e3 * (time.perf_counter() - self._began)
+        parts = vars(record.times).items()  # those of single drafters are left out
+        times = {name: round(ms, 3) for name, ms in parts if name != "drafters"}
         step = f.TracedStep.model_construct(
             type="step",
             step=self._num_steps,
             at_ms=round(at_ms, 3),
-            times=_rounded(record.times),
+            times=StepTimes(**times),
             num_waiting=record.num_waiting,
             num_preempted=record.num_preempted,
             rows=tuple(map(self._row, record.rows)),
@@ -75,9 +78,3 @@ class Tracer:
             )
             for i, token in enumerate(row.committed)
         ]
-
-
-def _rounded(times: StepTimes) -> StepTimes:
-    """Without those of single drafters."""
-    parts = {name: ms for name, ms in vars(times).items() if name != "drafters"}
-    return StepTimes(**{name: round(ms, 3) for name, ms in parts.items()})

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Protocol
 
-from foredraft.engine.text import NewDecoder, TokenDecoder
+from foredraft.engine.text import TokenDecoder
+from foredraft.models.text.tokenizer import Tokenizer
 
 _MAX_DECODERS = 4096
 """More than the requests that ever run at once."""
-
-
-class Decoding(Protocol):
-    """The part of a tokenizer that traces use."""
-
-    def token_text(self, token: int) -> str: ...
-
-    @property
-    def new_decoder(self) -> NewDecoder: ...
 
 
 class TokenTexts:
@@ -27,7 +18,7 @@ class TokenTexts:
         tokenizer: the target's.
     """
 
-    def __init__(self, tokenizer: Decoding | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._decoders: OrderedDict[int, TokenDecoder] = OrderedDict()  # the last used behind
 

@@ -65,13 +65,14 @@ def why(row: RowStep, texts: TokenTexts) -> tuple[f.Why | None, f.TracedDraft]:
         return None, _draft(row.proposal, texts, {})
     evidence, proposal = verdict.evidence, verdict.evidence.proposal
     laws = {node: _Probs(law) for node, law in _laws(proposal, verdict, evidence)}
+    scale = laws[ROOT].law.scale if ROOT in laws else None
     rule = "target-only"
     if isinstance(proposal, DrawnProposal):
         rule = "block" if proposal.tree.is_chain else "traversal"
     told = f.Why.model_construct(
         rule=rule,
         seed=evidence.seed,
-        temperature=_temperature(laws),
+        temperature=0.0 if scale is None else _rounded(1.0 / scale),
         laws=tuple(_node_law(n, probs, proposal, verdict, texts) for n, probs in laws.items()),
         decisions=tuple(_decisions(evidence)),
         residual=_residual(evidence.residual_V, verdict.next_token, texts),
@@ -86,11 +87,6 @@ def _laws(proposal: Proposal, verdict: Verdict, evidence: Evidence) -> Iterable[
             yield node, evidence.law(node)
         except Exception:  # no law there: where it matters, the verdict says so
             continue
-
-
-def _temperature(laws: dict[int, _Probs]) -> float:
-    scale = laws[ROOT].law.scale if ROOT in laws else None
-    return 0.0 if scale is None else _rounded(1.0 / scale)
 
 
 def _node_law(

@@ -11,12 +11,14 @@ from typing import Any, cast
 
 import pytest
 from torch import Tensor
+from typer.testing import CliRunner
 
 from foredraft.audit.faults import FAULTS, Fault, TokenRule, planted
 from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.own import AuditedReply, OwnAudit, _shortened
 from foredraft.audit.plain import Margins
+from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules.base import Rules
@@ -284,3 +286,20 @@ def test_a_mistake_at_a_depth_that_few_drafts_have_is_found() -> None:
     audit.llm.with_drafter = faulty  # type: ignore[method-assign, assignment]
     assert sorted(audit._depths) == [3, 16]
     assert audit.margins_and_law()[0].verdict == Finding.DIFFERENT
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--drafter", "none"), "nothing to audit"),
+        (("--detect", "0"), "detect is 0.0"),
+        (("--set", "alpha=0.9"), "alpha is 0.9"),
+        (("--plain-endpoint", "http://127.0.0.1:1"), "goes with an endpoint"),
+        (("--endpoint", "localhost:8000"), "no address"),
+        (("--output", "/no/such/place/audit.json"), "no folder"),
+    ],
+)
+def test_what_cannot_be_used_is_said_at_once(options: tuple[str, ...], says: str) -> None:
+    error = CliRunner().invoke(app, ["audit", *options]).exception
+    assert isinstance(error, ConfigError)
+    assert says in str(error)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from foredraft.bench.acceptance import ALL, Counts, figures, synthetic_report, write_golden
 from foredraft.bench.gains import Gain, Gains, gains_report
 from foredraft.bench.load import Served, ServedStep
+from foredraft.bench.prompts import built_in_prompts, load_prompts
 from foredraft.bench.record import (
     PLAIN,
     Recording,
     Runner,
     Setting,
     Work,
-    num_requests,
     record,
     recorded_settings,
 )
+from foredraft.bench.report import check_outputs, write_json
+from foredraft.core.cost import CostModel
+from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from foredraft.system.machine import energy_joules
+from tests.bench.test_commands import measure
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +114,12 @@ def test_recordings_hold_every_request_under_every_load(llm: LLM, work: Work) ->
     settings = recorded_settings(llm, [Setting("suffix"), Setting("auto")])
     assert [each.num_draft_tokens for each in settings] == [2, 4, 16, None]
     found = record(llm, settings, work, [1, 3], told.append)
-    assert len(told) == num_requests(work, [1, 3], 5)
-    for load, recorded in found.items():
-        plain, others = recorded.plain, [each[-1] for each in recorded.drafters]
-        assert [len(each) for each in recorded.drafters] == [3, 1]
+    assert len(told) == 5 * sum(len(work.under(load).prompts) for load in (1, 3))
+    for load, (plain, *others) in found.items():
         assert (plain.setting, plain.load) == (Setting(PLAIN), load)
-        assert [each.setting.drafter for each in others] == ["suffix", "auto"]
+        assert [each.setting.drafter for each in others] == ["suffix"] * 3 + ["auto"]
         assert all([*each.texts] == [*range(6)] for each in (plain, *others) if load == 1)
-        assert [each.num_different(plain) for each in others] == [0, 0]
+        assert [each.num_different(plain) for each in others] == [0] * 4
         others[0].texts[0] = (1,)  # type: ignore[index]
         assert others[0].num_different(plain) == 1
     facts = gains_report(Gains.of(found), "a table", ["odd", "even"] * 3).as_dict()
@@ -160,3 +164,134 @@ def test_energy_is_shown_where_the_machine_tells_it(llm: LLM, work: Work, tmp_pa
     assert "J/token" not in gains.table().columns
     told = replace(gains, by_load={1: [replace(gains.by_load[1][0], joules=0.5)]})
     assert "J/token" in told.table().columns
+
+
+SETTING = Setting("ngram", 4)
+
+
+def test_it_is_one_and_accepted_by_drafts_and_the_mean_is_of_categories() -> None:
+    counts = [
+        Counts("coding", drafts=10, drafted=40, accepted=20, tokens=30, seconds=1.0),
+        Counts("coding", drafts=10, drafted=40, accepted=0, tokens=10, seconds=1.0),
+        Counts("writing", drafts=0, drafted=0, accepted=0, tokens=10, seconds=0.5),
+    ]
+    coding, writing, mean = figures(SETTING, counts)
+    assert coding["acceptance_length"] == 2.0
+    assert coding["acceptance_rate"] == 0.25
+    assert coding["tokens_per_s"] == 20.0
+    assert writing["acceptance_length"] == 1.0
+    assert mean["category"] == ALL
+    assert mean["acceptance_length"] == 1.5
+    low, high = mean["interval"]
+    assert low == 1.0 < 1.5 < high == 2.0, "prompts are drawn within their category"
+
+
+def test_a_golden_file_is_that_of_coding(tmp_path: Path) -> None:
+    counts = [Counts(kind, 10, 40, 17, 27, 1.0) for kind in ("coding", "writing")]
+    rows = [row for n in (1, 2) for row in figures(Setting("ngram", n), counts)]
+    write_golden(tmp_path / "g.yaml", "m", rows, "output_len: 4096")
+    text = (tmp_path / "g.yaml").read_text()
+    assert "# dataset: coding | output_len: 4096" in text
+    assert text.endswith("m:\n  thinking_off:\n    1: 2.70\n    2: 2.70\n")
+    with pytest.raises(ConfigError, match="one drafter"):
+        write_golden(tmp_path / "g", "m", [*rows, *figures(Setting("suffix"), counts)], "")
+
+
+def test_a_synthetic_length_is_priced_by_the_forwards() -> None:
+    report = synthetic_report(3.0, CostModel(((1, 10.0), (3, 10.0), (12, 40.0))), [1, 4], 8)
+    [table] = report.tables
+    assert [row["drafted"] for row in table.rows] == [*range(2, 9)], "fewer cannot bring three"
+    assert table.rows[0]["at1"] == pytest.approx(3.0)
+    assert table.rows[0]["at4"] < 1.5
+
+
+def test_every_turn_is_asked_through_the_command(checkpoint: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "speed.jsonl", tmp_path / "out.json"
+    entry = {"question_id": 7, "category": "coding", "turns": ["the ferry", "the ferry again"]}
+    path.write_text(json.dumps(entry) + "\n")
+    assert load_prompts(str(path))[0].turns == ("the ferry", "the ferry again")
+    asked = ("--acceptance", "1,3", "--drafters", "ngram", "--prompts", str(path))
+    golden = ("--golden", str(tmp_path / "g.yaml"), "--output", str(out))
+    result = measure(checkpoint, *asked, *golden)
+    assert result.exit_code == 0, result.exception
+    rows = json.loads(out.read_text())["acceptance"]
+    assert [(row["category"], row["draft_length"]) for row in rows] == [
+        *(("coding", 1), (ALL, 1), ("coding", 3), (ALL, 3)),
+    ]
+    assert all(1.0 <= row["acceptance_length"] <= 1 + row["draft_length"] for row in rows)
+    assert "thinking_off" in (tmp_path / "g.yaml").read_text()
+
+
+def test_a_synthetic_length_below_one_is_refused(checkpoint: Path) -> None:
+    assert measure(checkpoint, "--acceptance-length", "1.5").exit_code == 0
+    error = measure(checkpoint, "--acceptance-length", "0.5").exception
+    assert "a step commits at least one token" in str(error)
+
+
+def test_a_file_carries_its_provenance(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_json(str(path), {"figure": 3}, seed=5)
+    report = json.loads(path.read_text())
+    assert report["figure"] == 3
+    assert report["seed"] == 5
+    assert {"command", "revision", "date", "machine"} <= set(report)
+    assert {"cpu", "gpu", "threads", "versions"} <= set(report["machine"])
+
+
+def test_the_switch_of_the_kernels_is_part_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
+    monkeypatch.setattr("sys.argv", ["/usr/bin/foredraft", "measure"])
+    path = tmp_path / "out.json"
+    write_json(str(path), {}, seed=0)
+    assert json.loads(path.read_text())["command"] == "FOREDRAFT_KERNELS=off foredraft measure"
+
+
+def test_a_place_that_cannot_be_written_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_json("/no/such/folder/out.json", {}, seed=0)
+
+
+def test_outputs_are_checked_before_anything_is_measured(tmp_path: Path) -> None:
+    check_outputs(None)
+    check_outputs(str(tmp_path / "out.json"))
+    with pytest.raises(ConfigError, match="no folder"):
+        check_outputs(str(tmp_path / "no" / "out.json"))
+
+
+def test_any_number_of_built_in_prompts_is_a_fair_mix() -> None:
+    assert [p.category for p in load_prompts(None, 3)] == ["chat", "summarise", "edit"]
+    assert load_prompts(None, 3) == load_prompts(None)[:3] == list(built_in_prompts()[:3])
+    assert len(load_prompts(None)) == 10
+
+
+def test_a_limit_takes_from_every_category(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"{c}{i}", "category": c, "turns": [f"{c} {i}"]} for c in "ab" for i in range(5)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert [p.id for p in load_prompts(str(path), 4)] == ["a0", "b0", "a1", "b1"]
+    assert len(load_prompts(str(path), 99)) == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no prompts"),
+        ('{"id": 1}', "line 1"),
+        ("{", "line 1"),
+        ('{"id":1,"category":"a","turns":[]}', "line 1"),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_prompts(str(path))
+
+
+def test_a_missing_file_and_a_limit_of_nothing_are_errors() -> None:
+    with pytest.raises(ConfigError, match="no such prompts file"):
+        load_prompts("no/such/file.jsonl")
+    with pytest.raises(ConfigError, match="limit is 0"):
+        load_prompts(None, 0)

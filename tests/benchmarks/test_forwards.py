@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.floor import Machine
 from benchmarks.forwards import DrafterStepper, Size, TargetStepper, text, time_steps
+from benchmarks.priors import SeenReply, measure_priors
 from benchmarks.random_model import random_config, random_weights
 from foredraft.drafters import build_drafter
 from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.text.confidence import Priors, priors
 from foredraft.models.table import TableModel
 
 
@@ -53,3 +61,62 @@ def test_shapes_are_those_of_the_models_they_are_named_after(name: str, millions
 def test_the_text_repeats_and_stays_in_every_vocabulary() -> None:
     assert len(set(text(500))) < 100
     assert max(text(500)) < 100
+
+
+VOCAB_SIZE = 64
+
+
+def cycle(tokens: Sequence[int], count: int) -> list[int]:
+    return [tokens[i % len(tokens)] for i in range(count)]
+
+
+def measured(*replies: SeenReply) -> Priors:
+    # Holds the token after each one likeliest: right about 0, 1, 2, … and nothing else.
+    rows = [[0.9 if j == (i + 1) % VOCAB_SIZE else 0.1 / 63 for j in range(64)] for i in range(64)]
+    target = TableModel(VOCAB_SIZE, lambda text: rows[text[-1]])
+    return measure_priors(target, replies, lambda _: None)
+
+
+def test_a_text_that_goes_in_circles() -> None:
+    found, known = measured(SeenReply([9, 9], cycle([1, 2, 3, 4, 5], 200))), priors()
+    assert found.repeated_text[-1] > known.repeated_text[-1] or found.repeated_text[-1] > 0.99
+    assert found.followed == pytest.approx(known.followed)
+    assert found.other_text == pytest.approx(known.other_text)
+    # 1 to 4 were followed by what the target held likeliest, 5 never was.
+    assert 0.7 < found.ranks[3][0] < 0.9
+
+
+def test_a_text_of_chance_makes_matches_less_likely() -> None:
+    draw = random.Random(0)
+    text = [draw.randrange(VOCAB_SIZE) for _ in range(300)]
+    found = measured(SeenReply([1], text))
+    assert found.repeated_text[0] < 0.5 * priors().repeated_text[0]
+    assert found.ranks[0][0] < 0.5 * priors().ranks[0][0]
+
+
+def test_earlier_replies_are_other_texts() -> None:
+    draw = random.Random(0)
+    text = [draw.randrange(VOCAB_SIZE) for _ in range(80)]
+    found = measured(SeenReply([1], text), SeenReply([2], text))
+    assert found.other_text[-1] > priors().other_text[-1]
+
+
+def test_what_was_expected_and_came() -> None:
+    draw = random.Random(0)
+    text = [draw.randrange(VOCAB_SIZE) for _ in range(80)]
+    found, known = measured(SeenReply([1], text, expected=text)), priors()
+    assert found.followed[-1] > known.followed[-1] or found.followed[-1] > 0.99
+    assert found.replaced == pytest.approx(known.replaced)
+
+
+def test_priors_are_written_as_the_package_reads_them(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "priors.json"
+    options = ["--model", str(checkpoint), "--dtype", "float32", "--max-tokens", "4"]
+    arguments = ["priors", *options, "--limit", "2"]
+    printed = CliRunner().invoke(app, arguments)
+    assert printed.exit_code == 0
+    assert CliRunner().invoke(app, [*arguments, "--write", str(file)]).exit_code == 0
+    text = file.read_text()
+    assert printed.stdout.endswith(text)
+    assert Priors.parse(text)
+    assert "python -m benchmarks priors --max-tokens 4" in text

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.corrector import correct_text, with_faults, write_prompts
+from benchmarks.noisy_model import add_noise
 from benchmarks.quality import WINDOW, measure_quality, windows
+from benchmarks.random_model import Shape, random_config, random_weights
+from benchmarks.same_text import ALONE, COMPANY, MODEL, Parted, TextLog, Texts, write_all
 from benchmarks.texts import BUILT_IN, read_text
+from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
+from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 
 VOCAB = 11
@@ -86,3 +95,85 @@ def test_texts(tmp_path: Path) -> None:
         read_text(str(path))
     with pytest.raises(ConfigError, match="cannot read the text"):
         read_text(str(tmp_path / "missing.txt"))
+
+
+def test_texts_have_some_faults_and_are_otherwise_as_they_were(tmp_path: Path) -> None:
+    texts = write_prompts(tmp_path / "prompts.jsonl", 6)
+    for wrong, right in texts.items():
+        kept = set(wrong.split()) & set(right.split())
+        assert len(set(right.split()) - kept) in range(1, 16)
+        assert len(kept) > 0.6 * len(set(right.split()))
+    found = load_prompts(str(tmp_path / "prompts.jsonl"))
+    assert [prompt.text for prompt in found] == list(texts)
+
+
+def test_a_seed_gives_the_same_text() -> None:
+    first, second = (correct_text(random.Random(4)) for _ in range(2))
+    assert first == second
+    assert with_faults(random.Random(1), first) == with_faults(random.Random(1), first) != first
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> NativeTarget:
+    tiny = Shape(64, 128, 2, 4, 2, 16, 1000, True)
+    monkeypatch.setattr("benchmarks.random_model.shapes", lambda: {"tiny": tiny})
+    config = random_config("tiny")
+    return NativeTarget(config, random_weights(config, torch.float32, "cpu"))
+
+
+def test_every_matrix_moves_by_the_share_of_its_spread(target: NativeTarget) -> None:
+    before = [matrix.clone() for matrix in target.weights.matrices()]
+    add_noise(target, 0.1)
+    changes = []
+    for old, new in zip(before, target.weights.matrices(), strict=True):
+        changes.append((new - old).flatten()[:1000])
+        assert float((new - old).std() / old.std()) == pytest.approx(0.1, rel=0.1)
+    assert len({tuple(change.tolist()) for change in changes}) == len(changes)
+
+
+def test_models_without_such_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match="native"):
+        add_noise(None, 0.1)
+
+
+PROMPTS = {name: [number] for number, name in enumerate("abcde")}
+
+
+class Counting:
+    """Writes three tokens; with company, those of the prompt 3 end otherwise."""
+
+    name, ways = "engine", (ALONE, MODEL, COMPANY)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def write(self, way: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Texts:
+        self.asked.append((way, len(prompts)))
+        return [[ids[0], 7, 8 + (way == COMPANY and ids[0] == 3)] for ids in prompts]
+
+
+def test_it_counts_texts_that_differ_and_where(tmp_path: Path) -> None:
+    engine = Counting()
+    found = write_all(engine, PROMPTS, SamplingParams(), 2, TextLog(tmp_path / "log", {}))
+    assert found == [
+        Parted("engine", MODEL, 0.0, 5, 0, None, 15),
+        Parted("engine", COMPANY, 0.0, 5, 1, 2, 15),
+    ]
+    assert engine.asked.count((COMPANY, 2)) == 2, "company comes in groups"
+    assert engine.asked.count((ALONE, 1)) == 5
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    write_all(Counting(), PROMPTS, SamplingParams(), 2, TextLog(tmp_path / "log", {"of": 1}))
+    lines = (tmp_path / "log").read_text().splitlines()
+    (tmp_path / "log").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:9])  # killed
+    engine = Counting()
+    log = TextLog(tmp_path / "log", {"of": 1})
+    assert len(write_all(engine, PROMPTS, SamplingParams(), 2, log)) == 2
+    assert engine.asked == [(COMPANY, 1)]
+    with pytest.raises(ConfigError, match="another comparison"):
+        TextLog(tmp_path / "log", {"of": 2})
+
+
+def test_a_text_that_ends_early_differs_at_its_end() -> None:
+    assert Parted.of("engine", MODEL, 0.0, [[1, 2, 3]], [[1, 2]]).first == 2

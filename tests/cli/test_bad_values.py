@@ -16,6 +16,9 @@ MODEL_VALUES = [
     ("--device", "cpu:abc", "device"),
     ("--device", "gpu", "unknown device"),
     ("--dtype", "float23", "did you mean 'float32'"),
+    ("--dtype", "bfloat", "did you mean 'bfloat16'"),
+    ("--dtype", "fp16", "nothing is computed in float16"),
+    ("--dtype", "fp32", "did you mean 'float32'"),
     ("--weights", "int3", "unknown weights"),
     ("--set", "backend=nativ", "did you mean 'native'"),
     ("--device", "gpu", "did you mean 'cuda'"),
@@ -27,6 +30,7 @@ MODEL_VALUES = [
 ]
 DRAFT_VALUES = [
     ("--drafter", "x" * 200, "unknown drafter"),
+    ("--drafter", "ngrm", "did you mean 'ngram'"),
     ("--drafter", "x" * 5000, "no file can have such a name"),
     ("--num-draft-tokens", "-1", "num_draft_tokens is -1"),
     ("--drafter-option", "no equals sign", "is not NAME=VALUE"),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from typer.testing import CliRunner
+import pytest
+from typer.testing import CliRunner, Result
 
+from benchmarks.peers import peer_names
+from foredraft.cli import options as o
 from foredraft.cli.main import app
-from foredraft.core.errors import ConfigError
+from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.drafters import drafter_spec, usable_specs
+from tests.cli.conftest import Run
 
 
 def run(*arguments: str) -> str:
@@ -45,3 +50,97 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     result = CliRunner().invoke(app, ["drafters", "sufix"])
     assert isinstance(result.exception, ConfigError)
     assert "did you mean 'suffix'" in str(result.exception)
+
+
+def test_what_is_taken() -> None:
+    assert o.names(None) == []
+    assert o.names("a, b") == ["a", "b"]
+    assert o.numbers("--lengths", "0,2", int) == [0, 2]
+    assert o.numbers("--tokens", "1, 8", int, low=1) == [1, 8]
+    assert o.numbers("--temperature", "0,.7", float) == [0.0, 0.7]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--clients 'four' is not whole numbers with commas"):
+        o.numbers("--clients", "four", int)
+    with pytest.raises(ConfigError, match="--tokens '1,0' holds 0; counts start at 1"):
+        o.numbers("--tokens", "1,0", int, low=1)
+    with pytest.raises(ConfigError, match="--temperature 'warm' is not numbers with commas"):
+        o.numbers("--temperature", "warm", float)
+    with pytest.raises(ConfigError, match=r"did you mean 'llama\.cpp'"):
+        peer_names("llama.ccp", ("llama.cpp",))
+
+
+NOTES = "The ferry crosses the strait twice a day, at seven and at five.\n" * 3
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    folder = tmp_path / "notes"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "ferry.txt").write_text(NOTES, encoding="utf-8")
+    (folder / "deep" / "more.md").write_text("Tea is served at four.", encoding="utf-8")
+    (folder / ".hidden").write_bytes(b"\xff\xfe")
+    return folder
+
+
+def build(checkpoint: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["drafters", "index", "--model", str(checkpoint), *arguments])
+
+
+def test_an_index_is_built_and_used(
+    run: Run, checkpoint: Path, notes: Path, tmp_path: Path
+) -> None:
+    index = tmp_path / "my-index"
+    result = build(checkpoint, str(notes), "--output", str(index))
+    assert result.exit_code == 0, result.output
+    assert "2 files" in result.stdout
+    asked = ("generate", "The ferry crosses the", "--max-tokens", "12", "--json")
+    option = ("--drafter", "retrieval", "--drafter-option", f"index={index}")
+    option += ("--num-draft-tokens", "4")  # what a node costs on this machine does not count
+    drafted, plain = run(*asked, *option), run(*asked, "--drafter", "none")
+    assert json.loads(drafted.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
+    assert json.loads(drafted.stdout)["stats"]["drafted"] > 0
+
+
+def test_an_index_is_replaced_only_when_asked(
+    checkpoint: Path, notes: Path, tmp_path: Path
+) -> None:
+    arguments = (str(notes / "ferry.txt"), "--output", str(tmp_path / "my-index"))
+    assert build(checkpoint, *arguments).exit_code == 0
+    again = build(checkpoint, *arguments)
+    assert isinstance(again.exception, ConfigError)
+    assert "--replace" in str(again.exception)
+    assert build(checkpoint, *arguments, "--replace").exit_code == 0
+
+
+def test_other_folders_are_left_alone(checkpoint: Path, notes: Path) -> None:
+    result = build(checkpoint, str(notes / "ferry.txt"), "--output", str(notes), "--replace")
+    assert isinstance(result.exception, ConfigError)
+    assert "no index" in str(result.exception)
+    assert (notes / "ferry.txt").read_text(encoding="utf-8") == NOTES
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["missing.txt"], "no such file or folder"),
+        (["notes/.hidden"], "not UTF-8"),
+        (["empty"], "no files"),
+        (["blank.txt"], "no text"),
+    ],
+)
+def test_unusable_files_are_explained(
+    checkpoint: Path,
+    notes: Path,
+    tmp_path: Path,
+    files: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text("")
+    paths = [str(tmp_path / name) for name in files]
+    result = build(checkpoint, *paths, "--output", str(tmp_path / "index"))
+    assert isinstance(result.exception, ForedraftError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "index").exists()

@@ -61,7 +61,7 @@ def made(*arguments: str, derived: o.Derived = _AS_IT_IS) -> tuple[Any, Result]:
 
 
 def test_fields_become_options_with_their_types() -> None:
-    given = (
+    given = [
         "--kind",
         "black",
         "--minutes",
@@ -71,7 +71,7 @@ def test_fields_become_options_with_their_types() -> None:
         "Ann",
         "--guest",
         "Bo",
-    )
+    ]
     tea, _ = made(*given, "--extra", "sugar-cubes=2", "--extra", "spoon=silver")
     extras = {"sugar_cubes": 2, "spoon": "silver"}
     assert tea == Tea("black", 3.5, True, ("Ann", "Bo"), extras)
@@ -133,20 +133,8 @@ def options_of(command: Any) -> list[Any]:
 
 def test_the_command_line_can_be_taken_in() -> None:
     found = all_leaves()
-    assert [*COMMANDS] == [
-        "generate",
-        "chat",
-        "serve",
-        "run-batch",
-        "models",
-        "doctor",
-        "demo",
-        "measure",
-        "audit",
-        "drafters",
-        "train",
-        "trace",
-    ]
+    names = "generate chat serve run-batch models doctor demo measure audit drafters train trace"
+    assert [*COMMANDS] == names.split()
     assert len(found) <= 22
     assert sum(len(options_of(each)) for each in found.values()) <= 240
     shown = {
@@ -238,6 +226,9 @@ def test_the_summary_is_the_first_sentence_of_the_help(name: str) -> None:
     command = COMMANDS[name].load(name)
     text = " ".join(str(command.help).split())
     assert text.startswith(COMMANDS[name].summary), text
+    shown = CliRunner().invoke(app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert len(shown.output) > 300
 
 
 def test_help_imports_neither_the_engine_nor_the_server() -> None:
@@ -255,11 +246,6 @@ def test_help_imports_neither_the_engine_nor_the_server() -> None:
     )  # fmt: skip
     assert "generate" in done.stdout
     assert done.stderr.strip() == "[]"
-
-
-def test_help_of_every_command_is_complete() -> None:
-    for name in COMMANDS:
-        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0, name
 
 
 @pytest.mark.parametrize("fails", [False, True])

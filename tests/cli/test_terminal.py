@@ -15,10 +15,13 @@ import pytest
 from rich.console import Console
 
 from foredraft.cli import chat as keyboard
-from foredraft.cli.display import PromptProgress
+from foredraft.cli.chat import Conversation
+from foredraft.cli.display import PromptProgress, RichProgress, WholeWords, progress_bar
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
 from foredraft.engine.request import Event
 from foredraft.engine.text import Piece
+from foredraft.llm import LLM
 from tests.cli.conftest import Run
 from tests.models.checkpoints import NATIVE_CONFIGS, save_tokenizer, tiny_model
 
@@ -174,3 +177,187 @@ def test_a_short_prompt_and_a_log_show_nothing() -> None:
         with PromptProgress(10, console, delay_s) as progress:
             progress.show(event(10, 7))
         assert "reading" not in out.getvalue()
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=60, _environ={"TERM": "xterm"}), out
+
+
+def test_in_a_log_every_stage_is_one_line_and_markup_is_text() -> None:
+    log, out = console(terminal=False)
+    with RichProgress(log) as progress:
+        progress.stage("fetching [bold]x[/] " + "y" * 80)
+        for percent in range(101):
+            progress.advance(percent / 100)
+        progress.stage("converting")
+    assert out.getvalue() == f"fetching [bold]x[/] {'y' * 80} …\nconverting …\n"
+
+
+def test_on_a_terminal_the_bar_shows_the_share_of_the_current_stage() -> None:
+    terminal, out = console(terminal=True)
+    with RichProgress(terminal) as progress:
+        progress.stage("fetching")
+        progress.advance(0.25)
+        assert progress._progress is not None
+        progress._progress.refresh()
+        assert "fetching" in out.getvalue()
+        assert "25%" in out.getvalue()
+        progress.stage("[converting]")
+        progress.advance(7.0)  # a total that was guessed too low
+        progress._progress.refresh()
+        assert len(progress._progress.tasks) == 1
+        assert "[converting]" in out.getvalue()
+        assert "100%" in out.getvalue()
+    assert progress._progress is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nothing_slow_draws_nothing(terminal: bool) -> None:
+    target, out = console(terminal=terminal)
+    with RichProgress(target) as progress:
+        progress.advance(0.5)
+    assert out.getvalue() == ""
+
+
+def test_an_error_passes_and_the_display_ends() -> None:
+    terminal, _ = console(terminal=True)
+    progress = RichProgress(terminal)
+
+    def work() -> None:
+        with progress:
+            progress.stage("fetching")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
+    assert progress._progress is None
+
+
+def test_stdout_stays_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    with RichProgress() as progress:
+        progress.stage("fetching")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "fetching" in captured.err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_loading_is_said_where_it_takes_long(terminal: bool) -> None:
+    drawn, out = console(terminal=terminal)
+    with RichProgress(drawn, waiting="Loading tiny", delay_s=0.0) as progress:
+        progress._timer.join()
+        if progress._progress is not None:
+            progress._progress.refresh()
+    assert "Loading tiny" in out.getvalue()
+
+
+def test_loading_is_not_said_where_it_is_quick_or_something_else_is() -> None:
+    drawn, out = console(terminal=False)
+    with RichProgress(drawn, waiting="Loading tiny", delay_s=60.0):
+        pass
+    with RichProgress(drawn, waiting="Loading tiny", delay_s=60.0) as progress:
+        progress.stage("Fetching tiny")
+        progress._begin_waiting()
+    assert out.getvalue() == "Fetching tiny …\n"
+
+
+def test_a_bar_says_each_tenth_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(40) as advance:
+        for number in range(40):
+            advance(f"[bold]{number}")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(lines) == 10
+    assert lines[0] == "4 of 40: [bold]3"
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> LLM:
+    return LLM.load(str(checkpoint), dtype="float32", drafter="ngram")
+
+
+def conversation(llm: LLM, **options: object) -> Conversation:
+    params = SamplingParams.of(**{"max_tokens": 8, "ignore_eos": True, **options})
+    return Conversation(llm, params, Console(file=io.StringIO()))
+
+
+def test_a_second_turn_reads_only_what_is_new(llm: LLM) -> None:
+    talk = conversation(llm)
+    talk.answer("The ferry crosses the river.")
+    assert llm.engine.prefixes.num_cached_tokens == 0
+    talk.answer("And then?")
+    assert llm.engine.prefixes.num_cached_tokens > 20
+    fresh = llm.chat(talk.messages[:3], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert talk.messages[3]["content"] == fresh.text
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_conversation(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = conversation(llm, max_tokens=200)
+    whole = llm.stream_chat
+
+    def interrupted(*arguments: object) -> object:
+        for number, event in enumerate(whole(*arguments)):  # type: ignore[arg-type]
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            assert isinstance(event, Event)
+            yield event
+
+    monkeypatch.setattr(llm, "stream_chat", interrupted)
+    talk.answer("Talk for a long time.")
+    assert talk.messages[-1]["role"] == "assistant"
+    monkeypatch.undo()
+    talk.answer("Still there?")
+    assert len(talk.messages) == 4
+
+
+def test_a_message_that_does_not_fit_is_refused_and_forgotten(llm: LLM) -> None:
+    talk = conversation(llm)
+    talk.answer("word " * 3000)
+    assert talk.messages == []
+    talk.answer("Hello")
+    assert len(talk.messages) == 2
+
+
+def test_reset_keeps_the_system_message(llm: LLM) -> None:
+    talk = Conversation(llm, SamplingParams(max_tokens=2), Console(file=io.StringIO()), "Be brief.")
+    talk.answer("Hello")
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.mark.parametrize("word", ["/bye", "/exit", "/quit"])
+def test_words_that_leave(llm: LLM, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setattr("foredraft.cli.chat.read_message", lambda: f" {word} ")
+    talk = conversation(llm)
+    assert talk.turn() is False
+    assert talk.messages == []
+
+
+def test_ctrl_c_at_the_prompt_leaves_when_it_is_pressed_twice(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk, lines = conversation(llm), iter([None, "/reset", None, None])
+
+    def read() -> str:
+        line = next(lines)
+        if line is None:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("foredraft.cli.chat.read_message", read)
+    assert [talk.turn() for _ in range(4)] == [True, True, True, False]
+
+
+def test_lines_break_between_words() -> None:
+    text = (
+        "The ferry crosses the strait twice a day\nand back, unaccompanied-by-any-passenger at all"
+    )
+    shown = io.StringIO()
+    words = WholeWords(Console(file=shown, width=16, force_terminal=True, color_system=None))
+    for at in range(0, len(text), 3):
+        words.show([Piece(text[at : at + 3], False)], is_last=at + 3 >= len(text))
+    lines = shown.getvalue().split("\n")
+    assert " ".join(line.strip() for line in lines) == text.replace("\n", " ")
+    assert [line.strip() for line in lines][:3] == ["The ferry", "crosses the", "strait twice a"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from foredraft.llm import LLM
 from foredraft.server.settings import ServerSettings
 from tests.cluster.models import MAX_BATCH_SIZE, load
 from tests.models.checkpoints import save_tokenizer
-from tests.server.conftest import TOOL_TEMPLATE, running
+from tests.server.conftest import TOOL_TEMPLATE, free_port, running
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,21 +31,6 @@ QUIET = {
 }
 _STORE = 80 << 20
 _NOTHING: Mapping[str, Any] = {}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
-    for _ in range(int(seconds / 0.05)):
-        if is_so():
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError("it did not come to that")
 
 
 def actors(deployment: str) -> set[str]:

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.conftest import QUIET, Served, actors, serving, wait_until
+from tests.cluster.conftest import QUIET, Served, actors, serving
+from tests.server.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -110,7 +110,8 @@ def lost() -> Exception:
 
 def engine_of(scripts: list[Script], tokenizer: Tokenizer | None = None) -> tuple[Any, Replicas]:
     replicas = Replicas(scripts)
-    model = remote.RemoteModel("tiny", tokenizer, 512, VOCAB_SIZE, "none", {})
+    files = tokenizer.files if tokenizer else {}
+    model = remote.RemoteModel("tiny", 512, VOCAB_SIZE, "none", {}, files)
     counters = [Counter(name, name, registry=None) for name in ("resumed", "lost")]
     fail_overs = remote.FailOvers(*counters)
     looks = EngineWatch(Processes(), 2.0)

@@ -26,8 +26,7 @@ from foredraft.server.settings import ServerSettings
 from foredraft.trace.format import TracedRow
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.page.conftest import page_client
-from tests.server.conftest import running
-from tests.server.test_lifecycle import wait_until
+from tests.server.conftest import running, wait_until
 
 ASKED = [{"role": "user", "content": "the ferry and the ferry"}]
 
@@ -126,25 +125,6 @@ def test_a_reply_goes_on_from_how_it_begins(client: TestClient, tiny: LLM) -> No
     [result] = tiny.generate([prompt], SamplingParams(max_tokens=4))
     assert end["text"] == result.text
     assert end["num_prompt_tokens"] == len(prompt)
-
-
-def test_a_trace_is_replayed_and_what_is_none_is_refused(client: TestClient, tiny: LLM) -> None:
-    *steps, _ = events(client, temperature=0.0)
-    rows = [{**step["row"], "why": None} for step in steps]
-    head = {"type": "run", "foredraft": "0", "started": ""}
-    times = [step["times"] for step in steps]
-    lines = [
-        {"type": "step", "step": i, "at_ms": 0, "times": t, "num_waiting": 0, "rows": [row]}
-        for i, (t, row) in enumerate(zip(times, rows, strict=True))
-    ]
-    trace = "\n".join(map(json.dumps, [head, *lines]))
-    told = client.post("/page/replay", json={"trace": trace}).json()
-    [request] = told["requests"]
-    decoded = sum(len(step["row"]["committed"]) for step in steps if step["row"]["num_read"] == 1)
-    assert request["stretches"][-1]["last"] == decoded
-    answer = client.post("/page/replay", json={"trace": "nonsense"})
-    assert answer.status_code == 400
-    assert "line 1" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.server.app import create_app
 from foredraft.server.gate import ApiKeys
-from foredraft.server.settings import LocalSettings, ServerSettings
-from tests.server.conftest import Running, running
-from tests.server.test_lifecycle import wait_until
+from foredraft.server.settings import ServerSettings, local_settings
+from tests.server.conftest import Running, running, wait_until
 
 KEYS = ["first-key-12345", "second-key-12345"]
 OPEN = {"/health", "/ready", "/live"}
@@ -73,6 +72,8 @@ def test_probes_may_ask_for_the_head_only(guarded: Running) -> None:
         {"authorization": f"Bearer {KEYS[0]}"},
         {"authorization": f"bearer {KEYS[1]}"},
         {"x-api-key": KEYS[1]},
+        {"api-key": KEYS[0]},  # Azure's
+        {"authorization": "Bearer", "x-api-key": KEYS[0]},  # an empty token beside the key
     ],
 )
 def test_a_key_opens(guarded: Running, headers: dict[str, str]) -> None:
@@ -129,7 +130,9 @@ def test_other_machines_need_a_key_unless_somebody_insists() -> None:
 PREFLIGHT = {"access-control-request-method": "POST", "origin": "http://ours.example"}
 
 
-def test_pages_of_other_origins_are_let_in_by_name_only(load: Callable[..., LLM]) -> None:
+def test_pages_of_other_origins_are_let_in_by_name_only(
+    load: Callable[..., LLM], shared: Running
+) -> None:
     def allowed(client: httpx.Client, **headers: str) -> str | None:
         asked = PREFLIGHT | headers
         answer = client.options("/v1/chat/completions", headers=asked)
@@ -140,7 +143,7 @@ def test_pages_of_other_origins_are_let_in_by_name_only(load: Callable[..., LLM]
         assert "access-control-allow-credentials" not in answer.headers
         return answer.headers.get("access-control-allow-origin")
 
-    with running(load) as server, server.client() as client:
+    with shared.client() as client:
         assert allowed(client) is None
     names = ("http://ours.example",)
     with running(load, cors_origins=names, api_key=KEYS[0]) as server, server.client() as client:
@@ -203,24 +206,14 @@ def test_every_setting_comes_from_the_environment(
     assert getattr(ServerSettings(), name) == field.default, "an empty variable sets nothing"
 
 
-def test_names_are_checked_only_where_no_key_is_needed(load: Callable[..., LLM]) -> None:
+def test_names_are_checked_only_where_no_key_is_needed(guarded: Running, shared: Running) -> None:
     """A web page that points its own name at the server has no key."""
     host = {"host": "foredraft.default.svc"}
-    with running(load) as server, server.client(headers=host) as client:
+    with shared.client(headers=host) as client:
         assert client.get("/health").status_code == 403
-    with running(load, api_key=KEYS[0]) as server, server.client(headers=host) as client:
+    with guarded.client(headers=host) as client:
         assert client.get("/health").status_code == 200
         assert client.get("/v1/models").status_code == 401
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [{"api-key": KEYS[0]}, {"authorization": "Bearer", "x-api-key": KEYS[0]}],
-    ids=["azure", "an empty token beside the key"],
-)
-def test_clients_send_a_key_in_different_headers(guarded: Running, headers: dict[str, str]) -> None:
-    with guarded.client(headers=headers) as client:
-        assert client.get("/v1/models").status_code == 200
 
 
 def test_an_answer_and_its_line_of_the_log_have_one_id(
@@ -266,9 +259,11 @@ def test_the_page_is_for_this_machine(
         assert client.get("/").status_code == status
 
 
-@pytest.mark.parametrize("kind", [ServerSettings, LocalSettings])
+@pytest.mark.parametrize("kind", [ServerSettings, local_settings])
 def test_a_service_of_kubernetes_named_foredraft(
-    kind: type[ServerSettings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: Callable[[], ServerSettings],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("FOREDRAFT_PORT", "tcp://10.0.0.1:8000")
     monkeypatch.setenv("FOREDRAFT_SERVICE_HOST", "10.0.0.1")
@@ -282,7 +277,7 @@ def test_what_its_own_process_calls_is_not_set_by_the_environment(
 ) -> None:
     for name, value in {"HOST": "0.0.0.0", "MAX_N": "-3", "API_KEY": "a-secret-key"}.items():
         monkeypatch.setenv(f"FOREDRAFT_{name}", value)
-    settings = LocalSettings()
+    settings = local_settings()
     assert not ApiKeys.of(settings)
     assert settings.max_n > 1000
 

@@ -193,15 +193,21 @@ def test_numbers_that_are_none(client: httpx.Client, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [""], [[]], [1, "x"], [[1], "x"], [300], [-1], [2**70], {"a": 1}, 3, [True]]
+    "body",
+    [
+        *(
+            {"prompt": prompt, "max_tokens": 2}
+            for prompt in ("", [], [""], [[]], [1, "x"], [[1], "x"], [300], [-1], [2**70], 3)
+        ),
+        {"prompt": {"a": 1}},
+        {"prompt": [True]},
+        {"prompt": ["x"] * 65},
+        {"prompt": ["x"] * 33, "n": 2},
+    ],
+    ids=lambda body: str(body)[:50],
 )
-def test_prompts_that_are_none(client: httpx.Client, prompt: Any) -> None:
-    refused(client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}))
-
-
-def test_many_prompts_times_many_replies(client: httpx.Client) -> None:
-    refused(client.post("/v1/completions", json={"prompt": ["x"] * 65}))
-    refused(client.post("/v1/completions", json={"prompt": ["x"] * 33, "n": 2}))
+def test_prompts_that_are_none_or_too_many(client: httpx.Client, body: dict[str, Any]) -> None:
+    refused(client.post("/v1/completions", json=body))
 
 
 def test_many_long_replies_stay_within_the_context(tokenizer_directory: Path) -> None:
@@ -269,14 +275,16 @@ def test_schemas_are_bounded(client: httpx.Client) -> None:
     refused(client.post(CHAT, json={"messages": USER, "response_format": form}))
 
 
-def test_clients_choose_who_goes_first_only_where_they_may(load: Callable[..., LLM]) -> None:
+def test_clients_choose_who_goes_first_only_where_they_may(
+    load: Callable[..., LLM], client: httpx.Client
+) -> None:
     body = {"messages": USER, "max_tokens": 1}
-    with running(load, allow_priority=True) as server, server.client() as client:
+    with running(load, allow_priority=True) as server, server.client() as open_to_all:
         for priority in (-16, 0, 16):
-            assert client.post(CHAT, json=body | {"priority": priority}).status_code == 200
-        refused(client.post(CHAT, json=body | {"priority": -17}))
-    with running(load) as server, server.client() as client:
-        assert client.post(CHAT, json=body | {"priority": 0}).status_code == 200
+            answer = open_to_all.post(CHAT, json=body | {"priority": priority})
+            assert answer.status_code == 200
+        refused(open_to_all.post(CHAT, json=body | {"priority": -17}))
+    assert client.post(CHAT, json=body | {"priority": 0}).status_code == 200
 
 
 def test_large_bodies_are_not_read(client: httpx.Client) -> None:
@@ -333,20 +341,23 @@ def test_a_web_page_cannot_send_what_it_likes(client: httpx.Client) -> None:
     """A form or a fetch without leave may send these types, and no others."""
     body = json.dumps({"messages": USER})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        refused(client.post(CHAT, content=body, headers={"content-type": kind}), 415)
+        answer = client.post(CHAT, content=body, headers={"content-type": kind})
+        refused(answer, 415)
+        assert answer.elapsed.total_seconds() < 1.5, "nothing is waited for: the body has come"
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "", "a b", "x@localhost"]
+    ("host", "status"),
+    [
+        *((host, (400, 403)) for host in ("evil.example", "localhost.evil.example", "", "a b")),
+        ("x@localhost", (400, 403)),
+        *((host, (200,)) for host in ("localhost:8000", "127.0.0.1", "[::1]:9", "192.168.1.7")),
+    ],
 )
-def test_other_names_of_the_server_are_refused(client: httpx.Client, host: str) -> None:
-    response = client.get("/v1/models", headers={"host": host})
-    assert response.status_code in (400, 403)
-
-
-def test_its_own_names_are_not(client: httpx.Client) -> None:
-    for host in ("localhost:8000", "127.0.0.1", "[::1]:9", "192.168.1.7"):
-        assert client.get("/v1/models", headers={"host": host}).status_code == 200
+def test_only_its_own_names_open_the_server(
+    client: httpx.Client, host: str, status: tuple[int, ...]
+) -> None:
+    assert client.get("/v1/models", headers={"host": host}).status_code in status
 
 
 def test_unknown_routes_and_methods(client: httpx.Client) -> None:
@@ -392,3 +403,92 @@ def test_large_bodies_are_checked_as_small_ones(client: httpx.Client, body: str,
 
 def test_the_server_lives_on(client: httpx.Client) -> None:
     assert client.post(CHAT, json={"messages": USER, "max_tokens": 2}).status_code == 200
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        (CHAT, {"response_format": {"type": "json_object", "schema": NUMBER}}),
+        ("/v1/responses", {"text": {"format": {"type": "json_object", "schema": NUMBER}}}),
+    ],
+)
+def test_an_object_with_a_schema_is_bound_by_it(
+    client: httpx.Client, path: str, form: dict[str, Any]
+) -> None:
+    pytest.importorskip("llguidance")
+    name = "input" if path == "/v1/responses" else "messages"
+    for seed in range(3):
+        answer = client.post(path, json={name: USER, "seed": seed, "temperature": 1.0, **form})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        if "output" in found:
+            text = found["output"][0]["content"][0]["text"]
+        else:
+            text = found["choices"][0]["message"]["content"]
+        assert '"n"' in text
+
+
+@pytest.mark.parametrize("name", ["password", "binary", "path", "int64", "regex", "uri-template"])
+def test_an_unknown_format_is_an_annotation(client: httpx.Client, name: str) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": name}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    for more in ({"response_format": form}, {"tools": [tool], "tool_choice": "required"}):
+        answer = client.post(CHAT, json={"messages": USER, "max_tokens": 4, **more})
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_hopeless_schema_is_refused_in_a_sentence(client: httpx.Client) -> None:
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"$ref": "#"}}}
+    answer = client.post(CHAT, json={"messages": USER, "max_tokens": 4, "response_format": form})
+    assert len(answer.text) < 700
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"top_p": 0, "temperature": 0},
+        {"top_logprobs": 0, "logprobs": False},
+        {"messages": [*USER, {"role": "assistant", "content": None}, *USER]},
+        {"messages": [*USER, {"role": "assistant", "content": None, "reasoning": "m"}, *USER]},
+    ],
+)
+def test_what_says_nothing_is_accepted(client: httpx.Client, more: dict[str, Any]) -> None:
+    answer = client.post(CHAT, json={"messages": USER, "max_tokens": 2, **more})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_reply_that_was_begun_by_the_client_is_refused_and_counted(client: httpx.Client) -> None:
+    body = {"messages": [*USER, {"role": "assistant", "content": '{"answer":'}], "max_tokens": 2}
+    answer = client.post("/v1/messages", json=body)
+    assert answer.status_code == 400
+    assert "begins anew" in answer.json()["error"]["message"]
+    assert client.post("/v1/messages/count_tokens", json=body).status_code == 200
+
+
+def test_marks_in_the_strings_of_a_call_are_text() -> None:
+    from foredraft.server.formats.hermes import Hermes
+    from foredraft.server.replies import ReplyParser
+
+    arguments = json.dumps({"code": "a # </tool_call> }{"})
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for size in (1, 3, len(text)):
+        parser = ReplyParser(Hermes(), (tool,), False, False, False)
+        parts = [p for i in range(0, len(text), size) for p in parser.feed(text[i : i + size])]
+        parts += parser.close()
+        found = "".join(part.text for part in parts if part.kind == "arguments")
+        assert json.loads(found) == {"code": "a # </tool_call> }{"}
+        assert not any(part.kind == "content" and part.text.strip() for part in parts)
+
+
+def test_long_answers_are_written_in_pieces() -> None:
+    from foredraft.server.wire import JsonResponse
+
+    value = {"a": [{"b": [0.5, "\u00e4"]}] * 130, "c": {"d": list(range(200)), "e": None}, "f": []}
+    assert json.loads(JsonResponse(value).body) == value

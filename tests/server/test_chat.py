@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -245,3 +246,179 @@ def test_long_texts_do_not_hold_the_others_up(
     assert len(client.post("/tokenize", json=body).json()["token_strs"]) > 50
     assert all(threads.values())
     assert all(shared.thread not in seen for seen in threads.values())
+
+
+LONG = "the ferry and the sea " * 100
+
+
+def sessions(shared: Running, patch: pytest.MonkeyPatch, *asked: tuple[str, Any]) -> list[Any]:
+    """The engine's arguments for each request."""
+    found, open_all = [], shared.context.engine.open_all
+
+    async def told(*args: Any, **options: Any) -> Any:
+        found.append(options["session"])
+        return await open_all(*args, **options)
+
+    patch.setattr(shared.context.engine, "open_all", told)
+    with shared.client() as client:
+        for path, body in asked:
+            answer = client.post(path, json=body | {"max_tokens": 2})
+            assert answer.status_code == 200, answer.text
+    return found
+
+
+def turn(*texts: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_chat_that_grows_stays_one(
+    shared: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    chats = [turn("hi"), turn("hi", "yes?", "go on"), turn("ho"), turn(f"{LONG}a"), turn(LONG)]
+    asked = [(path, {"messages": messages}) for messages in chats]
+    first, grown, other, *long = sessions(shared, monkeypatch, *asked)
+    assert first == grown != other
+    assert long[0] == long[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": turn("hi")}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": turn("hi")}),
+    ],
+)
+def test_a_key_is_taken_as_it_is(
+    shared: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    assert sessions(shared, monkeypatch, (path, body | {"prompt_cache_key": "k"})) == ["k"]
+
+
+def test_a_text_to_continue_is_told_by_its_tokens(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sessions(shared, monkeypatch, ("/v1/completions", {"prompt": "hi"})) == [None]
+
+
+USER = [{"role": "user", "content": "the ferry and the ferry and"}]
+BODY_RESUME = {"stream": True, "temperature": 1.0}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": USER, "max_tokens": 40, "logprobs": True}),
+    "greedy": ("/v1/chat/completions", {"messages": USER, "max_tokens": 40, "temperature": 0}),
+    "stop": ("/v1/chat/completions", {"messages": USER, "max_tokens": 60, "stop": ["zz", "e e"]}),
+    "usage": (
+        *("/v1/chat/completions",),
+        {"messages": USER, "max_tokens": 20, "stream_options": {"include_usage": True}},
+    ),
+    "calls": (
+        *("/v1/chat/completions",),
+        {"messages": USER, "max_tokens": 60, "tools": [TOOL], "tool_choice": "required"},
+    ),
+    "completions": ("/v1/completions", {"prompt": "the ferry", "max_tokens": 40, "logprobs": 2}),
+    "messages": ("/v1/messages", {"messages": USER, "max_tokens": 40}),
+    "responses": ("/v1/responses", {"input": USER, "max_output_tokens": 40}),
+}
+Seen = list[tuple[str, dict[str, Any] | None]]
+"""Ids of events, with what they say."""
+
+
+def events(client: httpx.Client, path: str, body: dict[str, Any], last: str = "") -> Seen:
+    answer = client.post(
+        path, json=BODY_RESUME | body, headers={"last-event-id": last} if last else {}
+    )
+    assert answer.status_code == 200, answer.text
+    found: Seen = []
+    event_id = ""
+    for line in answer.text.splitlines():
+        if line.startswith("id: "):
+            event_id = line[4:]
+        elif line.startswith("data: "):
+            found.append((event_id, None if line == "data: [DONE]" else json.loads(line[6:])))
+    return found
+
+
+def said(seen: Seen) -> tuple[str, list[Any], list[str]]:
+    """The text of events, their log probabilities, and how they end."""
+    text, logprobs, kinds = "", [], []
+    for _, event in seen:
+        if event is None:
+            kinds.append("done")
+            continue
+        kinds += [event["type"]] if event.get("type", "").endswith(("stop", "completed")) else []
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta", {})
+            text += choice.get("text") or delta.get("content") or ""
+            for call in delta.get("tool_calls", ()):
+                text += call["function"].get("name", "") + call["function"]["arguments"]
+            found = choice["logprobs"] or {}
+            logprobs += found.get("content") or found.get("token_logprobs") or []
+            kinds += [choice["finish_reason"]] if choice["finish_reason"] else []
+        delta = event.get("delta")
+        if isinstance(delta, str):
+            text += delta
+        elif isinstance(delta, dict):
+            text += delta.get("text", "")
+    return text, logprobs, kinds
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_broken_stream_goes_on(client: httpx.Client, name: str) -> None:
+    path, body = ASKED[name]
+    whole = events(client, path, body)
+    ids = [event_id for event_id, _ in whole]
+    assert len(set(ids)) == len(ids)
+    for number in sorted({0, 1, 2, len(whole) // 2, len(whole) - 2, len(whole) - 1}):
+        rest = events(client, path, body, ids[number])
+        before, after, wanted = said(whole[: number + 1]), said(rest), said(whole)
+        assert (before[0] + after[0], before[1] + after[1]) == wanted[:2]
+        assert before[2] + after[2] == wanted[2]
+        for event in (each for _, each in rest if each and "id" in each):
+            assert event["id"] == whole[0][1]["id"]  # type: ignore[index]
+        if rest:
+            # Its place in the text; the last two numbers but one are of its step.
+            assert rest[-1][0].split("-")[:5] == ids[-1].split("-")[:5]
+
+
+def test_it_can_break_again(client: httpx.Client) -> None:
+    path, body = ASKED["chat"]
+    whole = events(client, path, body)
+    first = events(client, path, body, whole[3][0])
+    second = events(client, path, body, first[2][0])
+    assert said(whole[:4])[0] + said(first[:3])[0] + said(second)[0] == said(whole)[0]
+
+
+@pytest.mark.parametrize(
+    ("last", "more", "part"),
+    [
+        ("7", {}, "no id of an event"),
+        ("", {"messages": [{"role": "user", "content": "another"}]}, "another prompt"),
+        ("", {"n": 2}, "several or drawn"),
+        ("", {"coupling": "drawn"}, "several or drawn"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(
+    client: httpx.Client, last: str, more: dict[str, Any], part: str
+) -> None:
+    path, body = ASKED["chat"]
+    last = last or events(client, path, body)[2][0]
+    answer = client.post(path, json=BODY_RESUME | body | more, headers={"last-event-id": last})
+    assert answer.status_code == 400
+    assert part in answer.json()["error"]["message"]
+
+
+def test_a_stream_without_drafts_has_a_token_an_event(client: httpx.Client) -> None:
+    """The sizes of its events say nothing about what was drafted correctly."""
+    said = [{"role": "user", "content": "one two three one two three one two"}]
+    body = {"messages": said, "temperature": 0, "max_tokens": 60, "stream": True, "logprobs": True}
+    sizes = []
+    for more in ({}, {"max_draft_tokens": 0}):
+        chunks = data_of(client.post(PATH, json=body | more))[:-1]
+        told = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+        sizes.append({len(each["content"]) for each in told if each})
+    assert max(sizes[0]) > 1
+    assert sizes[1] == {1}
+    assert client.post(PATH, json=body | {"paced_stream": True}).status_code == 400

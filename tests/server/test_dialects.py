@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import random
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
+from foredraft.control.acceptance import FirstToken
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
+from foredraft.server.dialects.chat import ChatRequest
+from foredraft.server.dialects.completions import CompletionRequest
+from foredraft.server.dialects.fields import RequestBody
+from foredraft.server.dialects.messages import MessagesRequest
+from foredraft.server.dialects.responses import ResponsesRequest
+from foredraft.server.dialects.tokenize import DetokenizeRequest
+from foredraft.server.metrics import Metrics
+from foredraft.server.usage import ExpectedText, Repeated
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, running, wait_until
 from tests.server.events import data_of, names_of
-from tests.server.test_lifecycle import SlowTarget, wait_until
+from tests.server.marks import hints, honoured, refusals
+from tests.server.test_lifecycle import SlowTarget
 
 USER = [{"role": "user", "content": "Where is the ferry?"}]
 COMMON: dict[str, Any] = {"seed": 7, "ignore_eos": True}
@@ -509,3 +522,158 @@ def test_metrics_have_the_names_that_operators_graph(client: httpx.Client) -> No
         "foredraft:estimated_time_saved_seconds",
     ):
         assert name in text, name
+
+
+def test_a_drafter_below_its_promise_is_a_figure() -> None:
+    metrics = Metrics()
+    first_tokens = [
+        FirstToken("head", "greedy", 0.7, 0.4, 1000.0),
+        FirstToken("head", "much", 0.7, 0.68, 1000.0),
+    ]
+    metrics._controller = SimpleNamespace(first_tokens=first_tokens)  # type: ignore[assignment]
+    shown = metrics.render().decode()
+    for noise, below in (("greedy", 1.0), ("much", 0.0)):
+        line = f'foredraft:drafter_below_promise{{drafter="head",noise="{noise}"}} {below}'
+        assert line in shown
+
+
+def num_common(left: list[int], right: list[int]) -> int:
+    """By the textbook."""
+    row = [0] * (len(right) + 1)
+    for token in left:
+        above, row = row, [0]
+        for number, other in enumerate(right):
+            row.append(above[number] + 1 if token == other else max(above[number + 1], row[-1]))
+    return row[-1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_longest_common_subsequence_is_counted(seed: int) -> None:
+    generator = random.Random(seed)
+    vocab = generator.choice((2, 5, 50))
+    predicted, written = (
+        [generator.randrange(vocab) for _ in range(generator.randrange(70))] for _ in range(2)
+    )
+    repeated = Repeated(ExpectedText(predicted))
+    at = 0
+    while at < len(written):
+        size = generator.randrange(1, 9)
+        repeated.add(written[at : at + size])
+        at += size
+        assert repeated.count == num_common(predicted, written[:at])
+    assert repeated.num_predicted == len(predicted)
+
+
+def test_a_long_prediction_that_comes_true_is_accepted() -> None:
+    """Longer than what used to be compared, and with another beginning."""
+    predicted = [number * 7 % 1000 for number in range(6000)]
+    repeated = Repeated(ExpectedText(predicted))
+    repeated.add([5, 5, *predicted[100:]])
+    assert repeated.count in range(5900, 5903)
+
+
+def test_several_replies_share_a_prediction() -> None:
+    prediction = ExpectedText([1, 2, 3])
+    first, second = Repeated(prediction), Repeated(prediction)
+    first.add([1, 3])
+    second.add([3])
+    assert (first.count, second.count) == (2, 1)
+
+
+USER_FIELDS = [{"role": "user", "content": "x"}]
+MINIMAL: dict[type[RequestBody], dict[str, Any]] = {
+    ChatRequest: {"messages": USER_FIELDS},
+    CompletionRequest: {"prompt": "x"},
+    ResponsesRequest: {"input": "x"},
+    MessagesRequest: {"messages": USER_FIELDS, "max_tokens": 1},
+}
+OUR_OWN = {"coupling", "cache_salt", "priority", "structured_outputs", "prediction", "seed"}
+
+
+def lookalikes(value: Any) -> list[Any]:
+    """Values that Python, or careless code, takes for this one."""
+    if isinstance(value, bool):
+        return [1, "true"] if value else [0, "", []]
+    return [True, str(value)] if isinstance(value, int) else []
+
+
+def accepted() -> list[tuple[type[RequestBody], str, Any]]:
+    return [
+        (model, name, value)
+        for model in MINIMAL
+        for name, mark in refusals(model).items()
+        for value in (*mark.harmless, *mark.listed)
+    ]
+
+
+@pytest.mark.parametrize(("model", "name", "value"), accepted())
+def test_a_refused_field_may_ask_for_nothing_and_its_lookalikes_may_not(
+    model: type[RequestBody], name: str, value: Any
+) -> None:
+    body = MINIMAL[model]
+    for harmless in (value, None):
+        model.model_validate({**body, name: harmless})
+    for other in lookalikes(value):
+        with pytest.raises(ValidationError, match=name):
+            model.model_validate({**body, name: other})
+
+
+@pytest.mark.parametrize("model", MINIMAL)
+def test_every_refused_field_is_refused(model: type[RequestBody]) -> None:
+    for name in refusals(model):
+        with pytest.raises(ValidationError, match=name):
+            model.model_validate({**MINIMAL[model], name: {"unheard": "of"}})
+
+
+@pytest.mark.parametrize("model", MINIMAL)
+def test_what_has_no_effect_is_named(model: type[RequestBody]) -> None:
+    sent = dict.fromkeys(hints(model), "x")
+    body = model.model_validate({**MINIMAL[model], **sent, "wibble": 1})
+    assert body.ignored() == sorted([*sent, "wibble"])
+    assert model.model_validate(MINIMAL[model]).ignored() == []
+
+
+@pytest.mark.parametrize("model", MINIMAL)
+def test_the_extras_of_sampling_are_everywhere(model: type[RequestBody]) -> None:
+    assert set(honoured(model)) >= OUR_OWN
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_best_of_may_be_n(model: type[RequestBody]) -> None:
+    body = MINIMAL[model]
+    model.model_validate(body | {"best_of": 3, "n": 3})
+    model.model_validate(body | {"best_of": 1})
+    for wrong in ({"best_of": 3}, {"best_of": 3, "n": 2}, {"best_of": True}, {"best_of": 3.0}):
+        with pytest.raises(ValidationError, match="best_of"):
+            model.model_validate(body | wrong)
+
+
+def test_two_names_of_one_parameter_may_not_differ() -> None:
+    body = ChatRequest.model_validate({"messages": USER_FIELDS, "max_tokens": 5})
+    assert body.sampling({})[0].max_tokens == 5
+    same = {"messages": USER_FIELDS, "max_tokens": 5, "max_completion_tokens": 5}
+    assert ChatRequest.model_validate(same).sampling({})[0].max_tokens == 5
+    with pytest.raises(ValueError, match="exclude each other"):
+        ChatRequest.model_validate(same | {"max_completion_tokens": 6}).sampling({})
+
+
+@pytest.mark.parametrize(
+    ("model", "wrong"),
+    [
+        (CompletionRequest, {"prompt": [1, "x"] * 50_000}),
+        (CompletionRequest, {"prompt": [[1, "x"]] * 50_000}),
+        (CompletionRequest, {"stop_token_ids": ["x"] * 50_000}),
+        (ChatRequest, {"logit_bias": {str(-i - 1): 1 for i in range(50_000)}}),
+        (ChatRequest, {"tools": ["x"] * 50_000}),
+        (ResponsesRequest, {"input": ["x"] * 50_000}),
+        (MessagesRequest, {"messages": ["x"] * 50_000}),
+        (DetokenizeRequest, {"tokens": ["x"] * 50_000}),
+    ],
+)
+def test_the_check_ends_at_the_first_wrong_entry(
+    model: type[RequestBody], wrong: dict[str, Any]
+) -> None:
+    """A body of 4 MB with a million wrong entries stopped the event loop for 15 s."""
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate({**MINIMAL.get(model, {}), **wrong})
+    assert raised.value.error_count() < 10

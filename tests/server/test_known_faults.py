@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import running
-from tests.server.test_bad_input import CHAT, JSON, USER, refused
+from tests.server.test_bad_input import CHAT, USER, refused
 
 REPO = Path(__file__).parents[2]
 COMPLETIONS, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/messages"
@@ -50,8 +49,7 @@ def test_numbers_are_checked_before_anything_is_indexed(
     client: httpx.Client, more: dict[str, Any], param: str
 ) -> None:
     body = {"messages": USER, "max_tokens": 2} | more
-    error = refused(client.post(CHAT, content=json.dumps(body), headers=JSON))
-    assert param in error["message"]
+    assert param in refused(client.post(CHAT, json=body))["message"]
 
 
 def nested(depth: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.serve_load import run_load
+from benchmarks.server_process import ServerProcess
+from foredraft.audit.faults import FAULTS
 from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Scores
@@ -26,19 +31,13 @@ from foredraft.options import LoadOptions
 from foredraft.server.run import bind
 from foredraft.server.settings import ServerSettings
 from tests.models.checkpoints import VOCAB_SIZE
-from tests.server.conftest import Running, free_port, running
+from tests.page.conftest import tiny  # noqa: F401
+from tests.server.conftest import Running, free_port, running, wait_until
 from tests.server.events import data_of
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
 LONG: dict[str, Any] = {"messages": USER, "max_tokens": 4000, "ignore_eos": True, "seed": 1}
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def raw_request(server: Running, body: dict[str, Any]) -> socket.socket:
@@ -321,3 +320,73 @@ def test_a_model_that_cannot_be_loaded(load: Callable[..., LLM]) -> None:
         assert client.get("/health").status_code == 503
         assert client.post(CHAT, json=LONG).status_code == 503
         assert isinstance(server.context.failure, ValueError)
+
+
+def test_clients_read_leave_and_are_malformed(shared: Running) -> None:
+    result = asyncio.run(run_load(ServerProcess(shared.url), streams=6, seconds=0.3, seed=1))
+    assert not result.faults
+    assert result.is_idle
+    assert result.outcomes["reads: complete"] > 0
+    assert result.outcomes["malformed: 400"] > 0
+    assert result.tokens > 0
+
+
+ACCEPT_ALL = next(fault for fault in FAULTS if fault.name == "accept all")
+ASKED = {"prompt": "the ferry and the ferry and the ferry", "max_tokens": 160, "seed": 3}
+
+
+def figures(client: Any) -> tuple[float, float]:
+    text = client.get("/metrics").text
+    steps, differences = (
+        float(re.search(rf"^foredraft:proof_{name}_total (\S+)$", text, re.M)[1])  # type: ignore[index]
+        for name in ("steps", "differences")
+    )
+    return steps, differences
+
+
+@pytest.mark.parametrize("is_faulty", [False, True], ids=["exact", "faulty"])
+def test_metrics_and_page_count_proofs_and_differences(
+    tiny: LLM,  # noqa: F811
+    is_faulty: bool,
+) -> None:
+    target = TableModel.random(tiny.target.vocab_size, seed=5, order=1, sharpness=6.0)
+    llm = LLM(target, tiny.tokenizer, LoadOptions(drafter="suffix"))
+    if is_faulty:
+        llm.policy.rule = ACCEPT_ALL.rule
+    with running(lambda feed: llm, prove_every=1) as server, server.client() as client:
+        client.post("/v1/completions", json={**ASKED, "temperature": 1.0}).raise_for_status()
+        wait_until(lambda: figures(client)[0] >= 3)
+        wait_until(lambda: llm.engine.num_live == 0)
+        steps, differences = figures(client)
+        told = client.get("/page/info").json()["proof"]
+    assert bool(differences) is is_faulty
+    assert differences <= steps
+    assert told["every"] == 1
+    assert bool(told["differences"]) is is_faulty
+
+
+def test_without_the_option_nothing_is_proven(tiny: LLM) -> None:  # noqa: F811
+    with running(lambda feed: tiny) as server, server.client() as client:
+        client.post("/v1/completions", json=ASKED).raise_for_status()
+        assert figures(client) == (0.0, 0.0)
+        assert client.get("/page/info").json()["proof"] is None
+
+
+def test_the_first_token_counts_from_the_arrival_of_the_request(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template, a tokenizer or a grammar that takes long is not left out."""
+    with running(load) as server, server.client() as client:
+        tokenizer = server.context.tokenizer
+        encode = tokenizer.encode_chat
+
+        def slowly(*given: Any) -> list[int]:
+            time.sleep(0.3)
+            return encode(*given)
+
+        monkeypatch.setattr(tokenizer, "encode_chat", slowly)
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        client.post("/v1/chat/completions", json=body)
+        lines = client.get("/metrics").text.splitlines()
+    sums = [line for line in lines if line.startswith("foredraft:time_to_first_token_seconds_sum")]
+    assert float(sums[0].split()[-1]) > 0.3

@@ -16,9 +16,9 @@ from foredraft.llm import LLM
 from foredraft.server.app import create_app
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import RequestSpans, spans_to
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, running, wait_until
 from tests.server.events import data_of
-from tests.server.test_lifecycle import LONG, raw_request, wait_until
+from tests.server.test_lifecycle import LONG, raw_request
 
 pytest.importorskip("opentelemetry.sdk")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.models.checkpoints import save_tokenizer
-from tests.server.conftest import TOOL_TEMPLATE, running
+from tests.server.conftest import TOOL_TEMPLATE, running, wait_until
 from tests.server.events import data_of
 from tests.server.scripted import replying
 
@@ -107,6 +108,36 @@ def test_both_names_are_read(client: httpx.Client) -> None:
     plain = count(client.post)
     new, old = (count(client.post, **{n: THOUGHTS}) for n in ("reasoning", "reasoning_content"))
     assert plain < new == old
+
+
+def test_thoughts_are_counted_while_a_server_drains(tokenizer: Tokenizer) -> None:
+    """Then it has no tokenizer for new requests."""
+
+    def load(trace: Any) -> Any:
+        llm = replying(tokenizer, REPLY)(trace)
+        score = llm.target.score
+
+        def slowly(*given: Any, **options: Any) -> Any:
+            time.sleep(0.02)
+            return score(*given, **options)
+
+        llm.target.score = slowly  # type: ignore[method-assign]
+        return llm
+
+    body = BODY | {"stream": True, "stream_options": {"include_usage": True}}
+    with (
+        running(load, drain_timeout=20.0) as server,
+        server.client() as client,
+        client.stream("POST", CHAT, json=body) as reply,
+    ):
+        lines = reply.iter_lines()
+        next(lines)
+        server.loop.call_soon_threadsafe(server.server.end)
+        wait_until(lambda: not server.context.is_ready)
+        *_, last, done = [line for line in lines if line]
+    assert done == "data: [DONE]"
+    usage = json.loads(last.removeprefix("data: "))["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
 def test_none_are_counted_where_there_can_be_none(shared: Any) -> None:

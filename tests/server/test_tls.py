@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from foredraft.llm import LLM
-from tests.server.conftest import Running, running
-from tests.server.test_lifecycle import LONG, request_bytes, wait_until
+from tests.server.conftest import Running, running, wait_until
+from tests.server.test_lifecycle import LONG, request_bytes
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there")
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from foredraft.models.text.tokenizer import Tokenizer
-from tests.server.conftest import running
+from tests.server.conftest import Running, running
 from tests.server.events import data_of
 from tests.server.scripted import replying
 
@@ -76,11 +76,11 @@ def test_calls_with_malformed_arguments_may_be_sent_back(client: httpx.Client) -
         assert response.status_code == 200, response.text
 
 
-def test_strict_arguments_are_promised_only_where_a_call_is_forced(load: Any) -> None:
+def test_strict_arguments_are_promised_only_where_a_call_is_forced(shared: Running) -> None:
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     body = {"messages": USER, "tools": [tool], "max_tokens": 2}
-    with running(load) as server, server.client() as other:
+    with shared.client() as other:
         free = other.post("/v1/chat/completions", json=body)
         forced = other.post("/v1/chat/completions", json=body | {"tool_choice": "required"})
     assert free.headers["x-foredraft-ignored"] == "tools[0].strict"
@@ -130,7 +130,7 @@ def test_tools_of_responses(client: httpx.Client) -> None:
     assert json.loads(done[0]["arguments"]) == {"at": "Köln {1}"}
 
 
-def test_responses_name_the_tools_that_are_allowed(load: Any) -> None:
+def test_responses_name_the_tools_that_are_allowed(shared: Running) -> None:
     """One of three, which must be called: the others are not even shown."""
     names = ("look", "leap", "land")
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -141,7 +141,7 @@ def test_responses_name_the_tools_that_are_allowed(load: Any) -> None:
         "tools": [{"type": "function", "name": "leap"}, {"type": "web_search"}],
     }
     body = {"input": "Weather?", "tools": tools, "tool_choice": choice, "seed": 5}
-    with running(load) as server, server.client() as client:
+    with shared.client() as client:
         response = client.post("/v1/responses", json=body)
         refused = client.post("/v1/responses", json=body | {"tool_choice": choice | {"tools": 3}})
     assert [item["name"] for item in response.json()["output"]] == ["leap"]
@@ -169,7 +169,7 @@ def test_malformed_tools(client: httpx.Client, more: dict[str, Any], param: str)
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "look"}}], ids=str
 )
-def test_a_call_that_is_asked_for_is_made(load: Any, choice: Any) -> None:
+def test_a_call_that_is_asked_for_is_made(shared: Running, choice: Any) -> None:
     """By a model that would have said something else, whatever it draws."""
     schema = {
         "type": "object",
@@ -179,7 +179,7 @@ def test_a_call_that_is_asked_for_is_made(load: Any, choice: Any) -> None:
     }
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     body = {"messages": USER, "tools": [tool], "tool_choice": choice, "seed": 5}
-    with running(load) as server, server.client() as other:
+    with shared.client() as other:
         reply = other.post("/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text
     found = reply.json()["choices"][0]
@@ -189,7 +189,7 @@ def test_a_call_that_is_asked_for_is_made(load: Any, choice: Any) -> None:
     assert json.loads(call["arguments"])["at"] in ("here", "there")
 
 
-def test_json_by_a_schema(load: Any) -> None:
+def test_json_by_a_schema(shared: Running) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"enum": [1, 2, 3]}},
@@ -198,7 +198,7 @@ def test_json_by_a_schema(load: Any) -> None:
     }
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"messages": USER, "response_format": form, "seed": 5, "max_tokens": 400}
-    with running(load) as server, server.client() as client:
+    with shared.client() as client:
         reply = client.post("/v1/chat/completions", json=body).json()
         chosen = client.post(
             "/v1/completions",

@@ -34,4 +34,3 @@ export async function* run(request, signal) {
   }
 }
 
-export const replayed = async () => { throw new ServerError("A recording holds no traces."); };

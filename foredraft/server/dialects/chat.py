@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.server.answers import Called, Context, error_responses, new_id, respond, streamed
+from foredraft.server.answers import Called, Context, error_responses, respond, streamed
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import (
@@ -23,14 +24,10 @@ from foredraft.server.dialects.choices import (
     StreamOptions,
 )
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
-from foredraft.server.dialects.request import (
-    ConversationFields,
-    GenerationRequest,
-    read_conversation,
-)
+from foredraft.server.dialects.request import ConversationFields, read_conversation
 from foredraft.server.dialects.sampling import Tools
 from foredraft.server.formats.reading import Part
-from foredraft.server.generation import finish_reason
+from foredraft.server.generation import GenerationRequest, finish_reason
 from foredraft.server.logprobs import chat_logprobs
 from foredraft.server.thinking import Thinking
 
@@ -102,8 +99,7 @@ async def create_chat_completion(
     """Reply to a conversation."""
     options = body.check_stream_options()
     wanted = await context.on_thread(caller.size, read_conversation, context, body, caller)
-    writer = ChatWriter(context, wanted, options)
-    return await respond(writer, wanted, body.stream, context, request)
+    return await respond(ChatWriter(context, wanted, options), body.stream, request)
 
 
 class ChatWriter(ChoicesWriter):
@@ -144,9 +140,9 @@ class ChatWriter(ChoicesWriter):
         }
 
     def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any] | None:
-        if self._request.params.logprobs is None or not entries:
+        if self.request.params.logprobs is None or not entries:
             return None
-        return chat_logprobs(self._context.tokenizer, entries)
+        return chat_logprobs(self.tokenizer, entries)
 
     def _delta(self, parts: Sequence[Part]) -> dict[str, Any]:
         """The parts that a step adds to a message."""
@@ -181,7 +177,7 @@ class ChatWriter(ChoicesWriter):
 def _new_call(index: int, name: str) -> dict[str, Any]:
     return {
         "index": index,
-        "id": new_id("call_"),
+        "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
         "function": {"name": name, "arguments": ""},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, ClassVar
 
@@ -11,14 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.server.answers import now
+from foredraft.server.answers import AnswerWriter, now
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Refused, Sets, at_most
-from foredraft.server.dialects.request import GenerationRequest
 from foredraft.server.dialects.sampling import OpenAIFields, Schema, response_grammar
-from foredraft.server.errors import ApiError
-from foredraft.server.generation import Generation
-from foredraft.server.usage import Repeated, speculation_of, usage_of
+from foredraft.server.generation import Generation, GenerationRequest
+from foredraft.server.usage import Repeated, usage_of
 from foredraft.server.wire import DONE, data_event
 
 _TEXT_ONLY = "text is all there is here"
@@ -120,7 +118,7 @@ class ChoicesAnswer(BaseModel):
     usage: Usage
 
 
-class ChoicesWriter(ABC):
+class ChoicesWriter(AnswerWriter):
     """Writes an answer of choices, one for each reply."""
 
     id_prefix: ClassVar[str]
@@ -132,7 +130,8 @@ class ChoicesWriter(ABC):
     def __init__(
         self, context: ServerContext, request: GenerationRequest, options: StreamOptions
     ) -> None:
-        self._context, self._request, self._options = context, request, options
+        super().__init__(context, request)
+        self._options = options
         self._id, self._created = self.id_prefix + request.reply_id, now()
         self._repeated: list[Repeated] = []
         if request.prediction is not None:
@@ -160,7 +159,7 @@ class ChoicesWriter(ABC):
         return
 
     async def whole(self) -> dict[str, Any]:
-        async with self._request.open(self._context) as generation:
+        async with self.context.generation(self.request) as generation:
             async for index, event in generation:
                 self._count(index, event)
             self.finish(generation)
@@ -174,13 +173,10 @@ class ChoicesWriter(ABC):
             choices.append({"index": index, **self.choice(index, reply.result)})
         return self._with_usage(self._answer(self.kind, choices), generation)
 
-    def error_event(self, error: ApiError) -> bytes:
-        return data_event(error.for_openai)
-
     async def stream(self) -> AsyncGenerator[bytes, None]:
         options = self._options
         continuous = options.include_usage and options.continuous_usage_stats
-        async with self._request.open(self._context) as generation:
+        async with self.context.generation(self.request) as generation:
             for chunk in self.first_chunks():
                 yield chunk
             async for index, event in generation:
@@ -223,18 +219,12 @@ class ChoicesWriter(ABC):
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._request.model,
+            "model": self.request.model,
             "choices": choices,
         }
 
     def _with_usage(self, answer: dict[str, Any], generation: Generation) -> dict[str, Any]:
-        answer["usage"] = self._usage(generation)
-        detail = self._context.settings.request_metrics
-        if metrics := speculation_of(generation.replies, detail):
-            answer["metrics"] = metrics
-        return answer
+        return answer | {"usage": self._usage(generation)} | self.metrics(generation.replies)
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
-        request = self._request
-        thoughts = request.thoughts(self._context)
-        return usage_of(generation.replies, request.params.n, self._repeated, thoughts)
+        return usage_of(generation.replies, self.request, self.tokenizer, self._repeated)

@@ -20,8 +20,8 @@ from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import ChoicesAnswer, ChoicesFields, ChoicesWriter
 from foredraft.server.dialects.fields import Items, Refused
-from foredraft.server.dialects.request import GenerationRequest, read_prompts
-from foredraft.server.generation import Generation, finish_reason
+from foredraft.server.dialects.request import read_prompts
+from foredraft.server.generation import Generation, GenerationRequest, finish_reason
 from foredraft.server.logprobs import CompletionLogprobs
 
 router = APIRouter(route_class=ParsedRoute)
@@ -101,7 +101,7 @@ async def create_completion(
         stops = (*wanted.params.stop_token_ids, *ends)
         wanted = replace(wanted, params=replace(wanted.params, stop_token_ids=stops))
     writer = CompletionWriter(context, replace(wanted, scores_only=body.is_empty), body)
-    return await respond(writer, wanted, body.stream, context, request)
+    return await respond(writer, body.stream, request)
 
 
 def _with_hole(
@@ -179,7 +179,7 @@ class CompletionWriter(ChoicesWriter):
 
     def _count_added(self, prompt: str | list[int], tokens: list[int]) -> int:
         """Number of start tokens that the tokenizer added; an echo does not repeat them."""
-        decode, first = self._context.tokenizer.decode, tokens[:1]
+        decode, first = self.tokenizer.decode, tokens[:1]
         if not isinstance(prompt, str) or decode(first, skip_special_tokens=True):
             return 0
         start = decode(first, skip_special_tokens=False)
@@ -187,11 +187,11 @@ class CompletionWriter(ChoicesWriter):
 
     def _prompt(self, index: int) -> list[int]:
         """The tokens of a prompt as an echo shows them."""
-        number = index // self._request.params.n
-        return self._request.prompts[number][self._num_added[number] :]
+        number = index // self.request.params.n
+        return self.request.prompts[number][self._num_added[number] :]
 
     def _prompt_text(self, index: int) -> str:
-        return self._context.tokenizer.decode(self._prompt(index), skip_special_tokens=False)
+        return self.tokenizer.decode(self._prompt(index), skip_special_tokens=False)
 
     def _formatted(
         self,
@@ -208,7 +208,7 @@ class CompletionWriter(ChoicesWriter):
         if not self._logprobs:
             return None
         prompt = [] if prompt_entries is None else self._prompt(index)
-        num_added = self._num_added[index // self._request.params.n]
+        num_added = self._num_added[index // self.request.params.n]
         together = [*(prompt_entries or ())[num_added:], *entries]
         shown = prompt if self._is_empty else [*prompt, *tokens]
         # Where a prompt is only scored, its last token is what was generated.

@@ -86,7 +86,11 @@ def entries(setting: str) -> Limit:
 
 def characters(setting: str) -> Limit:
     """The characters of all its texts are bounded."""
-    return Limit(setting, lambda value: sum(map(len, _texts(value))), "characters")
+
+    def measure(value: str | list[str]) -> int:
+        return len(value) if isinstance(value, str) else sum(map(len, value))
+
+    return Limit(setting, measure, "characters")
 
 
 def json_characters(setting: str) -> Limit:
@@ -94,12 +98,12 @@ def json_characters(setting: str) -> Limit:
     return Limit(setting, lambda value: len(json.dumps(value)), "characters")
 
 
-def _texts(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
 class Hint:
     """The field is accepted and cannot change a reply here. The response header names it."""
+
+
+_UNKNOWN = Hint()
+"""A field that is not declared."""
 
 
 class Refused:
@@ -152,15 +156,14 @@ class RequestBody(BaseModel):
     def ignored(self) -> list[str]:
         """The fields that were sent and have no effect, in order of their names."""
         kinds = kinds_of(type(self))
-        return sorted(name for name in self.model_fields_set if self._has_no_effect(name, kinds))
 
-    def _has_no_effect(self, name: str, kinds: Mapping[str, Hint | Refused | None]) -> bool:
-        if name not in kinds:
-            return True
-        kind = kinds[name]
-        if isinstance(kind, Refused):
-            return any(_same(getattr(self, name), value) for value in kind.listed)
-        return kind is not None
+        def has_no_effect(name: str) -> bool:
+            kind = kinds.get(name, _UNKNOWN)
+            if isinstance(kind, Refused):
+                return any(_same(getattr(self, name), value) for value in kind.listed)
+            return kind is not None
+
+        return sorted(filter(has_no_effect, self.model_fields_set))
 
     def check_limits(self, settings: ServerSettings) -> None:
         """Refuse a request with a field over its limit.
@@ -182,7 +185,12 @@ class RequestBody(BaseModel):
         read: dict[str, tuple[str, Any]] = {}
         for name, mark in _parameters_of(type(self)).items():
             value = getattr(self, name)
-            if value is None or (value := _read(name, value, mark)) is None:
+            try:
+                if value is not None and mark.read is not None:
+                    value = mark.read(value)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}", field=name, code=error.code) from error
+            if value is None:
                 continue
             other, known = read.setdefault(mark.parameter, (name, value))
             if known != value:
@@ -193,15 +201,6 @@ class RequestBody(BaseModel):
 def excluded(one: str, other: str) -> ConfigError:
     """The error for two fields that set the same thing."""
     return ConfigError(f"{one} and {other} exclude each other; give one", field=other)
-
-
-def _read(name: str, value: object, mark: Sets) -> object:
-    if mark.read is None:
-        return value
-    try:
-        return mark.read(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}", field=name, code=error.code) from error
 
 
 @cache

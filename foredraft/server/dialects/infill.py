@@ -15,13 +15,18 @@ from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import GenerationResult
 from foredraft.models.text.infill import required_infill
-from foredraft.server.answers import Called, Context, error_responses, respond, streamed
+from foredraft.server.answers import (
+    AnswerWriter,
+    Called,
+    Context,
+    error_responses,
+    respond,
+    streamed,
+)
 from foredraft.server.bodies import ParsedRoute
-from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Sets, entries
-from foredraft.server.dialects.request import GenerationRequest, read_prompts
+from foredraft.server.dialects.request import read_prompts
 from foredraft.server.dialects.sampling import Ignored, SamplingFields, Stops
-from foredraft.server.errors import ApiError
 from foredraft.server.generation import ReplyState
 from foredraft.server.wire import data_event
 
@@ -96,18 +101,14 @@ async def infill(
         wanted.params, n=1, stop_token_ids=(*wanted.params.stop_token_ids, *marks.ends)
     )
     writer = InfillWriter(context, replace(wanted, params=params))
-    return await respond(writer, wanted, body.stream, context, request)
+    return await respond(writer, body.stream, request)
 
 
-class InfillWriter:
+class InfillWriter(AnswerWriter):
     """Writes the answer to an infill request."""
 
-    def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
-        self._context, self._request = context, request
-
     async def whole(self) -> dict[str, Any]:
-        """The whole answer at the end."""
-        async with self._request.open(self._context) as generation:
+        async with self.context.generation(self.request) as generation:
             async for _ in generation:
                 pass
             reply = generation.replies[0]
@@ -115,16 +116,11 @@ class InfillWriter:
             return _said(reply, reply.result.text, reply.result)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
-        async with self._request.open(self._context) as generation:
+        async with self.context.generation(self.request) as generation:
             yield b""
             async for _, event in generation:
                 text = "".join(piece.text for piece in event.pieces)
                 yield data_event(_said(generation.replies[0], text, event.result))
-
-    def error_event(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed."""
-        return data_event(error.for_openai)
 
 
 def _said(reply: ReplyState, text: str, result: GenerationResult | None) -> dict[str, Any]:

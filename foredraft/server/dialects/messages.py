@@ -17,6 +17,7 @@ from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
+    AnswerWriter,
     AnthropicErrorBody,
     Called,
     Context,
@@ -24,13 +25,11 @@ from foredraft.server.answers import (
     respond,
     streamed,
 )
-from foredraft.server.blocks import Block, BlockBuilder, Change
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, RequestBody, Sets, entries
 from foredraft.server.dialects.request import (
     ConversationFields,
-    GenerationRequest,
     encode_conversation,
     read_conversation,
 )
@@ -44,11 +43,12 @@ from foredraft.server.dialects.sampling import (
 )
 from foredraft.server.errors import ApiError
 from foredraft.server.formats.reading import Part
-from foredraft.server.generation import ReplyState, finish_reason
+from foredraft.server.generation import GenerationRequest, ReplyState, finish_reason
+from foredraft.server.replies import Block, BlockBuilder, Change
 from foredraft.server.settings import ServerSettings
 from foredraft.server.thinking import Thinking
 from foredraft.server.tools import read_tools
-from foredraft.server.usage import num_cached, speculation_of
+from foredraft.server.usage import num_cached
 from foredraft.server.wire import JsonResponse, named_event
 
 router = APIRouter(route_class=ParsedRoute)
@@ -59,8 +59,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ROLES = ("user", "assistant", "system")
 
 
-class MessageFields(RequestBody):
-    """A conversation."""
+class CountRequest(RequestBody):
+    """A conversation to be counted. Fields of a reply are accepted, and do not matter."""
 
     model: str | None = None
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1), entries("max_messages")]
@@ -69,7 +69,10 @@ class MessageFields(RequestBody):
     tool_choice: dict[str, Any] | None = None
 
     def chat_messages(self) -> list[dict[str, Any]]:
-        return [*_system(self.system), *_messages(self.messages)]
+        system = []
+        if self.system:
+            system = [{"role": "system", "content": text_of("system", self.system)}]
+        return [*system, *_messages(self.messages)]
 
     def chat_tools(self) -> dict[str, Any]:
         """Tools that the provider itself would run are left out."""
@@ -77,11 +80,7 @@ class MessageFields(RequestBody):
         return {"tools": tools} | ({} if self.tool_choice is None else _choice(self.tool_choice))
 
 
-class CountRequest(MessageFields):
-    """A conversation to be counted. Fields of a reply are accepted, and do not matter."""
-
-
-class MessagesRequest(MessageFields, ConversationFields):
+class MessagesRequest(CountRequest, ConversationFields):
     """A conversation to be replied to."""
 
     def check_limits(self, settings: ServerSettings) -> None:
@@ -124,11 +123,6 @@ class MessagesRequest(MessageFields, ConversationFields):
     def ignored(self) -> list[str]:
         hosted = [i for i, tool in enumerate(self.tools or ()) if not _is_custom(tool)]
         return sorted([*super().ignored(), *(f"tools[{number}]" for number in hosted)])
-
-
-def _system(system: object) -> Iterator[dict[str, Any]]:
-    if system:
-        yield {"role": "system", "content": text_of("system", system)}
 
 
 def _messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -240,29 +234,27 @@ async def create_message(
 ) -> Response:
     """Reply to a conversation."""
     wanted = await context.on_thread(caller.size, read_conversation, context, body, caller)
-    return await respond(MessagesWriter(context, wanted), wanted, body.stream, context, request)
+    return await respond(MessagesWriter(context, wanted), body.stream, request)
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=_ERRORS)
 async def count_tokens(body: CountRequest, context: Context, caller: Called) -> Response:
     """Count the tokens of a conversation in the model's template, system and tools included."""
     context.check_model(body.model)
-    count = await context.on_thread(caller.size, _count, context, body)
-    return JsonResponse({"input_tokens": count})
+
+    def count() -> int:
+        body.check_limits(context.settings)
+        tools = read_tools(body.chat_tools(), context.takes_tools)
+        return len(encode_conversation(context, body.chat_messages(), tools))
+
+    return JsonResponse({"input_tokens": await context.on_thread(caller.size, count)})
 
 
-def _count(context: ServerContext, body: CountRequest) -> int:
-    body.check_limits(context.settings)
-    tools = read_tools(body.chat_tools(), context.takes_tools)
-    return len(encode_conversation(context, body.chat_messages(), tools))
-
-
-class MessagesWriter:
+class MessagesWriter(AnswerWriter):
     """Writes the answer to a messages request."""
 
     def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
-        self._context, self._request = context, request
-        self._id = f"msg_{request.reply_id}"
+        super().__init__(context, request)
         self._blocks = BlockBuilder(request.reply_id)
 
     async def whole(self) -> dict[str, Any]:
@@ -272,13 +264,11 @@ class MessagesWriter:
         return self._message
 
     def error_event(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed."""
         return named_event(error.for_anthropic)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
-        parser = self._request.new_parser()
-        async with self._request.open(self._context) as generation:
+        parser = self.request.new_parser()
+        async with self.context.generation(self.request) as generation:
             reply = generation.replies[0]
             self._message = self._begun(reply)
             yield named_event({"type": "message_start", "message": self._message})
@@ -297,19 +287,17 @@ class MessagesWriter:
         reason = _REASONS[finish_reason(result, num_calls)]
         delta = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
         usage = _usage(reply)
-        self._message |= delta | {"usage": usage}
+        self._message |= delta | {"usage": usage} | self.metrics([reply])
         self._message["content"] = [_content(block) for block in self._blocks.all]
-        if metrics := speculation_of([reply], self._context.settings.request_metrics):
-            self._message["metrics"] = metrics
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
 
     def _begun(self, reply: ReplyState) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": f"msg_{self.request.reply_id}",
             "type": "message",
             "role": "assistant",
-            "model": self._request.model,
+            "model": self.request.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

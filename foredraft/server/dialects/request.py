@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import secrets
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
-from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.server.answers import Caller
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import excluded
 from foredraft.server.dialects.sampling import SamplingFields
 from foredraft.server.errors import in_words_of
-from foredraft.server.formats.base import Format, reply_grammar
-from foredraft.server.generation import Generation
-from foredraft.server.replies import ReplyParser, opens_thoughts
-from foredraft.server.resume import StreamPlace, placed
-from foredraft.server.spans import Operation
+from foredraft.server.formats.base import reply_grammar
+from foredraft.server.generation import GenerationRequest
+from foredraft.server.resume import placed
 from foredraft.server.thinking import Thinking
-from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
-from foredraft.server.usage import ExpectedText, Thoughts
+from foredraft.server.tools import ToolUse, read_tools
+from foredraft.server.usage import ExpectedText
 
 _OF_A_MESSAGE = (
     *("role", "content", "tool_calls", "name", "tool_call_id"),
@@ -39,91 +33,6 @@ _OPENING = 1024
 """Characters of a conversation's beginning that identify the engine that has it cached."""
 _END = 8
 """Tokens at the end of a prompt that may open the thoughts of a reply."""
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """The generation that one HTTP request asks for.
-
-    Attributes:
-        operation: what kind of request it is.
-        model: the name to answer with.
-        prompts: token ids of each prompt.
-        params: of every reply; ``n`` replies to each prompt.
-        tenant: the owner of the request.
-        priority: requests of higher numbers go first.
-        session: see `ServedEngine.open_all`.
-        arrived: when it came, in seconds of `time.perf_counter`.
-        names: by sampling parameter the field that it came from.
-        model_defaults: sampling parameters that the model's makers name, where the request does
-            not.
-        ignored: fields without effect here.
-        form: the model's form of thoughts and calls.
-        prediction: the text that the reply is expected to repeat; None: none is named.
-        tools: that a reply may call.
-        thinks: whether a reply may begin with thoughts.
-        in_thoughts: whether the prompt has opened them.
-        scores_only: whether nothing is to be generated: the prompts are only scored.
-        is_paced: whether events come one by one with a token each.
-        place: in the stream of one reply; None: it cannot be resumed.
-        reply_id: a part of the ids of the answer.
-    """
-
-    operation: Operation
-    model: str
-    prompts: tuple[list[int], ...]
-    params: SamplingParams
-    tenant: str | None
-    priority: int
-    session: str | None
-    arrived: float
-    names: Mapping[str, str] = field(default_factory=dict)
-    model_defaults: Mapping[str, float] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    form: Format = field(default_factory=Format)
-    prediction: ExpectedText | None = None
-    tools: ToolUse = NO_TOOLS
-    thinks: bool = False
-    in_thoughts: bool = False
-    scores_only: bool = False
-    is_paced: bool = False
-    place: StreamPlace | None = None
-
-    @cached_property
-    def reply_id(self) -> str:
-        return secrets.token_hex(12) if self.place is None else self.place.now.reply_id
-
-    def new_parser(self) -> ReplyParser:
-        tools, is_one = self.tools.tools, not self.tools.parallel
-        return ReplyParser(self.form, tools, self.thinks, self.in_thoughts, is_one)
-
-    def thoughts(self, context: ServerContext) -> Thoughts | None:
-        """The counter of reasoning tokens; None: the reply cannot have any."""
-        if not self.thinks:
-            return None
-        return Thoughts(context.tokenizer, self.form, self.in_thoughts)
-
-    @asynccontextmanager
-    async def open(self, context: ServerContext) -> AsyncIterator[Generation]:
-        """The replies under way; see `ServerContext.generation`."""
-        async with AsyncExitStack() as stack:
-            span = stack.enter_context(
-                context.spans.request(self.operation, self.model, self.params)
-            )
-            stack.enter_context(in_words_of(self.names))  # only the engine compiles a grammar
-            generation = await stack.enter_async_context(
-                context.generation(
-                    *(self.prompts, self.params, self.tenant, self.priority, self.session),
-                    scores_only=self.scores_only,
-                    arrived=self.arrived,
-                )
-            )
-            span.watch(generation)
-            if self.is_paced:
-                generation.pace()
-            elif self.place is not None:
-                generation.follow(self.place)
-            yield generation
 
 
 class ConversationFields(SamplingFields):
@@ -200,14 +109,20 @@ def read_conversation(
         known = context.tokenizer.template_variables(bool(tools.tools))
         prompt = encode_conversation(context, messages, tools, thinking.of_template(known))
     end = context.tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
-    in_thoughts = context.thinks and opens_thoughts(end, context.form)
+    in_thoughts = context.thinks and end.rstrip().endswith(context.form.think.rstrip())
     thinks = context.thinks and not end.rstrip().endswith(context.form.end_think)
     if tools.forced:
         if given.grammar is not None:
             raise excluded(names["grammar"], "tool_choice")
         names["grammar"] = "tools"
     defaults = context.llm.sampling_defaults or {}
-    grammar = _grammar(context, given.grammar, tools, thinks, in_thoughts)
+    grammar = reply_grammar(
+        *(context.form, context.spell, given.grammar),
+        tools.to_call if given.grammar is None else tools.tools,
+        parallel=tools.parallel and not tools.forced,
+        thinks=thinks,
+        is_open=in_thoughts,
+    )
     params = replace(
         given.by(defaults),
         grammar=grammar,
@@ -216,40 +131,17 @@ def read_conversation(
         if thinks
         else None,
     )
-    params, place = _placed(body, params, (prompt,), caller)
-    return GenerationRequest(
-        "chat",
-        model,
-        (prompt,),
-        params,
-        context.tenant(caller.key_id, body.cache_salt),
-        _priority(context, body),
-        body.prompt_cache_key or _opening(messages),
-        caller.arrived,
-        names,
-        given.left_to(defaults),
-        (*body.ignored(), *((thinking.field,) if thinking.unheeded(known) else ())),
-        context.form,
-        _prediction(context, params),
-        tools,
-        thinks,
-        in_thoughts,
-        is_paced=_is_paced(body),
-        place=place,
-    )
-
-
-def _grammar(
-    context: ServerContext, answer: Grammar | None, tools: ToolUse, thinks: bool, is_open: bool
-) -> Grammar | None:
-    """The grammar of the whole reply: of its answer, and of the calls that it may or must make."""
-    calls = tools.to_call if answer is None else tools.tools
-    parallel = tools.parallel and not tools.forced
-    return reply_grammar(
-        *(context.form, context.spell, answer, calls),
-        parallel=parallel,
+    return _asked(
+        *(context, body, caller, model, (prompt,), params),
+        operation="chat",
+        session=body.prompt_cache_key or _opening(messages),
+        names=names,
+        model_defaults=given.left_to(defaults),
+        ignored=(*body.ignored(), *((thinking.field,) if thinking.unheeded(known) else ())),
+        form=context.form,
+        tools=tools,
         thinks=thinks,
-        is_open=is_open,
+        in_thoughts=in_thoughts,
     )
 
 
@@ -319,37 +211,44 @@ def read_prompts(
             raise ConfigError(
                 f"prompt {number} is empty: there is nothing to continue", field="prompt"
             )
-    params, place = _placed(body, params, encoded, caller)
-    return GenerationRequest(
-        "text_completion",
-        model,
-        encoded,
-        params,
-        context.tenant(caller.key_id, body.cache_salt),
-        _priority(context, body),
-        body.prompt_cache_key,
-        caller.arrived,
-        names,
-        given.left_to(defaults or {}),
-        tuple(body.ignored()),
-        prediction=_prediction(context, params),
-        is_paced=_is_paced(body),
-        place=place,
+    return _asked(
+        *(context, body, caller, model, encoded, params),
+        operation="text_completion",
+        session=body.prompt_cache_key,
+        names=names,
+        model_defaults=given.left_to(defaults or {}),
+        ignored=tuple(body.ignored()),
     )
 
 
-def _placed(
-    body: SamplingFields, params: SamplingParams, prompts: Sequence[list[int]], caller: Caller
-) -> tuple[SamplingParams, StreamPlace | None]:
-    if not body.stream or body.paced_stream:
-        return params, None
-    return placed(params, prompts, caller.last_event)
-
-
-def _is_paced(body: SamplingFields) -> bool:
-    if body.paced_stream and not body.stream:
-        raise ConfigError("paced_stream needs stream: true", field="paced_stream")
-    return bool(body.paced_stream)
+def _asked(
+    context: ServerContext,
+    body: SamplingFields,
+    caller: Caller,
+    model: str,
+    prompts: tuple[list[int], ...],
+    params: SamplingParams,
+    **more: Any,
+) -> GenerationRequest:
+    """The request with what all APIs say alike."""
+    place = None
+    if body.stream:
+        params, place = placed(params, prompts, caller.last_event)
+    tenant, priority = context.tenant(caller.key_id, body.cache_salt), _priority(context, body)
+    prediction = None
+    if params.prediction is not None:
+        prediction = ExpectedText(context.tokenizer.encode(params.prediction, False))
+    return GenerationRequest(
+        model=model,
+        prompts=prompts,
+        params=params,
+        tenant=tenant,
+        priority=priority,
+        arrived=caller.arrived,
+        prediction=prediction,
+        place=place,
+        **more,
+    )
 
 
 def _check_replies(num_prompts: int, n: int, context: ServerContext) -> None:
@@ -372,10 +271,3 @@ def _priority(context: ServerContext, body: SamplingFields) -> int:
             field="priority",
         )
     return -priority
-
-
-def _prediction(context: ServerContext, params: SamplingParams) -> ExpectedText | None:
-    text = params.prediction
-    if text is None:
-        return None
-    return ExpectedText(context.tokenizer.encode(text, False))

@@ -18,6 +18,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
+    AnswerWriter,
     Called,
     Context,
     error_responses,
@@ -25,15 +26,10 @@ from foredraft.server.answers import (
     respond,
     streamed,
 )
-from foredraft.server.blocks import Block, BlockBuilder, Change
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
-from foredraft.server.dialects.request import (
-    ConversationFields,
-    GenerationRequest,
-    read_conversation,
-)
+from foredraft.server.dialects.request import ConversationFields, read_conversation
 from foredraft.server.dialects.sampling import (
     Ignored,
     OpenAIFields,
@@ -43,10 +39,11 @@ from foredraft.server.dialects.sampling import (
 )
 from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.formats.reading import Part
-from foredraft.server.generation import Generation, ReplyState
+from foredraft.server.generation import Generation, GenerationRequest, ReplyState
 from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
+from foredraft.server.replies import Block, BlockBuilder, Change
 from foredraft.server.thinking import Thinking
-from foredraft.server.usage import Thoughts, num_cached, speculation_of
+from foredraft.server.usage import num_cached, num_reasoning
 from foredraft.server.wire import named_event
 
 router = APIRouter(route_class=ParsedRoute)
@@ -55,6 +52,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _UNREAD = ("reasoning", "item_reference", "additional_tools")
+_ARGUMENTS = "response.function_call_arguments"
 _STATELESS = "nothing is stored: send the conversation so far as input"
 
 
@@ -103,8 +101,11 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
         return replace(found, effort=effort, field="reasoning") if effort else found
 
     def chat_messages(self) -> list[dict[str, Any]]:
-        messages = [*_instructions(self.instructions), *_messages(self.input or "")]
-        return messages or [{"role": "user", "content": ""}]  # what agents send as a probe
+        said = []
+        if self.instructions is not None:
+            said = [{"role": "system", "content": text_of("instructions", self.instructions)}]
+        said += _messages(self.input or "")
+        return said or [{"role": "user", "content": ""}]  # what agents send as a probe
 
     def chat_tools(self) -> dict[str, Any]:
         """Tools that the provider itself would run are left out."""
@@ -112,9 +113,11 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
         tools = [_tool(tool) for tool in self.tools or () if _is_function(tool)]
         if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
             tools, choice = _allowed(tools, choice), choice.get("mode", "auto")
+        if isinstance(choice, Mapping) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
         return {
             "tools": tools,
-            "tool_choice": _choice(choice),
+            "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
 
@@ -123,11 +126,6 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
         items = self.input if isinstance(self.input, list) else []
         unread = [f"input[{i}]" for i, item in enumerate(items) if _is_unread(item)]
         return sorted([*super().ignored(), *unread, *(f"tools[{number}]" for number in hosted)])
-
-
-def _instructions(text: str | None) -> Iterator[dict[str, Any]]:
-    if text is not None:
-        yield {"role": "system", "content": text_of("instructions", text)}
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -187,12 +185,6 @@ def _allowed(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> list[dic
     return [tool for tool in tools if tool["function"].get("name") in names]
 
 
-def _choice(choice: object) -> object:
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
 class ResponseObject(BaseModel):
     """A reply."""
 
@@ -216,18 +208,16 @@ async def create_response(
 ) -> Response:
     """Reply to a conversation. Nothing is stored."""
     wanted = await context.on_thread(caller.size, read_conversation, context, body, caller)
-    return await respond(
-        ResponsesWriter(context, wanted, body), wanted, body.stream, context, request
-    )
+    return await respond(ResponsesWriter(context, wanted, body), body.stream, request)
 
 
-class ResponsesWriter:
+class ResponsesWriter(AnswerWriter):
     """Writes the answer to a request for a response."""
 
     def __init__(
         self, context: ServerContext, request: GenerationRequest, body: ResponsesRequest
     ) -> None:
-        self._context, self._request = context, request
+        super().__init__(context, request)
         self._numbers = itertools.count()
         self._blocks = BlockBuilder(request.reply_id)
         self._is_cut = False
@@ -240,20 +230,19 @@ class ResponsesWriter:
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer: the sum of a stream's events."""
-        async with self._request.open(self._context) as generation:
+        async with self.context.generation(self.request) as generation:
             async for _ in self._events(generation):
                 pass
         return self._response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
-        async with self._request.open(self._context) as generation:
+        async with self.context.generation(self.request) as generation:
             events = self._events(generation)
             try:
                 async for event in events:
                     yield self._numbered(event)
             except Exception as error:
-                known = as_api_error(error).in_words_of(self._request.names)
+                known = as_api_error(error).in_words_of(self.request.names)
                 code = "server_error" if known.status >= 500 else "invalid_prompt"
                 failed = {"code": code, "message": known.message}
                 response = self._response | {"status": "failed", "error": failed}
@@ -261,7 +250,6 @@ class ResponsesWriter:
                 raise known from error
 
     def error_event(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed."""
         named = {"code": error.code, "message": error.message, "param": error.param}
         return self._numbered({"type": "error", **named})
 
@@ -269,7 +257,7 @@ class ResponsesWriter:
         return named_event({**event, "sequence_number": next(self._numbers)})
 
     async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
-        parser = self._request.new_parser()
+        parser = self.request.new_parser()
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response}
         async for _, event in generation:
@@ -293,10 +281,9 @@ class ResponsesWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
             "completed_at": None if self._is_cut else now(),
             "output": [self._item(block, is_over=True) for block in self._blocks.all],
-            "usage": _usage(reply, self._request.thoughts(self._context)),
+            "usage": _usage(reply, num_reasoning(reply, self.request, self.tokenizer)),
+            **self.metrics([reply]),
         }
-        if metrics := speculation_of([reply], self._context.settings.request_metrics):
-            self._response["metrics"] = metrics
 
     def _changed(self, change: Change, block: Block, part: Part | None) -> Iterator[dict[str, Any]]:
         at: dict[str, Any] = {"output_index": block.number, "item_id": self._item_id(block)}
@@ -304,10 +291,13 @@ class ResponsesWriter:
         item = {"output_index": block.number, "item": self._item(block, is_over)}
         if change == "open":
             yield {"type": "response.output_item.added", **item}
-        if block.kind == "call":
-            yield from _call_events(change, block, part, at)
-        else:
+        if block.kind != "call":
             yield from self._part_events(change, block, part, at | {"content_index": 0})
+        elif part is not None:
+            yield {"type": f"{_ARGUMENTS}.delta", **at, "delta": part.text}
+        elif is_over:
+            done = {"name": block.name, "arguments": block.text}
+            yield {"type": f"{_ARGUMENTS}.done", **at, **done}
         if is_over:
             yield {"type": "response.output_item.done", **item}
 
@@ -344,7 +334,7 @@ class ResponsesWriter:
         return entries if change == "close" else ()
 
     def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
-        return chat_logprobs(self._context.tokenizer, entries)["content"] if entries else []
+        return chat_logprobs(self.tokenizer, entries)["content"] if entries else []
 
     def _item_id(self, block: Block) -> str:
         prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
@@ -373,16 +363,6 @@ class ResponsesWriter:
             "annotations": [],
             "logprobs": self._formatted(entries),
         }
-
-
-def _call_events(
-    change: Change, block: Block, part: Part | None, at: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    kind = "response.function_call_arguments"
-    if part is not None:
-        yield {"type": f"{kind}.delta", **at, "delta": part.text}
-    elif change == "close":
-        yield {"type": f"{kind}.done", **at, "name": block.name, "arguments": block.text}
 
 
 def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]:
@@ -415,11 +395,11 @@ def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]
     }
 
 
-def _usage(reply: ReplyState, thoughts: Thoughts | None) -> dict[str, Any]:
+def _usage(reply: ReplyState, num_thoughts: int) -> dict[str, Any]:
     return {
         "input_tokens": reply.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": num_cached([reply]), "cache_write_tokens": 0},
         "output_tokens": reply.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": thoughts(reply) if thoughts else 0},
+        "output_tokens_details": {"reasoning_tokens": num_thoughts},
         "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
     }

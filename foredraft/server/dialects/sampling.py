@@ -19,6 +19,7 @@ from foredraft.server.dialects.fields import (
     Hint,
     Items,
     Number,
+    Refused,
     RequestBody,
     Sets,
     characters,
@@ -132,7 +133,6 @@ class SamplingFields(RequestBody):
 
     model: str | None = None
     stream: bool | None = None
-    paced_stream: bool | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_k: _TopK | None = None
@@ -156,6 +156,7 @@ class SamplingFields(RequestBody):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     prompt_cache_key: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    paced_stream: Annotated[Any, Refused("max_draft_tokens 0 sends a token an event", False)] = None
 
     def sampling(
         self, defaults: Mapping[str, float] | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -11,7 +10,6 @@ from starlette.responses import Response
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
-from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.answers import Called, Context, error_responses
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
@@ -36,15 +34,6 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    def check_one(self) -> None:
-        """Refuse a request with both a text and a conversation, or with neither.
-
-        Raises:
-            ConfigError: it has.
-        """
-        if (self.prompt is None) == (self.messages is None):
-            raise ConfigError("give either prompt or messages", field="prompt")
-
 
 class DetokenizeRequest(RequestBody):
     """Token ids."""
@@ -57,7 +46,8 @@ class DetokenizeRequest(RequestBody):
 async def tokenize(body: TokenizeRequest, context: Context, caller: Called) -> Response:
     """The token ids of a text, or of a conversation as the model is given it."""
     context.check_model(body.model)
-    body.check_one()
+    if (body.prompt is None) == (body.messages is None):
+        raise ConfigError("give either prompt or messages", field="prompt")
     return await context.on_thread(caller.size, _tokenized, context, body)
 
 
@@ -65,7 +55,16 @@ async def tokenize(body: TokenizeRequest, context: Context, caller: Called) -> R
 async def detokenize(body: DetokenizeRequest, context: Context, caller: Called) -> Response:
     """The text of token ids, special tokens included."""
     context.check_model(body.model)
-    return await context.on_thread(caller.size, _detokenized, context.tokenizer, body.tokens)
+    tokenizer = context.tokenizer
+
+    def answer() -> Response:  # there may be millions of tokens
+        for token in body.tokens:
+            if not 0 <= token < tokenizer.vocab_size:
+                problem = f"tokens: {shown(token)} is no id below {tokenizer.vocab_size}"
+                raise ConfigError(problem, field="tokens")
+        return JsonResponse({"prompt": tokenizer.decode(body.tokens, False)})
+
+    return await context.on_thread(caller.size, answer)
 
 
 @router.get("/tokenizer_info", responses=error_responses())
@@ -103,12 +102,3 @@ def _tokenized(context: ServerContext, body: TokenizeRequest) -> Response:
     if body.return_token_strs:
         answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
     return JsonResponse(answer)
-
-
-def _detokenized(tokenizer: Tokenizer, tokens: Sequence[int]) -> Response:
-    """Runs on a thread, because there may be millions of tokens."""
-    size = tokenizer.vocab_size
-    for token in tokens:
-        if not 0 <= token < size:
-            raise ConfigError(f"tokens: {shown(token)} is no id below {size}", field="tokens")
-    return JsonResponse({"prompt": tokenizer.decode(tokens, False)})

@@ -36,6 +36,9 @@ class Format:
         begins: marks of which each begins a call, or several.
         end_call: the mark that ends them; empty: the end of the reply does.
         arguments_key: the key of the arguments in a call that is a JSON object.
+        opens: stands before a call where a grammar forces one; with the function's name for NAME
+            the arguments follow it, otherwise the call is a JSON object.
+        closes: stands behind it.
         think: the mark that opens thoughts.
         end_think: the mark that closes them.
         stops_thinking: what is written to end thoughts that are too long.
@@ -53,6 +56,8 @@ class Format:
     begins: ClassVar[tuple[str, ...]] = ()
     end_call: ClassVar[str] = ""
     arguments_key: ClassVar[str] = "arguments"
+    opens: ClassVar[str] = ""
+    closes: ClassVar[str] = ""
     think: ClassVar[str] = "<think>"
     end_think: ClassVar[str] = "</think>"
     stops_thinking: ClassVar[str] = "</think>"
@@ -137,13 +142,12 @@ class Format:
         Args:
             rule: the name of the rule that is a call; others begin with it.
         """
-        call, rules = self.json_call(rule, tool)
-        return f"{rule}: {call}\n{rules}"
-
-    def json_call(self, rule: str, tool: Tool) -> tuple[str, str]:
-        """A call as a JSON object: an expression, and the rules that it needs."""
-        start = f'{{"name": {json.dumps(name_of(tool))}, "{self.arguments_key}": '
-        return f"{literal(start)} {rule}_value {literal('}')}", value_rule(f"{rule}_value", tool)
+        name, call = name_of(tool), f"{rule}_value"
+        if "NAME" not in self.opens:
+            head = f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
+            call = f"{literal(head)} {call} {literal('}')}"
+        call = f"{spell(self.opens.replace('NAME', name))} {call} {spell(self.closes)}"
+        return f"{rule}: {call}\n{schema_rule(f'{rule}_value', parameters_of(tool))}"
 
 
 class Spell:
@@ -188,11 +192,6 @@ def name_of(tool: Tool) -> str:
 def parameters_of(tool: Tool) -> Mapping[str, Any]:
     parameters: Mapping[str, Any] = tool["function"].get("parameters") or {"type": "object"}
     return parameters
-
-
-def value_rule(rule: str, tool: Tool) -> str:
-    """The rule of a tool's arguments as JSON."""
-    return schema_rule(rule, parameters_of(tool))
 
 
 def schema_rule(rule: str, schema: Mapping[str, Any]) -> str:

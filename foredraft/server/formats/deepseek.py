@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from foredraft.server.formats.base import Format, Spell, Tool, name_of, value_rule
+from foredraft.server.formats.base import Format, Tool
 from foredraft.server.formats.reading import Incoming, Part, Reads, json_value
 
 _BAR = "\uff5c"  # a wide vertical line
 CALLS, END_CALLS = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
 CALL, END_CALL = f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁call▁end{_BAR}>"
 SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
-_FENCE, _END_FENCE = "\n```json\n", "\n```"
 
 
 class DeepSeek(Format):
@@ -23,6 +22,7 @@ class DeepSeek(Format):
     begins = (CALLS, CALL)
     between = ""
     before_call, after_call = CALLS, END_CALLS
+    opens, closes = f"{CALL}NAME{SEPARATOR}", END_CALL
 
     def marks(self) -> tuple[str, ...]:
         return (*super().marks(), SEPARATOR, END_CALL, END_CALLS)
@@ -50,23 +50,13 @@ class DeepSeek(Format):
         yield from text.takes(END_CALLS)
         return found
 
-    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        start = spell(f"{CALL}{name_of(tool)}{SEPARATOR}")
-        return (
-            f"{rule}: {start} {rule}_value {spell(END_CALL)}\n{value_rule(f'{rule}_value', tool)}"
-        )
-
 
 class DeepSeekV3(DeepSeek):
     """See `Format`."""
 
     name = "deepseek_v3"
     shows = (CALLS, SEPARATOR, "```json")
-
-    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        start = spell(f"{CALL}function{SEPARATOR}{name_of(tool)}{_FENCE}")
-        value = value_rule(f"{rule}_value", tool)
-        return f"{rule}: {start} {rule}_value {spell(_END_FENCE + END_CALL)}\n{value}"
+    opens, closes = f"{CALL}function{SEPARATOR}NAME\n```json\n", f"\n```{END_CALL}"
 
 
 def _begins(text: Incoming) -> Reads[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from foredraft.server.formats.base import Format, Spell, Tool, name_of, value_rule
+from foredraft.server.formats.base import Format, Tool
 from foredraft.server.formats.reading import Incoming, Part, Reads, json_value
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -53,10 +53,7 @@ class GptOss(Format):
                 kind = f"{CHANNEL}analysis"
                 yield from text.parts_up_to("reasoning" if kind in header[0] else "content", _ENDS)
 
-    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        start = f"{CHANNEL}commentary to=functions.{name_of(tool)} {CONSTRAIN}json{MESSAGE}"
-        return f"{rule}: {spell(start)} {rule}_value\n{value_rule(f'{rule}_value', tool)}"
-
+    opens = f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}"
     between = f"{CALL}{START}assistant"
     before_answer = _FINAL
     after_thoughts = f"{START}assistant"

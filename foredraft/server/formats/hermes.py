@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foredraft.server.formats.base import Format, Spell, Tool
+from foredraft.server.formats.base import Format
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
@@ -14,8 +14,4 @@ class Hermes(Format):
     shows = (CALL,)
     begins = (CALL,)
     end_call = END_CALL
-
-    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        call, rules = self.json_call(rule, tool)
-        start, end = spell(f"{CALL}\n"), spell(f"\n{END_CALL}")
-        return f"{rule}: {start} {call} {end}\n{rules}"
+    opens, closes = f"{CALL}\n", f"\n{END_CALL}"

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from foredraft.server.formats.base import Format, Spell, Tool, name_of, value_rule
+from foredraft.server.formats.base import Format, Tool
 from foredraft.server.formats.reading import Incoming, Part, Reads, json_calls, json_value
 
 CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -56,10 +56,7 @@ class MistralTekken(MistralV3):
     name = "mistral_tekken"
     shows = (CALLS, ARGUMENTS)
     before_call = after_call = between = ""
-
-    def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        start = spell(f"{CALLS}{name_of(tool)}{ARGUMENTS}")
-        return f"{rule}: {start} {rule}_value\n{value_rule(f'{rule}_value', tool)}"
+    opens = f"{CALLS}NAME{ARGUMENTS}"
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -64,11 +64,6 @@ export async function forwardMs(numTokens) {
   return (await (await ask("/page/forward", { method: "POST", body })).json()).ms;
 }
 
-// What a trace tells, given as its lines.
-export async function replayed(trace) {
-  return (await ask("/page/replay", { method: "POST", body: JSON.stringify({ trace }) })).json();
-}
-
 // Runs a request and yields its events; ends with the last lane's, or raises what happened instead.
 // Leaving the loop, or aborting, ends it on the server.
 export async function* run(request, signal) {

@@ -1,6 +1,5 @@
 // The replay: where a run's time went, step by step. It also shows what audits and plans wrote to their files.
 import { announce, h, number } from "../dom.js";
-import { replayed } from "../api.js";
 import { drafterChoice, laneOf } from "../drafters.js";
 import { getInfo, runs } from "../store.js";
 import { collect, spoken } from "../tour/part.js";
@@ -34,12 +33,12 @@ export class Replay {
   }
 
   // A run of this tab: it can be run again with another drafter.
-  async #show(run) {
+  #show(run) {
     this.shown = run;
     this.#list();
     const head = { type: "run", version: 1, foredraft: getInfo()?.version ?? "", started: "" };
     const lines = run.steps.map((event, i) => ({ type: "step", step: i, at_ms: event.clock_ms, times: event.times, num_waiting: 0, rows: [event.row] }));
-    await this.#replay([head, ...lines], (timeline) => this.#others(run, timeline));
+    this.#replay([head, ...lines], (timeline) => this.#others(run, timeline));
   }
 
   async #open(file) {
@@ -52,34 +51,31 @@ export class Replay {
       if (whole && isAudit(whole)) { this.out.replaceChildren(auditView(whole)); return; }
       if (whole && isPlan(whole)) { this.out.replaceChildren(planView(whole)); return; }
       const lines = text.split("\n").filter((line) => line.trim()).map(parsed);
-      if (lines[0]?.type !== "run" || lines.some((line) => !line)) throw new Error(`${file.name} is neither a trace nor the JSON of an audit or a plan.`);
-      await this.#replay(lines);
+      if (lines[0]?.type !== "run" || lines.slice(1).some((line) => !line?.rows || !line.times)) throw new Error(`${file.name} is neither a trace nor the JSON of an audit or a plan.`);
+      if ((lines[0].version ?? 1) !== 1) throw new Error(`${file.name} is a trace of version ${lines[0].version}, and this page reads 1.`);
+      this.#replay(lines);
     } catch (error) {
       this.out.replaceChildren(h("p", { class: "bad", role: "alert" }, error.message));
     }
   }
 
-  // What the server makes of a trace, one request at a time. What steps were decided on is not needed for it.
-  async #replay(lines, more = () => null) {
-    this.out.replaceChildren(h("p", { class: "note" }, "…"));
-    const light = lines.map((line) => (line.rows ? { ...line, rows: line.rows.map(({ why, ...row }) => row) } : line));
-    try {
-      const report = await replayed(light.map((line) => JSON.stringify(line)).join("\n"));
-      const at = h("div", { class: "request" });
-      const pick = (id) => {
-        const found = report.requests.find((each) => each.request_id === Number(id));
-        const timeline = new Timeline(light.filter((line) => line.rows?.length === 1 && line.rows[0].request_id === found.request_id), found.stretches);
-        at.replaceChildren(timeline.element, more(timeline) ?? "", stretchTable(found.stretches));
-      };
-      const ids = report.requests.filter((each) => each.stretches.length).map((each) => each.request_id);
-      if (!ids.length) throw new Error("The trace has no step that decoded one request alone.");
-      const select = h("select", { "aria-label": "Request", onchange: () => pick(select.value) }, ids.map((id) => h("option", { value: id }, `request ${id}`)));
-      this.out.replaceChildren(ids.length > 1 ? h("label", { class: "field" }, "Of this trace", select) : "", at);
-      pick(ids[0]);
-      announce(`${report.requests.length} requests`);
-    } catch (error) {
-      this.out.replaceChildren(h("p", { class: "bad", role: "alert" }, error.message));
+  // The steps that a request had for itself, one request at a time.
+  #replay(lines, more = () => null) {
+    const alone = lines.filter((line) => line.rows?.length === 1);
+    const ids = [...new Set(alone.filter(({ rows: [row] }) => row.committed.length && row.num_read === 1).map(({ rows: [row] }) => row.request_id))];
+    if (!ids.length) {
+      this.out.replaceChildren(h("p", { class: "bad", role: "alert" }, "The trace has no step that decoded one request alone."));
+      return;
     }
+    const at = h("div", { class: "request" });
+    const pick = (id) => {
+      const timeline = new Timeline(alone.filter(({ rows: [row] }) => row.request_id === Number(id)));
+      at.replaceChildren(timeline.element, more(timeline) ?? "", stretchTable(timeline.stretches));
+    };
+    const select = h("select", { "aria-label": "Request", onchange: () => pick(select.value) }, ids.map((id) => h("option", { value: id }, `request ${id}`)));
+    this.out.replaceChildren(ids.length > 1 ? h("label", { class: "field" }, "Of this trace", select) : "", at);
+    pick(ids[0]);
+    announce(`${ids.length} requests`);
   }
 
   // The same request with another drafter, really run.
@@ -90,7 +86,7 @@ export class Replay {
       at.replaceChildren(h("p", { class: "note" }, "It is being run again …"));
       try {
         const [lane] = await collect({ ...run.request, lanes: [laneOf(select)] }, null);
-        const after = new Timeline(lane.steps, []), name = select.value ? `with “${spoken(select.value)}”` : "as served";
+        const after = new Timeline(lane.steps), name = select.value ? `with “${spoken(select.value)}”` : "as served";
         const isSame = lane.end.sha256 === run.sha256;
         at.replaceChildren(h("p", {}, `${name[0].toUpperCase()}${name.slice(1)} it took `, h("b", {}, `${number(after.ms / 1000)} s`), ` instead of ${number(before.ms / 1000)}, `, isSame ? "for the same text." : h("span", { class: run.isSeeded ? "bad" : "" }, run.isSeeded ? "and the text is another." : "for another draw of the text.")), after.element);
       } catch (error) { at.replaceChildren(h("p", { class: "bad" }, error.message)); }
