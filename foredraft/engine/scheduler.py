@@ -13,8 +13,8 @@ from foredraft.engine.request import Request
 from foredraft.engine.turn import Turn
 
 MAX_STEP_TOKENS = 512
-"""Most prompt tokens of a step: it bounds the memory of a forward, and the time between two tokens of
-a row. Where a step would be slow, `LLM` takes fewer."""
+"""Most prompt tokens of a step. It bounds the memory of a forward, and the time between a row's
+tokens. Where a step would be slow, `LLM` takes fewer."""
 
 PRIORITY_ROUNDS = 1000
 """One level of priority counts like an arrival this many requests earlier. So no request starves:
