@@ -22,8 +22,9 @@ from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.kernels.threads import available_cpus, steps_up_to
+from foredraft.kernels.threads import steps_up_to
 from foredraft.options import LoadOptions
+from foredraft.system.cgroups import available_cpus
 
 PROMPT_TOKENS = 64
 _NEIGHBOUR = "while True: pass"

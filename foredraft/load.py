@@ -26,7 +26,6 @@ from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_d
 from foredraft.drafters.trained import shipped_head, shipped_head_of_files
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
-from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.outline import is_outline
@@ -37,6 +36,7 @@ from foredraft.models.files.store import resolve_model
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost, measure_cost
 from foredraft.options import LoadOptions
+from foredraft.system.cgroups import available_cpus
 from foredraft.system.devices import resolve_device
 from foredraft.system.extras import needs_extra
 from foredraft.system.machine import cpu_name, give_memory_back
@@ -188,8 +188,9 @@ def load_models(
         VocabularyMismatchError: target and draft model do not share a vocabulary.
     """
     spec = drafter_spec(resolve_drafter(asked))  # a mistyped one should not cost a download
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
+    most_threads = asked.threads or min(torch.get_num_threads(), available_cpus())
+    if most_threads != torch.get_num_threads():
+        torch.set_num_threads(most_threads)
     plan, draft_plan = plan_models(asked, progress)
     _check_memory(plan, draft_plan)
     tokenizer = Tokenizer(plan.directory)

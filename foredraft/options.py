@@ -11,7 +11,7 @@ from typing import Any
 from foredraft.cache.memory import checked_memory
 from foredraft.core.checks import checked_flag, checked_text, shown, whole_number
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.kernels.threads import available_cpus
+from foredraft.system.cgroups import available_cpus
 
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "file", "bf16", "int8", "int4")
@@ -66,7 +66,7 @@ class LoadOptions:
             well, and 16 bits ("int16") for all else.
         device: "auto" takes CUDA when there is one.
         backend: "auto" takes the native decoder for families it knows, transformers otherwise.
-        threads: CPU threads; None leaves torch's choice.
+        threads: CPU threads; None leaves torch's choice, within a container's quota.
         max_context: most tokens of prompt and reply together; None takes the model's limit.
         max_batch_size: most requests in one step.
         max_step_tokens: most tokens of prompts read in one step, while others decode in it: fewer

@@ -23,10 +23,10 @@ from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
 from foredraft.kernels.build import describe_instructions
-from foredraft.kernels.threads import available_cpus
 from foredraft.load import ModelPlan
 from foredraft.models.files.kept import recipe_of
 from foredraft.options import LoadOptions
+from foredraft.system.cgroups import available_cpus
 from foredraft.system.machine import cpu_name
 
 _log = logging.getLogger("foredraft")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.core.errors import ConfigError
+from foredraft.system.cgroups import ROOT, memory_limits
 
 if TYPE_CHECKING:
     import torch
@@ -125,55 +126,25 @@ def check_fits(name: str, weights: int, work: int) -> None:
         )
 
 
-def machine_memory(root: Path = Path("/")) -> int:
+def machine_memory(root: Path = ROOT) -> int:
     """Bytes of memory that this process may use: the machine's, or the lowest cgroup limit.
 
     Args:
         root: where ``proc`` and ``sys`` are.
     """
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([pages, *_cgroup_limits(root)])
+    return min([pages, *memory_limits(root)])
 
 
-def available_memory(root: Path = Path("/")) -> int:
+def available_memory(root: Path = ROOT) -> int:
     """Bytes that can be taken now without swapping, as far as the system says.
 
     Args:
         root: where ``proc`` and ``sys`` are.
     """
-    for line in _text(root / "proc/meminfo").splitlines():
-        name, _, amount = line.partition(":")
-        if name == "MemAvailable":
-            return min(1024 * int(amount.split()[0]), machine_memory(root))
+    with suppress(OSError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                return min(1024 * int(amount.split()[0]), machine_memory(root))
     return machine_memory(root)
-
-
-def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Limits of the process's cgroup and all above it, in either version of cgroups."""
-    mounted = root / "sys/fs/cgroup"
-    groups = [(mounted, Path(), "memory.max"), (mounted / "memory", Path(), _VERSION_1)]
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        controllers, colon, path = line.partition(":")[2].partition(":")
-        if not colon:
-            continue
-        group = Path(path.lstrip("/"))
-        if not controllers:  # version 2 has one hierarchy for all
-            groups.append((mounted, group, "memory.max"))
-        elif "memory" in controllers.split(","):
-            groups.append((mounted / "memory", group, _VERSION_1))
-    for mount, group, name in groups:
-        for above in (group, *group.parents):
-            limit = _text(mount / above / name).strip()
-            if limit.isdecimal():  # "max", or no such file: no limit
-                yield int(limit)
-
-
-_VERSION_1 = "memory.limit_in_bytes"
-
-
-def _text(path: Path) -> str:
-    """The text of a file; empty if it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foredraft.core.errors import ConfigError
-from foredraft.kernels.threads import available_cpus
+from foredraft.system.cgroups import available_cpus
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -38,12 +38,12 @@ from foredraft.cluster.remote import FailOvers, RemoteEngine, Sessions
 from foredraft.cluster.replica import EngineReplica, RemoteModel
 from foredraft.cluster.watch import EngineWatch, RayActors
 from foredraft.core.errors import ConfigError
-from foredraft.kernels.threads import available_cpus
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
 from foredraft.server.app import api_app
 from foredraft.server.context import ServerContext
 from foredraft.server.settings import ServerSettings
+from foredraft.system.cgroups import available_cpus
 
 _RING = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _NAME = "foredraft"

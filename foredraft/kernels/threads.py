@@ -15,6 +15,7 @@ from statistics import fmean, median_low
 from typing import TypeAlias
 
 from foredraft.core.errors import ConfigError
+from foredraft.system.cgroups import available_cpus
 
 _TRIAL = 3
 """Forwards of a trial."""
@@ -42,13 +43,6 @@ ForwardSize: TypeAlias = tuple[int, ...]
 def forward_size(*amounts: int) -> ForwardSize:
     """Powers of two of what there is to do: tokens, entries, layers and so on."""
     return tuple(amount.bit_length() for amount in amounts)
-
-
-def available_cpus() -> int:
-    """CPUs that this process may use; of all there are, where that cannot be told."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:

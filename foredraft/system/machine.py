@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from foredraft.kernels.threads import available_cpus
+from foredraft.system.cgroups import available_cpus
 from foredraft.version import __version__
 
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "llama-cpp-python")

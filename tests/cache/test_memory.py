@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 
 import pytest
 import torch
@@ -93,39 +92,6 @@ def test_views_of_a_target_take_of_its_memory() -> None:
     view = target.layer_view([0])
     assert view.cache.memory is target.cache.memory
     assert target.cache.usage.total < before
-
-
-@pytest.mark.parametrize(
-    ("groups", "limits", "expected"),
-    [
-        ("0::/", {"sys/fs/cgroup/memory.max": "5000"}, 5000),
-        ("0::/", {"sys/fs/cgroup/memory.max": "max"}, None),
-        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": "5000"}, 5000),
-        (
-            "0::/a/b",
-            {"sys/fs/cgroup/a/memory.max": "4000", "sys/fs/cgroup/a/b/memory.max": "5000"},
-            4000,
-        ),
-        ("0::/not/here", {"sys/fs/cgroup/memory.max": "5000"}, 5000),
-        (
-            "7:cpu:/x\n4:memory:/docker/1\n0::/",
-            {"sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "6000"},
-            6000,
-        ),
-        ("4:memory:/docker/1", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "7000"}, 7000),
-        ("4:memory:/", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("", {}, None),
-    ],
-)
-def test_the_limits_of_cgroups_are_seen(
-    tmp_path: Path, groups: str, limits: dict[str, str], expected: int | None
-) -> None:
-    for name, text in {"proc/self/cgroup": groups, **limits}.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    there = machine_memory(tmp_path / "nowhere")
-    assert machine_memory(tmp_path) == (there if expected is None else expected)
 
 
 def test_caches_take_a_share_of_what_is_left() -> None:

@@ -11,12 +11,12 @@ import torch
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.threads import (
     ThreadChooser,
-    available_cpus,
     check_threads,
     forward_size,
     spin_briefly,
     steps_up_to,
 )
+from foredraft.system.cgroups import available_cpus
 from tests.conftest import THREADS
 
 Machine = Callable[[int], float]

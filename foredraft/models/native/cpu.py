@@ -36,7 +36,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.kernels import interface
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.interface import Forward, ForwardRow
-from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads, forward_size
+from foredraft.kernels.threads import ThreadChooser, check_threads, forward_size
 from foredraft.models.base import HeadRow
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import finished_logits, xielu_numbers
@@ -52,6 +52,7 @@ from foredraft.models.native.quant import (
 )
 from foredraft.models.native.recurrent import MixerWeights, open_rows, states_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
+from foredraft.system.cgroups import available_cpus
 
 PHASES = ("linear", "attention", "head", "other")
 """What the kernel's time is split into: matrix products of the layers, attention, the product with

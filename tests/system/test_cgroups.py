@@ -1,0 +1,83 @@
+"""Limits of containers, in made-up folders of both versions of cgroups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from foredraft.cache.memory import machine_memory
+from foredraft.system.cgroups import available_cpus
+
+V1 = "sys/fs/cgroup/cpu"
+
+
+def written(root: Path, groups: str, limits: Mapping[str, str]) -> Path:
+    for name, text in {"proc/self/cgroup": groups, **limits}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/", {"sys/fs/cgroup/memory.max": "5000"}, 5000),
+        ("0::/", {"sys/fs/cgroup/memory.max": "max"}, None),
+        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": "5000"}, 5000),
+        (
+            "0::/a/b",
+            {"sys/fs/cgroup/a/memory.max": "4000", "sys/fs/cgroup/a/b/memory.max": "5000"},
+            4000,
+        ),
+        ("0::/not/here", {"sys/fs/cgroup/memory.max": "5000"}, 5000),
+        (
+            "7:cpu:/x\n4:memory:/docker/1\n0::/",
+            {"sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "6000"},
+            6000,
+        ),
+        ("4:memory:/docker/1", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "7000"}, 7000),
+        ("4:memory:/", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_limits_of_cgroups_are_seen(
+    tmp_path: Path, groups: str, limits: dict[str, str], expected: int | None
+) -> None:
+    there = machine_memory(tmp_path / "nowhere")
+    root = written(tmp_path, groups, limits)
+    assert machine_memory(root) == (there if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/", {"sys/fs/cgroup/cpu.max": "100000 100000"}, 1),
+        ("0::/", {"sys/fs/cgroup/cpu.max": "max 100000"}, 4),
+        ("0::/a/b", {"sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2),
+        ("0::/a/b", {"sys/fs/cgroup/cpu.max": "260000 100000"}, 3),
+        ("0::/", {"sys/fs/cgroup/cpu.max": "20000 100000"}, 1),
+        ("0::/", {"sys/fs/cgroup/cpu.max": "900000 100000"}, 4),
+        (
+            "3:cpu,cpuacct:/docker/1",
+            {
+                f"{V1}/docker/1/cpu.cfs_quota_us": "50000",
+                f"{V1}/docker/1/cpu.cfs_period_us": "25000",
+            },
+            2,
+        ),
+        ("3:cpu:/", {f"{V1}/cpu.cfs_quota_us": "-1", f"{V1}/cpu.cfs_period_us": "100000"}, 4),
+        ("", {}, 4),
+    ],
+)
+def test_no_more_threads_than_a_quota_lets_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str,
+    limits: dict[str, str],
+    expected: int,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    assert available_cpus(written(tmp_path, groups, limits)) == expected
