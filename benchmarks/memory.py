@@ -186,22 +186,3 @@ def memory(
                     f"{', '.join(rows[-1][key] for key in (*name, 'numbers'))}: {figure.line}"
                 )
     Report(facts={"tokens": tokens, "figures": rows}, lines=lines).give(output)
-
-
-def memory_table(folder: Path) -> str:
-    """The table of docs/operate/memory.md: the figures of a folder, a line for each start."""
-    lines = [
-        "| shape | file | numbers | start | predicted | peak | in the end | seconds |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for path in sorted(folder.glob("memory-*.json")):
-        for row in json.loads(path.read_text())["figures"]:
-            cells = (
-                *(row["model"], row["file"], row["numbers"], row["start"]),
-                f"{row['predicted_mb']:,.0f}",
-                f"{row['peak_mb']:,.0f}",
-                f"{row['steady_mb']:,.0f} ({row['steady_over_predicted']:.3f}x)",
-                f"{row['load_s']:.1f}",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -3,7 +3,7 @@
 Each process holds some rows of every matrix, and whole rows: a number of the model is a product
 over all inputs, made by one process, in one order of additions. What processes tell one another is
 copied and never added up: there are all-gathers and no all-reduce. So neither the number of
-processes nor that of tokens changes a bit. See docs/understand/tensor-parallel.md.
+processes nor that of tokens changes a bit. See README.md beside this file.
 
 Shape legend: T tokens of a forward, N outputs, K inputs, H query heads, G key-value heads, C cache
 entries, D head size, E hidden size, F feed-forward width, V vocabulary, P processes.

@@ -569,34 +569,17 @@ def test_five_hundred_mutated_configs_are_right_or_refused(
 # ------------------------------------------------------------------------------------------- docs
 
 
-CHECKS = (
-    *("native", "equal to transformers", "equal with drafts, temperature 0 and 1"),
-    *("in a batch of four", "after a prefix hit", "preempted"),
-)
-"""Of `test_the_row_of_the_table`."""
-
-
 def table() -> str:
     """The rows of docs/reference/families.md: what the tests above prove."""
-    lines = [f"| models | `model_type` | {' | '.join(CHECKS)} | weights | GGUF | drafters |"]
-    lines.append("|---" * (5 + len(CHECKS)) + "|")
-    formats = ", ".join(f"`{name}`" for name in FORMATS)
+    lines = ["| models | `model_type` | GGUF |", "|---|---|---|"]
     for model_type, (people, _) in ROWS.items():
         gguf = FAMILIES[model_type].gguf
         file = f"`{gguf.architecture}`" if gguf else "no"
-        drafters = ", ".join(f"`{name}`" for name in DRAFTERS if works(name, model_type))
-        yes = " | ".join(["yes"] * len(CHECKS))
-        lines.append(f"| {people} | `{model_type}` | {yes} | {formats} | {file} | {drafters} |")
-    of_two = ", ".join(f"`{name}`" for name in encoder_decoders.DRAFTERS)
+        lines.append(f"| {people} | `{model_type}` | {file} |")
     kinds = ", ".join(f"`{name}`" for name in encoder_decoders.CONFIGS)
-    lines.append(
-        f"| T5, BART, Marian ([encoder-decoders](../start/encoder-decoder.md)) | {kinds} | "
-        f"no | | | | | | `float32`, `bf16` | no | {of_two} |"
-    )
-    lines.append(
-        "| others | any | no | | | | | | `float32`, `bf16` | no "
-        "| those that need no native target |"
-    )
+    people = "[T5, BART, Marian](../start/encoder-decoder.md), through transformers"
+    lines.append(f"| {people} | {kinds} | no |")
+    lines.append("| others, through transformers | any | no |")
     return "\n".join(lines)
 
 

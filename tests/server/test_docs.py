@@ -74,7 +74,8 @@ def settings() -> str:
     rows = ["| variable | default | |", "|---|---|---|"]
     for name, field in ServerSettings.model_fields.items():
         default = field.default
-        shown = "none" if default in (None, (), False) else f"`{default}`"
+        shown = f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        shown = "none" if default is None or default == () else shown
         text = " ".join((field.description or "").split())
         rows.append(f"| `FOREDRAFT_{name.upper()}` | {shown} | {text} |")
     return "\n".join(rows)
