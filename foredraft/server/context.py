@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from foredraft.core.record import StepRecord
@@ -183,7 +184,7 @@ class ServerContext:
     @cached_property
     def model_names(self) -> tuple[str, ...]:
         """The names of the model, the main one first."""
-        return self.settings.served_model_names or (self.llm.name or "foredraft",)
+        return self.settings.served_model_names or (served_name(self.llm.name),)
 
     @cached_property
     def form(self) -> Format:
@@ -350,3 +351,11 @@ async def _on_a_thread_that_may_be_left(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="foredraft-load", daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+def served_name(name: str | None) -> str:
+    """A model's name in answers; of a file or folder no more than its own name."""
+    path = Path(name or "foredraft")
+    if not path.is_absolute() and not path.exists():
+        return str(name or "foredraft")
+    return path.stem if path.suffix == ".gguf" else path.resolve().name

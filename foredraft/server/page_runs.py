@@ -26,6 +26,7 @@ from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM
 from foredraft.models.timing import forward_ms, measure_cost
 from foredraft.options import LoadOptions
+from foredraft.server.context import served_name
 from foredraft.trace.format import TracedRow, TracedStep
 from foredraft.trace.record import Tracer
 
@@ -120,7 +121,7 @@ class Lanes:
         plan, cost = llm.plan, self._cost
         name = llm.drafter_name
         return {
-            "model": plan.name if plan else "model",
+            "model": served_name(plan.name if plan else "model"),
             "number_format": plan.number_format if plan else "",
             "drafter": name,
             "active": tuple(llm.policy.drafters) or (name,),

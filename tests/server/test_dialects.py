@@ -20,6 +20,7 @@ from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
+from foredraft.server.context import served_name
 from foredraft.server.dialects.chat import ChatRequest
 from foredraft.server.dialects.completions import CompletionRequest
 from foredraft.server.dialects.fields import RequestBody
@@ -677,3 +678,12 @@ def test_the_check_ends_at_the_first_wrong_entry(
     with pytest.raises(ValidationError) as raised:
         model.model_validate({**MINIMAL.get(model, {}), **wrong})
     assert raised.value.error_count() < 10
+
+
+def test_a_local_model_is_served_by_its_own_name(tmp_path: Path) -> None:
+    file = tmp_path / "tiny-Q4_K_M.gguf"
+    file.touch()
+    assert served_name(str(file)) == "tiny-Q4_K_M"
+    assert served_name(str(tmp_path)) == tmp_path.name
+    assert served_name("org/tiny:Q4_K_M") == "org/tiny:Q4_K_M"
+    assert served_name(None) == "foredraft"
