@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from foredraft.cache.base import Cache
-from foredraft.core.choices import VerifyChoices
+from foredraft.core.choices import DrawKey
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.sampling import Law, NodeLaws
 from foredraft.core.tree import ROOT
@@ -100,7 +100,7 @@ class TokenRule:
     redraws: bool = False
     claims: bool = False
 
-    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
         tree, node, path = proposal.tree, ROOT, list[int]()
         is_drawn = isinstance(proposal, DrawnProposal)
         step = self._drawn_step if is_drawn else self._chosen_step
@@ -117,7 +117,7 @@ class TokenRule:
         return Verdict(tuple(path), token, "bonus")
 
     def _chosen_step(
-        self, proposal: Proposal, law: Law, node: int, depth: int, choices: VerifyChoices
+        self, proposal: Proposal, law: Law, node: int, depth: int, choices: DrawKey
     ) -> tuple[int | None, int]:
         tree = proposal.tree
         first = tree.children[node][0]
@@ -132,7 +132,7 @@ class TokenRule:
         return child, token
 
     def _drawn_step(
-        self, proposal: Proposal, law: Law, node: int, depth: int, choices: VerifyChoices
+        self, proposal: Proposal, law: Law, node: int, depth: int, choices: DrawKey
     ) -> tuple[int | None, int]:
         assert isinstance(proposal, DrawnProposal)
         target_V = whole_V = normalised(law.probs_V)
@@ -162,7 +162,7 @@ def _without(draft_V: Tensor, token: int, replacement: bool) -> Tensor:
     return normalised(residual_or(draft_V, left_V))
 
 
-def _wrong_row(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def _wrong_row(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
     """Draws the token after an accepted path from the distribution one position too early."""
     verdict = verify(proposal, laws, choices)
     if not verdict.path:
@@ -171,7 +171,7 @@ def _wrong_row(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Ve
     return replace(verdict, next_token=choices.draw_residual(law.probs_V))
 
 
-def _draft_temperature_only(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def _draft_temperature_only(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
     """The temperature reaches the draft and not the target.
 
     It is 1 there, or below it where 1 was asked for.
@@ -185,7 +185,7 @@ def _draft_temperature_only(proposal: Proposal, laws: NodeLaws, choices: VerifyC
     return verify(proposal, warm, choices)
 
 
-def _wrong_draft_law(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def _wrong_draft_law(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
     """The ratio test takes drafts to be from another law than they are: another temperature.
 
     Chosen drafts, which the drafter was sure of, it takes to have been drawn with `CLAIMED`.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.core.draws import DrawKey, Scored
+from foredraft.core.draws import Scored
 from foredraft.core.named import NamedLaws
 from foredraft.core.noise import gumbel_argmax, gumbel_noise, gumbel_top
 from foredraft.core.rng import Purpose, keyed_uniform
@@ -49,6 +49,45 @@ class Choice(NamedTuple):
 
     token: int
     chance: float
+
+
+class DrawKey(NamedTuple):
+    """The key of a row's random numbers in one step: it fixes each of them.
+
+    `draw_target` draws as plain decoding does; the other two take numbers that no drafter sees.
+
+    Attributes:
+        seed: of the request.
+        position: tokens committed before the step; of a single draw the position of its token.
+        scale: of the logits, where a draw is from nothing but scaled logits; 0 draws the likeliest.
+    """
+
+    seed: int
+    position: int
+    scale: float = 0.0
+
+    def ahead(self, num_tokens: int) -> DrawKey:
+        """The key of a later position."""
+        return DrawKey(self.seed, self.position + num_tokens, self.scale)
+
+    def draw_target(self, law: Law, depth: int) -> int:
+        """Draw the token ``depth`` positions after the last committed one.
+
+        Keyed by absolute position alone: plain decoding draws the same number there.
+        """
+        if law.drawn is not None:
+            return law.drawn
+        if law.scale is None:
+            return law.token
+        return gumbel_argmax(law.given_V, self.seed, self.position + depth, law.scale, law.cut)
+
+    def accept(self, probability: float, index: int) -> bool:
+        """Decision number ``index`` of this step: True with ``probability``."""
+        return keyed_uniform(self.seed, self.position, Purpose.ACCEPT, index) < probability
+
+    def draw_residual(self, probs_V: Tensor) -> int:
+        """Draw the next token after the decisions."""
+        return draw_token(probs_V, keyed_uniform(self.seed, self.position, Purpose.RESIDUAL))
 
 
 class SharedChoices:
@@ -88,7 +127,7 @@ class SharedChoices:
             scale: of the logits; 0 at temperature 0.
         """
         if self._seed is None:
-            return DrawKey(0, 0, 0.0)
+            return DrawKey(0, 0)
         return DrawKey(self._seed, self._num_tokens + depth, scale)
 
     def among_sums(self, scored: Scored, count: int, trust: float = TRUST) -> list[Choice]:
@@ -179,38 +218,6 @@ class DrawnChoices:
 
 
 DraftChoices = SharedChoices | DrawnChoices
-
-
-class VerifyChoices:
-    """Random source of verification, for one row in one step.
-
-    Args:
-        seed: of the request.
-        num_tokens: committed before the step.
-    """
-
-    def __init__(self, seed: int, num_tokens: int) -> None:
-        self.seed, self.num_tokens = seed, num_tokens
-
-    def draw_target(self, law: Law, depth: int) -> int:
-        """Draw the token ``depth`` positions after the last committed one.
-
-        Keyed by absolute position alone: plain decoding draws the same number there.
-        """
-        if law.drawn is not None:
-            return law.drawn
-        if law.scale is None:
-            return law.token
-        position = self.num_tokens + depth
-        return gumbel_argmax(law.given_V, self.seed, position, law.scale, law.cut)
-
-    def accept(self, probability: float, index: int) -> bool:
-        """Decision number ``index`` of this step: True with ``probability``."""
-        return keyed_uniform(self.seed, self.num_tokens, Purpose.ACCEPT, index) < probability
-
-    def draw_residual(self, probs_V: Tensor) -> int:
-        """Draw the next token after the decisions."""
-        return draw_token(probs_V, keyed_uniform(self.seed, self.num_tokens, Purpose.RESIDUAL))
 
 
 def chance_alike(logits_V: Tensor, key: DrawKey) -> float:

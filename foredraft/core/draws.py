@@ -25,23 +25,8 @@ from foredraft.kernels.build import KernelUnavailable, load_library
 Array: TypeAlias = npt.NDArray[Any]
 Scored: TypeAlias = list[tuple[int, float]]
 """Tokens with their scores, best first."""
-
-
-class DrawKey(NamedTuple):
-    """Key of a draw: it fixes the token for given logits.
-
-    Attributes:
-        seed, position: of the noise.
-        scale: of the logits; 0 draws the likeliest token.
-    """
-
-    seed: int
-    position: int
-    scale: float
-
-    def ahead(self, num_tokens: int) -> DrawKey:
-        """The key of a later position."""
-        return DrawKey(self.seed, self.position + num_tokens, self.scale)
+Key: TypeAlias = tuple[int, int, float]
+"""A `foredraft.core.choices.DrawKey`: seed and position of the noise, scale of the logits."""
 
 
 class Draw(NamedTuple):
@@ -100,7 +85,7 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def draw_rows(logits_NV: Tensor | Array, keys: Sequence[tuple[int, DrawKey]]) -> list[Draw | None]:
+def draw_rows(logits_NV: Tensor | Array, keys: Sequence[tuple[int, Key]]) -> list[Draw | None]:
     """A draw from each of these rows, whose distributions are nothing but scaled logits.
 
     The tokens equal those of `foredraft.core.noise.gumbel_argmax` for each row alone.
@@ -116,7 +101,7 @@ def draw_rows(logits_NV: Tensor | Array, keys: Sequence[tuple[int, DrawKey]]) ->
     logits_NV = logits_NV.detach().numpy() if isinstance(logits_NV, Tensor) else logits_NV
     found = library()
     if found is None or not logits_NV.flags.c_contiguous:
-        return [None if key.scale else _likeliest(logits_NV[row]) for row, key in keys]
+        return [None if scale else _likeliest(logits_NV[row]) for row, (_, _, scale) in keys]
     draws, is_double = draw_array(keys), logits_NV.dtype == np.float64
     found.foredraft_draw_rows(
         *(logits_NV.ctypes.data, is_double, logits_NV.shape[1], len(keys), draws)
@@ -124,7 +109,7 @@ def draw_rows(logits_NV: Tensor | Array, keys: Sequence[tuple[int, DrawKey]]) ->
     return found_draws(draws)
 
 
-def draw_array(keys: Sequence[tuple[int, DrawKey]]) -> ctypes.Array[DrawRow]:
+def draw_array(keys: Sequence[tuple[int, Key]]) -> ctypes.Array[DrawRow]:
     """Draws for compiled code to fill in."""
     return (DrawRow * len(keys))(*[DrawRow(row, *key) for row, key in keys])
 
@@ -173,9 +158,7 @@ def noise_of(tokens: Sequence[int], seed: int, position: int) -> list[float] | N
     return noise_M[:]
 
 
-def top_rows(
-    logits_NV: Array, count: int, keys: Sequence[DrawKey]
-) -> tuple[list[Scored], int] | None:
+def top_rows(logits_NV: Array, count: int, keys: Sequence[Key]) -> tuple[list[Scored], int] | None:
     """`gumbel_top_rows`, and the number of rows before the first that is not finite."""
     found, (num_rows, vocab) = library(), logits_NV.shape
     if found is None:
@@ -194,7 +177,7 @@ def top_named(
     starts: Array,
     others: Sequence[Sequence[tuple[int, float]]],
     count: int,
-    keys: Sequence[DrawKey],
+    keys: Sequence[Key],
 ) -> tuple[list[Scored], int] | None:
     """`top_rows` of logits over named tokens and a few others (see `NamedLaws`)."""
     found, (num_rows, num_named) = library(), logits_NR.shape

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from foredraft.core import draws
-from foredraft.core.draws import Array, DrawKey, Scored
+from foredraft.core.draws import Array, Scored
 from foredraft.core.noise import gumbel_top_rows
 from foredraft.core.sampling import Law
 
@@ -89,7 +89,7 @@ class NamedLaws:
         Raises:
             ValueError: see `foredraft.core.noise.gumbel_top`.
         """
-        keys = [DrawKey(seed, position, self.scale) for position in positions]
+        keys = [(seed, position, self.scale) for position in positions]
         tokens = self.tokens
         found = None
         if not tokens.are_all:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core import draws
-from foredraft.core.draws import Array, DrawKey, Scored
+from foredraft.core.draws import Array, Scored
 from foredraft.core.rng import MULTIPLIERS, WEYL, Purpose
 
 MAX_VOCAB = 1 << 31
@@ -111,7 +111,7 @@ def gumbel_top_rows(
         _check_scale(scale)
     if len(seeds) != len(logits_NV):
         raise ValueError(f"{len(logits_NV)} rows of logits, but {len(seeds)} seeds")
-    keys = [*map(DrawKey, seeds, positions, scales)]
+    keys = [*zip(seeds, positions, scales, strict=True)]
     compiled = draws.top_rows(logits_NV, count, keys)
     if compiled is None:
         pairs = zip(logits_NV, keys, strict=True)

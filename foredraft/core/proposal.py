@@ -15,8 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import DraftChoices, DrawnChoices, SharedChoices
-from foredraft.core.draws import DrawKey
+from foredraft.core.choices import DraftChoices, DrawKey, DrawnChoices, SharedChoices
 from foredraft.core.errors import MalformedProposalError, NoTokenError
 from foredraft.core.rules import Rules
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree

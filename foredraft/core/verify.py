@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from foredraft.core.choices import VerifyChoices
+from foredraft.core.choices import DrawKey
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.sampling import Law, NodeLaws
 from foredraft.core.tree import ROOT
@@ -54,32 +54,32 @@ class Verdict:
         return len(self.path)
 
 
-Rule: TypeAlias = Callable[[Proposal, NodeLaws, VerifyChoices], Verdict]
+Rule: TypeAlias = Callable[[Proposal, NodeLaws, DrawKey], Verdict]
 """A verification rule: the verdict for a draft and the target's laws, such as `verify`."""
 
 
-def verify(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def verify(proposal: Proposal, laws: NodeLaws, key: DrawKey) -> Verdict:
     """Accept a path of the proposal and draw the next token.
 
     Args:
         proposal: the draft of one row.
         laws: the target's laws by node. One that raises ends the row where plain decoding would
             have ended; tokens accepted before it stay accepted.
-        choices: the row's verify stream.
+        key: the row's, of this step.
     """
     if not isinstance(proposal, DrawnProposal):
-        return verify_target_only(proposal, laws, choices)
+        return verify_target_only(proposal, laws, key)
     sound = sound_part(proposal, laws)
     if ROOT in sound.errors:
         return Verdict.failed((), sound.errors[ROOT])
     rule = verify_block if sound.proposal.tree.is_chain else verify_traversal
-    return sound.in_whole(rule(sound.proposal, sound.laws, choices))
+    return sound.in_whole(rule(sound.proposal, sound.laws, key))
 
 
 # ------------------------------------------------------------------------------------------- rules
 
 
-def verify_target_only(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def verify_target_only(proposal: Proposal, laws: NodeLaws, key: DrawKey) -> Verdict:
     """Target-only verification, for proposals that are a function of the text so far.
 
     Draw from the target as plain decoding would, with the same noise; while the token drawn happens
@@ -94,7 +94,7 @@ def verify_target_only(proposal: Proposal, laws: NodeLaws, choices: VerifyChoice
             law = laws(node)
         except Exception as error:  # plain decoding would have come here, too
             return Verdict.failed(tuple(path), error)
-        token = choices.draw_target(law, len(path))
+        token = key.draw_target(law, len(path))
         child = tree.child_with_token(node, token)
         if child is None:
             return Verdict(tuple(path), token, "correction" if node in tree.children else "bonus")
@@ -102,7 +102,7 @@ def verify_target_only(proposal: Proposal, laws: NodeLaws, choices: VerifyChoice
         node = child
 
 
-def verify_block(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def verify_block(proposal: DrawnProposal, laws: NodeLaws, key: DrawKey) -> Verdict:
     """Block verification of a drawn chain (Sun et al., arXiv 2403.10444, algorithm 2).
 
     The optimal rule for one chain: it looks at the whole block before rejecting, and accepts at
@@ -123,15 +123,15 @@ def verify_block(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices
     # Every prefix has an independent decision and the longest success wins, so deciding from the
     # longest down and stopping at the first success is the same law with fewer decisions.
     for length in range(len(tokens), 0, -1):
-        if choices.accept(_prefix_success(length, weights, target, draft), length):
+        if key.accept(_prefix_success(length, weights, target, draft), length):
             break
     else:
         length = 0
     path = tuple(range(length))
     if length == len(tokens):
-        return Verdict(path, choices.draw_residual(target[length]), "bonus")
+        return Verdict(path, key.draw_residual(target[length]), "bonus")
     residual_V = positive_part(weights[length] * target[length], draft[length])
-    next_token = choices.draw_residual(residual_or(target[length], residual_V))
+    next_token = key.draw_residual(residual_or(target[length], residual_V))
     return Verdict(path, next_token, "correction")
 
 
@@ -146,7 +146,7 @@ def _prefix_success(
     return uncovered / (uncovered + 1.0 - weight) if uncovered + 1.0 - weight > 0.0 else 1.0
 
 
-def verify_traversal(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def verify_traversal(proposal: DrawnProposal, laws: NodeLaws, key: DrawKey) -> Verdict:
     """Traversal verification of a drawn tree (arXiv 2505.12398).
 
     Leaves are judged first: a node is given up only after everything below it. So a path whose
@@ -162,11 +162,11 @@ def verify_traversal(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyCho
     last child the node itself is accepted with what w is then, and the next token comes from t.
     Drawn without replacement, a rejected token also leaves q.
     """
-    accepted = _Traversal(proposal, laws, choices).visit(ROOT, 1.0)
+    accepted = _Traversal(proposal, laws, key).visit(ROOT, 1.0)
     assert accepted is not None  # the root has weight 1 to the end
     tree, node = proposal.tree, accepted.node
     path = () if node == ROOT else tree.paths[node]
-    next_token = choices.draw_residual(accepted.target_V)
+    next_token = key.draw_residual(accepted.target_V)
     return Verdict(path, next_token, "correction" if node in tree.children else "bonus")
 
 
@@ -182,7 +182,7 @@ class _Accepted:
 class _Traversal:
     proposal: DrawnProposal
     laws: NodeLaws
-    choices: VerifyChoices
+    key: DrawKey
 
     def visit(self, node: int, weight: float) -> _Accepted | None:
         """The accepted end of a path through ``node``; None when there is none."""
@@ -202,7 +202,7 @@ class _Traversal:
                 draft_V = draft_V.clone()
                 draft_V[token] = 0.0
                 draft_V = normalised(draft_V)
-        if node == ROOT or self.choices.accept(weight, node + 1):
+        if node == ROOT or self.key.accept(weight, node + 1):
             return _Accepted(node, target_V)
         return None
 
@@ -308,7 +308,7 @@ class Decision:
     accepted: bool
 
 
-class Evidence(VerifyChoices):
+class Evidence(DrawKey):
     """Inputs and decisions of one verification, for traces and the page.
 
     A recording proxy: the rule calls it in place of the laws and the random source, and it stores
@@ -320,7 +320,7 @@ class Evidence(VerifyChoices):
         proposal: the draft.
         laws: the target's, by node. Those of nodes that were not looked at can be had from here,
             too; looking one up may raise.
-        choices: the row's.
+        key: the row's.
 
     Attributes:
         decisions: of the ratio test, in order; none for chosen drafts, which need no test but
@@ -328,10 +328,12 @@ class Evidence(VerifyChoices):
         residual_V: weights that the next token of a drawn draft was drawn from, not normalised.
     """
 
-    def __init__(self, proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> None:
-        super().__init__(choices.seed, choices.num_tokens)
+    def __new__(cls, proposal: Proposal, laws: NodeLaws, key: DrawKey) -> Evidence:
+        return super().__new__(cls, *key)
+
+    def __init__(self, proposal: Proposal, laws: NodeLaws, key: DrawKey) -> None:
         self.proposal = proposal
-        self._laws, self._choices, self._known = laws, choices, dict[int, Law]()
+        self._laws, self._key, self._known = laws, key, dict[int, Law]()
         self.decisions: list[Decision] = []
         self.residual_V: Tensor | None = None
 
@@ -342,23 +344,23 @@ class Evidence(VerifyChoices):
         return self._known[node]
 
     def draw_target(self, law: Law, depth: int) -> int:
-        return self._choices.draw_target(law, depth)
+        return self._key.draw_target(law, depth)
 
     def accept(self, probability: float, index: int) -> bool:
-        accepted = self._choices.accept(probability, index)
+        accepted = self._key.accept(probability, index)
         self.decisions.append(Decision(index, probability, accepted))
         return accepted
 
     def draw_residual(self, probs_V: Tensor) -> int:
         self.residual_V = probs_V
-        return self._choices.draw_residual(probs_V)
+        return self._key.draw_residual(probs_V)
 
 
 def recorded(rule: Rule) -> Rule:
     """The same rule, whose verdicts carry their `Evidence`."""
 
-    def verify_and_record(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
-        evidence = Evidence(proposal, laws, choices)
+    def verify_and_record(proposal: Proposal, laws: NodeLaws, key: DrawKey) -> Verdict:
+        evidence = Evidence(proposal, laws, key)
         return replace(rule(proposal, evidence.law, evidence), evidence=evidence)
 
     return verify_and_record

@@ -17,7 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.core.draws import Draw, DrawKey, draw_rows
+from foredraft.core.choices import DrawKey
+from foredraft.core.draws import Draw, draw_rows
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Scores
 

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from foredraft.control.base import NOTHING_ALLOWED
-from foredraft.core.choices import VerifyChoices
-from foredraft.core.draws import DrawKey
+from foredraft.core.choices import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
@@ -41,7 +40,8 @@ class Turn:
         budget: nodes that its drafter is asked for: 0 where rules force as many, or the drafter
             cannot draft now.
         forced: the tokens that the row's rules force, a draft that needs no drafter.
-        draw_key: of its next draw, if its distribution is nothing but scaled logits.
+        key: of its random numbers in this step.
+        draw_key: the same, if it draws from nothing but scaled logits.
         wants_prompt_logprobs: whether the log probabilities of the tokens that it reads are wanted;
             see `PromptLogprobs`.
         path: nodes of the proposal that stay in the cache.
@@ -61,11 +61,10 @@ class Turn:
         self.committed: tuple[int, ...] = ()
         self.path: tuple[int, ...] = ()
         self._logprobs: list[TokenLogprobs] = []
-        prompt, scale = request.prompt_logprobs, request.rules.scale if self.reads_all else None
+        prompt, scale = request.prompt_logprobs, request.rules.scale
         self.wants_prompt_logprobs = prompt is not None and not prompt.is_complete
-        self.draw_key: DrawKey | None = None
-        if scale is not None:
-            self.draw_key = DrawKey(request.seed, len(request.tokens), scale)
+        self.key = DrawKey(request.seed, len(request.tokens), scale or 0.0)
+        self.draw_key = None if scale is None or not self.reads_all else self.key
 
     def record(self) -> RowStep:
         """The row's part of the step's record: plain data."""
@@ -207,7 +206,7 @@ class Turn:
             return Verdict((), drawn.token, "bonus")  # as `verify` would say, sooner
         scale = scale_of(request.params) or None
         laws = partial(_law, proposal.tree, scores, request.rules, request.tokens_now, scale)
-        return rule(proposal, laws, VerifyChoices(request.seed, len(request.tokens)))
+        return rule(proposal, laws, self.key)
 
     def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:
         """The accepted tokens and the next one, if there is one."""

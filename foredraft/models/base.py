@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import Cache, CacheLayers
-from foredraft.core.draws import Draw, DrawKey, Scored
+from foredraft.core.choices import DrawKey
+from foredraft.core.draws import Draw, Scored
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.rules.bans import ModelBans
 from foredraft.core.sampling import RowKey

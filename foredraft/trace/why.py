@@ -100,7 +100,7 @@ def _node_law(
     likeliest = law.logits_V.topk(min(_NUM_LIKELIEST, law.logits_V.numel())).indices.tolist()
     noise: dict[int, float] = {}
     if law.scale is not None and not isinstance(proposal, DrawnProposal):
-        position = evidence.num_tokens + (0 if node == ROOT else tree.depths[node])
+        position = evidence.position + (0 if node == ROOT else tree.depths[node])
         loudest = gumbel_top(law.logits_V, _NUM_LOUDEST, evidence.seed, position, law.scale)
         tokens |= {token for token, _ in loudest}
         wanted = [*(tokens | {*likeliest})]
@@ -139,7 +139,7 @@ def _taken(node: int, proposal: Proposal, verdict: Verdict) -> int | None:
 
 def _decisions(evidence: Evidence) -> Iterable[f.TracedDecision]:
     for made in evidence.decisions:
-        uniform = keyed_uniform(evidence.seed, evidence.num_tokens, Purpose.ACCEPT, made.index)
+        uniform = keyed_uniform(evidence.seed, evidence.position, Purpose.ACCEPT, made.index)
         yield f.TracedDecision.model_construct(
             node=made.index - 1,
             probability=_rounded(made.probability),

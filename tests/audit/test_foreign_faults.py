@@ -14,7 +14,7 @@ import pytest
 from foredraft.audit.levels import EXIT_DIFFERENT, exit_code
 from foredraft.audit.servers import Endpoint, ServerAudit, connect
 from foredraft.bench.prompts import load_prompts
-from foredraft.core.choices import VerifyChoices
+from foredraft.core.choices import DrawKey
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.sampling import Law, NodeLaws
@@ -42,7 +42,7 @@ def bonus_by_the_sampler_of_the_draft(llm: LLM) -> None:
     draft was made with, which has a temperature of its own.
     """
 
-    def rule(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+    def rule(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
         verdict = verify(proposal, laws, choices)
         if verdict.kind != "bonus" or not verdict.path:
             return verdict
@@ -61,10 +61,10 @@ def corrections_not_counted(llm: LLM) -> None:
     """
     uncounted: dict[tuple[int, int], int] = {}  # by seed and length: corrections in a text
 
-    def rule(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
-        seed, num_tokens = choices.seed, choices.num_tokens
+    def rule(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
+        seed, num_tokens = choices.seed, choices.position
         lag = uncounted.pop((seed, num_tokens), 0)
-        lagging = VerifyChoices(seed, num_tokens - lag)  # without the draws made ahead
+        lagging = DrawKey(seed, num_tokens - lag)  # without the draws made ahead
         verdict = verify(proposal, lambda node: replace(laws(node), drawn=None), lagging)
         if verdict.next_token is not None:
             after = seed, num_tokens + len(verdict.path) + 1

@@ -8,12 +8,11 @@ import torch
 
 from foredraft.core.choices import (
     Choice,
+    DrawKey,
     DrawnChoices,
     SharedChoices,
-    VerifyChoices,
     chance_alike,
 )
-from foredraft.core.draws import DrawKey
 from foredraft.core.sampling import Law
 
 PROBS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
@@ -29,8 +28,8 @@ def test_a_target_draw_is_keyed_by_absolute_position() -> None:
     """Plain decoding reaches the position in another step, and must draw the same token there."""
     uniform = Law.of_probs(torch.ones(1000))
     for depth in range(5):
-        ahead = VerifyChoices(9, 20).draw_target(uniform, depth)
-        assert ahead == VerifyChoices(9, 20 + depth).draw_target(uniform, 0)
+        ahead = DrawKey(9, 20).draw_target(uniform, depth)
+        assert ahead == DrawKey(9, 20 + depth).draw_target(uniform, 0)
 
 
 def test_other_draws_are_keyed_by_the_step() -> None:
@@ -38,18 +37,18 @@ def test_other_draws_are_keyed_by_the_step() -> None:
     steps = range(40)
     assert len({DrawnChoices(9, n).draw(uniform, 0) for n in steps}) > 30
     assert len({DrawnChoices(9, 0).draw(uniform, n) for n in steps}) > 30
-    assert len({VerifyChoices(9, n).draw_residual(uniform) for n in steps}) > 30
+    assert len({DrawKey(9, n).draw_residual(uniform) for n in steps}) > 30
 
 
 def test_accept_honours_its_probability() -> None:
     for probability in (0.03, 0.5, 0.9):
-        hits = sum(VerifyChoices(s, 3).accept(probability, 1) for s in range(COUNT))
+        hits = sum(DrawKey(s, 3).accept(probability, 1) for s in range(COUNT))
         assert within_five_errors(hits, probability)
 
 
 def test_certainties() -> None:
     for seed in range(200):
-        choices = VerifyChoices(seed, 3)
+        choices = DrawKey(seed, 3)
         assert choices.accept(1.0, 0)
         assert not choices.accept(0.0, 0)
 
@@ -57,8 +56,8 @@ def test_certainties() -> None:
 def test_draws_honour_their_probabilities() -> None:
     draws = {
         "draft": [DrawnChoices(s, 3).draw(PROBS, 0) for s in range(COUNT)],
-        "target": [VerifyChoices(s, 3).draw_target(Law.of_probs(PROBS), 0) for s in range(COUNT)],
-        "residual": [VerifyChoices(s, 3).draw_residual(PROBS) for s in range(COUNT)],
+        "target": [DrawKey(s, 3).draw_target(Law.of_probs(PROBS), 0) for s in range(COUNT)],
+        "residual": [DrawKey(s, 3).draw_residual(PROBS) for s in range(COUNT)],
     }
     for name, tokens in draws.items():
         for token, probability in enumerate(PROBS.tolist()):
@@ -78,7 +77,7 @@ def test_noise_makes_the_chances_of_copies_better() -> None:
     named = Choice(2, sum(shares) / len(shares))
     without = weighed = total = 0.0
     for seed in range(COUNT):
-        came = VerifyChoices(seed, 7).draw_target(laws[seed % 10], 1) == named.token
+        came = DrawKey(seed, 7).draw_target(laws[seed % 10], 1) == named.token
         ((token, chance),) = SharedChoices(seed, 7, 1.0).weigh([named], 1)
         assert token == named.token
         without += log_loss(named.chance, came)

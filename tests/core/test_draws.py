@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foredraft.core.draws import DrawKey, draw_rows
+from foredraft.core.choices import DrawKey
+from foredraft.core.draws import draw_rows
 from foredraft.core.noise import gumbel_argmax
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core import draws, sampling
-from foredraft.core.choices import VerifyChoices
+from foredraft.core.choices import DrawKey
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import Law, law_of
@@ -141,9 +141,7 @@ def test_strided_logits_go_the_same_way() -> None:
     for n in range(3):
         strided, whole = law_of(wide_VN[:, n], params), law_of(wide_VN[:, n].contiguous(), params)
         assert (strided.token, strided.cut) == (whole.token, whole.cut)
-        assert VerifyChoices(1, 2).draw_target(strided, 3) == gumbel_argmax(
-            whole.logits_V, 1, 5, 1 / 0.7
-        )
+        assert DrawKey(1, 2).draw_target(strided, 3) == gumbel_argmax(whole.logits_V, 1, 5, 1 / 0.7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -155,7 +153,7 @@ def test_a_draw_above_a_cut_is_one_of_the_filtered_logits(
         logits_V = torch.from_numpy(wide_V.astype(np.float32)).to(dtype)
         for filters in FILTERS[::7]:
             law = law_of(logits_V, SamplingParams(temperature=0.7, **filters))
-            choices = VerifyChoices(size, i)
+            choices = DrawKey(size, i)
             drawn = [choices.draw_target(law, depth) for depth in range(20)]
             assert law.scale is not None
             key = [(size, i + depth, law.scale) for depth in range(20)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import DrawnChoices, VerifyChoices
+from foredraft.core.choices import DrawKey, DrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Draft, Proposal
 from foredraft.core.sampling import Law, NodeLaws, law_of
@@ -20,7 +20,7 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify, verify_block, verify_traversal
 from tests.exactness.reference_rules import verify_recursive, verify_token_rule
 
-Rule = Callable[[Proposal, NodeLaws, VerifyChoices], Verdict]
+Rule = Callable[[Proposal, NodeLaws, DrawKey], Verdict]
 RULES = [verify_token_rule, verify_block, verify_recursive, verify_traversal]
 
 
@@ -254,6 +254,6 @@ def test_only_what_is_visited_is_computed() -> None:
         return law_with(FLAT)
 
     proposal = Proposal.chosen(TokenTree((1, 2, 0, 2), (ROOT, ROOT, 0, 1)))
-    choices: VerifyChoices = Scripted(tokens=[2, 0])
+    choices: DrawKey = Scripted(tokens=[2, 0])
     verify(proposal, counted, choices)
     assert visited == [ROOT, 1]

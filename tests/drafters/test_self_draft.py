@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.cache.blocks import BLOCK
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.draws import DrawKey
+from foredraft.core.choices import DrawKey
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from foredraft.core.choices import VerifyChoices
+from foredraft.core.choices import DrawKey
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.sampling import NodeLaws
@@ -14,7 +14,7 @@ from tests.exactness.drafting import Draft
 from tests.exactness.ledger import Law, Ledger, LedgerChoices, law
 from tests.exactness.worlds import PLAIN, Distributions, Tokens, TreeProbs, World
 
-Rule = Callable[[Proposal, NodeLaws, VerifyChoices], Verdict]
+Rule = Callable[[Proposal, NodeLaws, DrawKey], Verdict]
 ANY_BUDGET = 1000
 
 

@@ -22,8 +22,8 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
-from foredraft.core.choices import DrawnChoices
-from foredraft.core.draws import Draw, DrawKey
+from foredraft.core.choices import DrawKey, DrawnChoices
+from foredraft.core.draws import Draw
 from foredraft.core.sampling import Law as TokenLaw
 from foredraft.drafters.model import staged
 from foredraft.engine import fetch as engine_fetch

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import (
+    DrawKey,
     DrawnChoices,
-    VerifyChoices,
 )
 from foredraft.core.noise import gumbel_noise
 from foredraft.core.params import SamplingParams
@@ -52,7 +52,7 @@ class Parts:
     draft: Draft = CHAIN
     rule: Rule = verify
     draft_choices: Callable[[int, int], DrawnChoices] = DrawnChoices
-    verify_choices: Callable[[int, int], VerifyChoices] = VerifyChoices
+    verify_choices: type[DrawKey] = DrawKey
     law: Callable[[Tensor, SamplingParams], Law] = law_of
     new_cache: Callable[[], TokenCache] = TokenCache
     params: SamplingParams = DRAWN
@@ -63,7 +63,7 @@ class Parts:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_policy, "verify", self.rule)
             patch.setattr(drafters_base, "DrawnChoices", self.draft_choices)
-            patch.setattr(engine_turn, "VerifyChoices", self.verify_choices)
+            patch.setattr(engine_turn, "DrawKey", self.verify_choices)
             # Draws for all rows at once bypass these parts.
             patch.setattr(engine_fetch, "draw_rows", lambda _, wanted: [None] * len(wanted))
             patch.setattr(
@@ -116,7 +116,7 @@ class Recursive:
 
     after_rejection: Callable[[Tensor, Tensor, int], Tensor] = residual
 
-    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
         tree, node, path = proposal.tree, ROOT, list[int]()
         while node in tree.children:
             assert isinstance(proposal, DrawnProposal)
@@ -146,7 +146,7 @@ class Block:
     capped: bool = True
     last_success: bool = True
 
-    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
         tokens, draft = proposal.tree.tokens, getattr(proposal, "draft_probs_NV", None)
         weight, accepted, residual_V = 1.0, 0, self._residual(1.0, 0, proposal, laws)
         for i, token in enumerate(tokens):
@@ -307,26 +307,26 @@ def _best(probs_V: Tensor, seed: int, position: int) -> int:
     return int(argmax(probs_V.log(), seed, position, 1.0))
 
 
-class NoiseForTwo(VerifyChoices):
+class NoiseForTwo(DrawKey):
     """Takes the noise of one position at the next one as well."""
 
     def draw_target(self, law: Law, depth: int) -> int:
-        return _best(law.probs_V, self.seed, (self.num_tokens + depth) // 2)
+        return _best(law.probs_V, self.seed, (self.position + depth) // 2)
 
 
-class NoiseOfTheStep(VerifyChoices):
+class NoiseOfTheStep(DrawKey):
     """Takes the noise of the step's first position at all of them."""
 
     def draw_target(self, law: Law, depth: int) -> int:
-        return _best(law.probs_V, self.seed, self.num_tokens)
+        return _best(law.probs_V, self.seed, self.position)
 
 
-class NoiseRenormalised(VerifyChoices):
+class NoiseRenormalised(DrawKey):
     """Gives the noise of the tokens that a filter has left its mean and spread back."""
 
     def draw_target(self, law: Law, depth: int) -> int:
         kept = law.probs_V.nonzero().flatten()
-        noise = gumbel_noise(kept.tolist(), self.seed, self.num_tokens + depth)
+        noise = gumbel_noise(kept.tolist(), self.seed, self.position + depth)
         noise_M = torch.tensor(noise, dtype=torch.float64)
         noise_M = (noise_M - noise_M.mean()) / noise_M.std(correction=0)
         return int(kept[(law.probs_V[kept].log() + noise_M).argmax()])
@@ -339,20 +339,18 @@ class DrawnWithTheNoise(DrawnChoices):
         return _best(probs_V, self.seed, self.num_tokens + index)
 
 
-class CorrectedWithTheNoise(VerifyChoices):
+class CorrectedWithTheNoise(DrawKey):
     """After the ratio test of one token draws as the target would: with the position's noise."""
 
-    def __init__(self, seed: int, num_tokens: int) -> None:
-        super().__init__(seed, num_tokens)
-        self._results: list[bool]
-        object.__setattr__(self, "_results", [])
+    def __init__(self, *key: float) -> None:
+        self._results: list[bool] = []
 
     def accept(self, probability: float, index: int) -> bool:
         self._results.append(super().accept(probability, index))
         return self._results[-1]
 
     def draw_residual(self, probs_V: Tensor) -> int:
-        return _best(probs_V, self.seed, self.num_tokens + sum(self._results))
+        return _best(probs_V, self.seed, self.position + sum(self._results))
 
 
 SEEDED = replace(PLAIN, coupling="seeded")

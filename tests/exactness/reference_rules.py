@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from foredraft.core.choices import VerifyChoices
+from foredraft.core.choices import DrawKey
 from foredraft.core.proposal import DrawnProposal
 from foredraft.core.sampling import NodeLaws
 from foredraft.core.tree import ROOT
 from foredraft.core.verify import Verdict, normalised, positive_part, residual_or
 
 
-def verify_token_rule(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def verify_token_rule(proposal: DrawnProposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
     """The token rule: speculative sampling of Leviathan et al. (arXiv 2211.17192, algorithm 1).
 
     Accept each drafted token with probability min(1, p/q); at the first rejection draw from the
@@ -28,7 +28,7 @@ def verify_token_rule(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyCh
     )
 
 
-def verify_recursive(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+def verify_recursive(proposal: DrawnProposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
     """Recursive rejection sampling over a drawn tree (SpecInfer, arXiv 2305.09781).
 
     At each node the children are tried in drafting order with the token rule; a rejected child

@@ -14,8 +14,8 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
-from foredraft.core.choices import SharedChoices
-from foredraft.core.draws import Draw, DrawKey, draw_rows
+from foredraft.core.choices import DrawKey, SharedChoices
+from foredraft.core.draws import Draw, draw_rows
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from foredraft.core.choices import DrawnChoices, VerifyChoices
+from foredraft.core.choices import DrawKey, DrawnChoices
 from tests.exactness.ledger import (
     Ledger,
     LedgerChoices,
@@ -54,7 +54,7 @@ def test_choices() -> None:
 def test_keyed_choices_of_the_engine() -> None:
     def run(ledger: Ledger) -> tuple[int, int, bool]:
         with keyed_numbers_from(ledger):
-            draft, verify = DrawnChoices(3, 5), VerifyChoices(3, 5)
+            draft, verify = DrawnChoices(3, 5), DrawKey(3, 5)
             token = draft.draw(QUARTERS, 0)
             return token, draft.draw(QUARTERS, 0), verify.accept(0.5, 0)
 

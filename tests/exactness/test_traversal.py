@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foredraft.core import verify
-from foredraft.core.choices import DrawnChoices, VerifyChoices
+from foredraft.core.choices import DrawKey, DrawnChoices
 from foredraft.core.proposal import Draft, Proposal
 from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT
@@ -70,7 +70,7 @@ def test_on_a_chain_it_is_block_verification(kind: str) -> None:
     target, draft = Probs(w.target(), PLAIN), Probs(w.draft(), PLAIN)
     for seed in range(200):
         proposal = Drawn((ROOT, 0, 1, 2))((), draft, DrawnChoices(seed, 0), 4)
-        probs, choices = TreeProbs(target.law, (), proposal.tree), VerifyChoices(seed, 0)
+        probs, choices = TreeProbs(target.law, (), proposal.tree), DrawKey(seed, 0)
         assert verify_traversal(proposal, probs, choices) == verify_block(proposal, probs, choices)
 
 
@@ -90,7 +90,7 @@ def test_a_wide_vocabulary_in_float32() -> None:
     """Weights stay probabilities where a softmax sums to one only roughly."""
     generator = torch.Generator().manual_seed(3)
     for seed in range(50):
-        choices, verify_choices = DrawnChoices(seed, 0), VerifyChoices(seed, 0)
+        choices, verify_choices = DrawnChoices(seed, 0), DrawKey(seed, 0)
         builder = Draft(choices, replacement=False)
         logits_NV = torch.randn(7, 2000, generator=generator)
         for node, parent in enumerate((ROOT, ROOT, 0, 0, 1, 3)):

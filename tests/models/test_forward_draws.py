@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.core.draws import DrawKey, draw_rows
+from foredraft.core.choices import DrawKey
+from foredraft.core.draws import draw_rows
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foredraft import LLM, SamplingParams
-from foredraft.core.draws import DrawKey
+from foredraft.core.choices import DrawKey
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.model.draft_model import DraftModelDrafter

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from foredraft.cache.base import owner_of
-from foredraft.core.choices import Choice
-from foredraft.core.draws import DrawKey
+from foredraft.core.choices import Choice, DrawKey
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.drafters.base import DraftRow

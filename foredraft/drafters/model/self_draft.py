@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
-from foredraft.core.draws import DrawKey
+from foredraft.core.choices import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow

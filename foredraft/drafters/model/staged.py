@@ -23,7 +23,7 @@ from statistics import mean
 
 from torch import Tensor
 
-from foredraft.core.choices import Choice, DrawnChoices, SharedChoices, chance_alike
+from foredraft.core.choices import Choice, DrawKey, DrawnChoices, SharedChoices, chance_alike
 from foredraft.core.cost import (
     USUAL_PRICES,
     Prices,
@@ -32,7 +32,6 @@ from foredraft.core.cost import (
     price_of,
     relative,
 )
-from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.proposal import NOT_READY, Proposal

@@ -24,7 +24,7 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.cache.states import StateCache
 from foredraft.cache.store import Entries
-from foredraft.core.draws import DrawKey
+from foredraft.core.choices import DrawKey
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of

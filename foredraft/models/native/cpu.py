@@ -31,7 +31,8 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.layers import StoredLayers
 from foredraft.cache.states import RowStates
 from foredraft.cache.store import BlockStore, Entries
-from foredraft.core.draws import Draw, DrawKey, DrawRow, found_draws
+from foredraft.core.choices import DrawKey
+from foredraft.core.draws import Draw, DrawRow, found_draws
 from foredraft.core.errors import ConfigError
 from foredraft.kernels import interface
 from foredraft.kernels.build import KernelUnavailable, load_library

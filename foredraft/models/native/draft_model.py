@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.blocks import in_blocks
-from foredraft.core.draws import DrawKey
+from foredraft.core.choices import DrawKey
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
 from foredraft.models.native.config import DecoderConfig

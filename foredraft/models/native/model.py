@@ -25,7 +25,8 @@ from torch import Tensor
 
 from foredraft.cache.states import RowStates
 from foredraft.cache.store import Entries
-from foredraft.core.draws import Draw, DrawKey, draw_array, found_draws
+from foredraft.core.choices import DrawKey
+from foredraft.core.draws import Draw, draw_array, found_draws
 from foredraft.core.errors import CapabilityError
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Scores, Target
