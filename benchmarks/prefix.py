@@ -64,9 +64,9 @@ def measure_prefix(llm: LLM, shared_tokens: int, rounds: int, seed: int = 0) -> 
         cold.append(_first_token(llm, first)[0])
         taken, reply, cached = _first_token(llm, second)
         warm.append(taken)
-        llm.engine.prefixes.clear()
+        llm.engine.forget_prefixes()
         same &= reply == _first_token(llm, second)[1]
-        llm.engine.prefixes.clear()
+        llm.engine.forget_prefixes()
     if not cached:
         raise ConfigError("nothing was found in the cache: leave prefix_caching on")
     cold_ms, warm_ms = (statistics.median(times[1:]) for times in (cold, warm))
@@ -118,7 +118,7 @@ TURNS = (
 
 def conversation_hits(llm: LLM, speculation: str, params: SamplingParams) -> Hits:
     """Hold a conversation of several turns, from an empty cache of prefixes."""
-    llm.engine.prefixes.clear()
+    llm.engine.forget_prefixes()
     asked = replace(params, speculation=speculation)
     messages: list[Message] = []
     prompt_tokens = cached_tokens = drafted = 0

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any, Self
@@ -20,7 +19,7 @@ from foredraft.engine.drive import EngineThread
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import Policy
 from foredraft.engine.proof import LiveProof
-from foredraft.engine.request import Event, GenerationResult, ReplySoFar, Request, RequestOptions
+from foredraft.engine.request import Event, GenerationResult, ReplySoFar, Request
 from foredraft.engine.stats import EngineStats
 from foredraft.llm import LLM
 from foredraft.models.files.progress import Progress
@@ -296,8 +295,10 @@ class AsyncLLM:
             PromptError, ConfigError: the prompt or a parameter cannot be used, or the reply cannot
                 be continued.
         """
-        options = replace(self.llm.request_options(tenant, priority), policy=policy, so_far=so_far)
-        return await self._open([(prompt, checked_params(params))], options)
+        asked = [(prompt, checked_params(params))]
+        return await self._open(
+            asked, policy=policy, tenant=tenant, priority=priority, so_far=so_far
+        )
 
     async def open_all(
         self,
@@ -313,15 +314,14 @@ class AsyncLLM:
             asked: prompts, each with its parameters.
             session: without effect: there is one engine (see `ServedEngine.open_all`).
         """
-        options = replace(self.llm.request_options(tenant, priority), policy=None)
-        return await self._open(asked, options)
+        return await self._open(asked, tenant=tenant, priority=priority)
 
     async def _open(
         self,
         asked: Sequence[tuple[Prompt | Sequence[Message], SamplingParams]],
-        options: RequestOptions,
+        **options: Any,
     ) -> EventStream:
-        """Submit requests, or none of them. Without a policy each gets the one that suits it."""
+        """Submit requests, or none of them, with these options of `Engine.prepare`."""
         worker, num_replies = self._worker, sum(params.n for _, params in asked)
         worker.enter(num_replies, self.llm.engine.max_batch_size + self._max_waiting)
         try:
@@ -329,7 +329,7 @@ class AsyncLLM:
                 if self.llm.grammars is not None:
                     # It has threads of its own: a slow grammar keeps no other request waiting.
                     await asyncio.wrap_future(self.llm.grammars.compile(grammar))
-            requests = await asyncio.to_thread(self._prepare, asked, options)
+            requests = await asyncio.to_thread(self._prepare, asked, **options)
             ids = [request.request_id for request in requests]
             stream = EventStream(ids, lambda: self._worker.abort(ids))
             worker.add(requests, partial(self._post.put, stream._mailbox))
@@ -417,13 +417,16 @@ class AsyncLLM:
     def _prepare(
         self,
         asked: Sequence[tuple[Prompt | Sequence[Message], SamplingParams]],
-        options: RequestOptions,
+        policy: Policy | None = None,
+        **options: Any,
     ) -> list[Request]:
+        """Without a policy each request gets the one that suits it."""
         requests: list[Request] = []
         for prompt, given in asked:
             params = given.by(self.llm.sampling_defaults)
-            own = replace(options, policy=options.policy or self.llm.policy_for(params))
-            requests += self.llm.engine.prepare(self.llm.encode(prompt), params, own)
+            own = policy or self.llm.policy_for(params)
+            tokens = self.llm.encode(prompt)
+            requests += self.llm.engine.prepare(tokens, params, policy=own, **options)
         return requests
 
 

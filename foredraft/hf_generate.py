@@ -21,7 +21,7 @@ from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import SpeculationStats
 from foredraft.core.rules.bans import ModelBans
-from foredraft.engine.request import GenerationResult, RequestOptions
+from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM, DraftModel
 from foredraft.models.base import Source
 from foredraft.options import LoadOptions
@@ -397,7 +397,7 @@ def _run(
     """Generate all rows; results in their order."""
     for prompt, source in requests:
         seed = None if params.seed is None else int(torch.randint(2**63 - 1, ()).item())
-        llm.engine.submit(prompt, replace(params, seed=seed), RequestOptions(source=source))
+        llm.engine.submit(prompt, replace(params, seed=seed), source=source)
     results: dict[int, GenerationResult] = {}
     for event in llm.engine.run():
         output.put(event.token_ids)

@@ -25,7 +25,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy, Trace
-from foredraft.engine.request import Event, GenerationResult, ReplySoFar, RequestOptions
+from foredraft.engine.request import Event, GenerationResult, ReplySoFar
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
 from foredraft.models.base import Target
@@ -255,20 +255,6 @@ class LLM:
             is_fixed=self.options.num_draft_tokens is not None,
         )
 
-    def request_options(
-        self,
-        tenant: str | None = None,
-        priority: int = 0,
-        params: SamplingParams | None = None,
-    ) -> RequestOptions:
-        """Options of a request to this LLM's engine; see `RequestOptions`.
-
-        Args:
-            params: of the request; None: it brings no prediction.
-        """
-        policy = self.policy_for(params) if params else self.policy
-        return RequestOptions(tenant, priority, policy, self.options.prefix_caching)
-
     def policy_for(self, params: SamplingParams) -> Policy:
         """The policy of a request. With a prediction, its drafter reads the prediction."""
         is_named = params.speculation not in ("auto", FOR_PREDICTIONS)
@@ -297,7 +283,7 @@ class LLM:
         name = resolve_drafter(options, self._draft is not None, self.target)
         context, cost = self.drafter_context, self.cost
         policy = policy_for(name, options, context, cost, experience, drafter)
-        policy.rule = self._rule
+        policy.rule, policy.prefix_caching = self._rule, options.prefix_caching
         return name if drafter else next(iter(policy.drafters), name), policy
 
     def generate(
@@ -362,9 +348,7 @@ class LLM:
             PromptError: the prompt is empty or too long.
             ConfigError: the reply cannot go on (with the first event).
         """
-        params = self._params(params)
-        options = self.request_options(tenant, params=params)
-        return self._stream(self._encode(prompt), params, replace(options, so_far=so_far))
+        return self._stream(self._encode(prompt), params, tenant, so_far)
 
     def stream_chat(
         self,
@@ -372,8 +356,7 @@ class LLM:
         params: SamplingParams | None = None,
     ) -> Iterator[Event]:
         """Like `chat`, streamed."""
-        tokens, params = self._tokenizer().encode_chat(messages), self._params(params)
-        return self._stream(tokens, params, self.request_options(params=params))
+        return self._stream(self._tokenizer().encode_chat(messages), params)
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """The token ids of a text, of ids, or of the messages of a conversation.
@@ -389,7 +372,7 @@ class LLM:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[GenerationResult]:
         params = self._params(params)
-        events = self.engine.stream(prompts, params, self.request_options(params=params))
+        events = self.engine.stream(prompts, params, self.policy_for(params))
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.request_id)
 
@@ -397,10 +380,15 @@ class LLM:
         return checked_params(params).by(self.sampling_defaults)
 
     def _stream(
-        self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None,
+        tenant: str | None = None,
+        so_far: ReplySoFar | None = None,
     ) -> Iterator[Event]:
+        params = self._params(params)
         self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
-        return self.engine.stream([prompt], params, options)
+        return self.engine.stream([prompt], params, self.policy_for(params), tenant, so_far)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, lambda text: self._tokenizer().encode(text))

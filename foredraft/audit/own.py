@@ -583,7 +583,7 @@ class OwnAudit:
         engine: Engine = view.engine
         for index, prompt in enumerate(prompts, first):
             seed = (self.seed + index * _SEED_STEP) % 2**64
-            engine.submit(prompt, replace(params, seed=seed), view.request_options())
+            engine.submit(prompt, replace(params, seed=seed), policy=view.policy)
         results = [event.result for event in engine.run() if event.result is not None]
         for result in results:
             if result.error is not None:

@@ -163,9 +163,9 @@ class OurServer:
         prompts = self._load.prompts
         last = float("inf") if self._load.stays_full else len(prompts)
         while self._next < last and len(self._started) < self._load.concurrency:
-            params, options = self._load.params_of(self._next), self.llm.request_options()
+            params, policy = self._load.params_of(self._next), self.llm.policy
             prompt = prompts[self._next % len(prompts)]
-            request_id = self.llm.engine.submit(prompt, params, options)
+            request_id = self.llm.engine.submit(prompt, params, policy=policy)
             self._started[request_id] = (self._next, self.served.seconds)
             self.numbers[request_id] = self._next
             self._next += 1

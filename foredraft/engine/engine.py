@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import sys
 import time
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import (
@@ -24,24 +26,23 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.rng import SEED_BITS
 from foredraft.core.rules.book import NewRules, new_rules
+from foredraft.engine import slots
 from foredraft.engine.drafting import Drafting, told
 from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.proof import LiveProof
-from foredraft.engine.request import (
-    Event,
-    GenerationResult,
-    Reader,
-    Request,
-    RequestOptions,
-)
+from foredraft.engine.request import Event, GenerationResult, Reader, ReplySoFar, Request
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
-from foredraft.engine.slots import SlotManager
 from foredraft.engine.stats import EngineStats
 from foredraft.engine.step import step
 from foredraft.engine.text import NewDecoder, TextAssembler
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Source, Target
 from foredraft.system.fair_lock import FairLock
+
+CHECK_VARIABLE = "FOREDRAFT_CHECK"
+"""Environment variable: if set, the accounts of the cache are checked after each step."""
+_CHECK_EVERY = 1000
+"""Steps between two checks when the variable is not set."""
 
 _log = logging.getLogger("foredraft")
 
@@ -92,6 +93,7 @@ class Engine:
 
     Attributes:
         lock: held during each call.
+        target: the same.
         proof: repeats some steps without drafts, to compare; None: live proof is off.
 
     Raises:
@@ -102,13 +104,17 @@ class Engine:
         self, target: Target, policy: Policy, options: EngineOptions | None = None
     ) -> None:
         self._options = options = options or EngineOptions()
-        self._target, self._policy = target, policy
+        self.target, self._policy = target, policy
         self._encoder = target.capabilities.encoder
         self._trace = options.trace
         self._drafting = Drafting(target.max_context, options.max_step_tokens, options.clock)
-        self._slots = SlotManager(target.cache, options.prefix_caching)
+        self._headroom = slots.HEADROOM
+        self._check_every = 1 if os.environ.get(CHECK_VARIABLE) else _CHECK_EVERY
+        self._steps = itertools.count(1)
         self._scheduler = Scheduler(
-            options.max_batch_size, options.max_step_tokens, self._slots.must_wait
+            options.max_batch_size,
+            options.max_step_tokens,
+            partial(slots.must_wait, target.cache),
         )
         # set after the cache refused memory: admit no request until a running one ends
         self._is_full = False
@@ -125,14 +131,14 @@ class Engine:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        options: RequestOptions | None = None,
         reader: Reader | None = None,
+        **options: Any,
     ) -> int:
-        """Queue a request and return its id; `prepare` and `add` in one.
+        """Queue a request and return its id; `prepare`, with these options, and `add` in one.
 
         Of several replies (`SamplingParams.n`) it is the first one's, which is their ``parent_id``.
         """
-        requests = self.prepare(prompt, params, options)
+        requests = self.prepare(prompt, params, **options)
         self.add(requests, reader)
         return requests[0].request_id
 
@@ -140,9 +146,23 @@ class Engine:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        options: RequestOptions | None = None,
+        *,
+        policy: Policy | None = None,
+        tenant: str | None = None,
+        priority: int = 0,
+        source: Source | None = None,
+        so_far: ReplySoFar | None = None,
     ) -> list[Request]:
         """Make the requests for a prompt, one a reply, ready to be queued. Never waits for a step.
+
+        Args:
+            policy: the controller and drafters for it; None: the engine's own policy.
+            tenant: whose request it is; tenants share no cached text. The part before the first "/"
+                names its owner, and owners take turns in the queue: see `Scheduler`.
+            priority: requests of higher numbers go first.
+            source: the encoder's input of an encoder-decoder; its prompt is then the decoder
+                prompt. None: the prompt is the source.
+            so_far: the tokens that another engine has committed of the reply; None: it begins here.
 
         Raises:
             PromptError: the prompt, with the resumed part of the reply, is empty, too long, or
@@ -150,24 +170,33 @@ class Engine:
             ConfigError: stop strings without a tokenizer, a drafter that is not loaded, a reply
                 that cannot go on (`Request.resume`), or something that an encoder-decoder has not.
         """
-        options = options or RequestOptions()
-        prompt, options = self._begin_reply(prompt, params, options)
-        if options.so_far is not None:
-            self._check_beginning([*prompt, *options.so_far.token_ids])
+        policy = policy or self._policy
+        prompt, source = self._begin_reply(prompt, params, source)
+        if so_far is not None:
+            self._check_beginning([*prompt, *so_far.token_ids])
             _check_resumable(params)
-        _check_speculation(params, options.policy or self._policy)
+        _check_speculation(params, policy)
         if params.stop and self._options.new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
-        room = self._target.max_context - len(prompt)
+        room = self.target.max_context - len(prompt)
         params = params.of_length(min(params.max_tokens, room))
         if params.seed is None:
             params = replace(params, seed=self._options.new_seed())
         requests: list[Request] = []
         for index, own in enumerate(params.each()):
-            leader = requests[0] if requests else None
-            requests.append(self._new_request(list(prompt), own, options, leader, index))
-        if options.so_far is not None:
-            requests[0].resume(options.so_far)
+            request = self._new_request(
+                list(prompt),
+                own,
+                policy,
+                tenant=tenant,
+                priority=priority,
+                source=source,
+                leader=requests[0] if requests else None,
+                index=index,
+            )
+            requests.append(request)
+        if so_far is not None:
+            requests[0].resume(so_far)
         return requests
 
     def add(self, requests: Sequence[Request], reader: Reader | None = None) -> None:
@@ -185,11 +214,6 @@ class Engine:
     def max_batch_size(self) -> int:
         """Most requests in one step."""
         return self._options.max_batch_size
-
-    @property
-    def prefixes(self) -> SlotManager:
-        """The prefix cache: requests with the same beginning share its entries."""
-        return self._slots
 
     @property
     def has_work(self) -> bool:
@@ -222,8 +246,10 @@ class Engine:
                 self._admit()
                 batch = [t for t in self._scheduler.next_batch(policy) if not t.request.is_over]
                 self._run(batch)
-                self._slots.publish([t.request for t in batch if not t.request.is_over])
-                self._slots.check_now_and_then()
+                cache = self.target.cache
+                slots.publish(cache, [t.request for t in batch if not t.request.is_over])
+                if not next(self._steps) % self._check_every:
+                    slots.check(cache, must_be_right=self._check_every == 1)
                 changed = {turn.request for turn in batch}
                 events = [
                     self._event(request)
@@ -248,7 +274,9 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        options: RequestOptions | None = None,
+        policy: Policy | None = None,
+        tenant: str | None = None,
+        so_far: ReplySoFar | None = None,
     ) -> Iterator[Event]:
         """Submit requests and yield their events until all are over: the reader drives the engine.
 
@@ -260,11 +288,13 @@ class Engine:
         Raises:
             PromptError, ConfigError: as `submit`.
         """
-        policy = options.policy if options else None
         inbox, live = deque[Event](), set[int]()
         try:
             # Compiling a grammar may take long: do it before taking the lock.
-            prepared = [self.prepare(prompt, params, options) for prompt in prompts]
+            prepared = [
+                self.prepare(each, params, policy=policy, tenant=tenant, so_far=so_far)
+                for each in prompts
+            ]
             with self.lock:
                 for requests in prepared:
                     live.update(request.request_id for request in requests)
@@ -307,7 +337,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts of the engine's work so far and of its live requests. Never waits for a step."""
-        usage = self._target.cache.usage
+        usage = self.target.cache.usage
         return replace(
             self._stats,
             running=sum(not self._is_proof(request) for request in self._scheduler.running),
@@ -315,14 +345,12 @@ class Engine:
             finished=dict(self._stats.finished),
             cache_tokens=usage.used,
             cache_free_tokens=usage.available,
-            prefix_tokens=self._slots.num_tokens,
-            prefix_cached_tokens=self._slots.num_cached_tokens,
         )
 
     def forget_prefixes(self) -> None:
         """Give up the cached entries of texts that no request uses."""
         with self.lock:
-            self._slots.clear()
+            self.target.cache.forget()
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Refuse a prompt that cannot be generated from.
@@ -332,55 +360,48 @@ class Engine:
         """
         if self._encoder is not None:
             most = self._encoder.max_source
-            check_ids(prompt, self._target.vocab_size, most, "the encoder reads no more")
+            check_ids(prompt, self.target.vocab_size, most, "the encoder reads no more")
         else:
             self._check_beginning(prompt)
 
     def _check_beginning(self, prompt: Sequence[int]) -> None:
         """Refuse a decoder prompt that a reply cannot continue."""
-        limit = self._target.max_context
-        check_ids(prompt, self._target.vocab_size, limit - 1, context_holds(limit))
+        limit = self.target.max_context
+        check_ids(prompt, self.target.vocab_size, limit - 1, context_holds(limit))
 
     def _begin_reply(
-        self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
-    ) -> tuple[Sequence[int], RequestOptions]:
+        self, prompt: Sequence[int], params: SamplingParams, source: Source | None
+    ) -> tuple[Sequence[int], Source | None]:
         """Tokens that the reply continues: the prompt, or an encoder-decoder's decoder prompt.
 
-        The prompt of an encoder-decoder is its source, unless the options name another source.
+        The prompt of an encoder-decoder is its source, unless another source is given.
         """
         if self._encoder is None:
-            if options.source is not None:
+            if source is not None:
                 raise ConfigError("source is for encoder-decoders, and this model is none")
             self._check_beginning(prompt)
-            return prompt, options
+            return prompt, None
         if params.prompt_logprobs is not None:
             raise ConfigError(
                 "prompt_logprobs is not offered here: an encoder-decoder does not say how likely "
                 "its prompt is",
                 field="prompt_logprobs",
             )
-        if options.source is None:
+        if source is None:
             self.check_prompt(prompt)
-            source = Source(tuple(prompt))
-            prompt, options = self._encoder.decoder_prompt, replace(options, source=source)
+            prompt, source = self._encoder.decoder_prompt, Source(tuple(prompt))
         self._check_beginning(prompt)
-        return prompt, options
+        return prompt, source
 
     def _new_request(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        options: RequestOptions,
-        leader: Request | None,
-        index: int,
+        self, prompt: list[int], params: SamplingParams, policy: Policy, **more: Any
     ) -> Request:
-        """One of the replies to a prompt."""
+        """One of the replies to a prompt, with these further fields."""
         assert params.seed is not None
         new_decoder, eos = self._options.new_decoder, self._eos_token_ids
         shown = {} if params.skip_special_tokens else {"skip_special_tokens": False}
         decode = new_decoder(prompt, **shown) if new_decoder else None
         stop_ids = (frozenset() if params.ignore_eos else eos) | set(params.stop_token_ids)
-        policy = options.policy or self._policy
         return Request(
             next(self._ids),
             prompt,
@@ -391,9 +412,8 @@ class Engine:
             self._new_rules(params, len(prompt), stop_ids),
             TextAssembler(decode, tuple(params.stop), params.min_tokens, params.include_stop),
             stop_ids,
-            options,
-            leader,
-            index,
+            shares=self._options.prefix_caching and policy.prefix_caching,
+            **more,
         )
 
     def _admit(self) -> None:
@@ -404,7 +424,7 @@ class Engine:
         while not self._is_full and (request := self._scheduler.next_waiting()) is not None:
             running = self._scheduler.running
             try:
-                self._slots.begin(request)
+                self._open(request)
                 self._drafting.begin(request, running)
             except CacheFullError as error:
                 if running:
@@ -422,7 +442,7 @@ class Engine:
         """Step these rows; fewer if memory is short; each alone if the forward fails."""
         while batch:
             try:
-                record = step(self._target, self._drafting, batch, self._options.clock)
+                record = step(self.target, self._drafting, batch, self._options.clock)
             except CacheFullError as error:
                 batch = self._with_room(batch, error)
             except EngineStoppedError:  # of the target itself: retrying rows alone cannot help
@@ -477,10 +497,16 @@ class Engine:
             self._drafting.end(request)
         self._was_interrupted = False
 
+    def _open(self, request: Request) -> None:
+        """Give a request its slot."""
+        slots.begin(self.target.cache, request, self._headroom)
+        self._stats.prefix_tokens += len(request.tokens)
+        self._stats.prefix_cached_tokens += request.num_cached
+
     def _close(self, request: Request) -> None:
         """Detach a request's drafter and free its slot."""
         self._drafting.end(request)
-        self._slots.end(request)
+        slots.end(self.target.cache, request)
 
     def _report(self, batch: Sequence[Turn], record: StepRecord) -> None:
         """Report a step to costs, totals, traces and controllers, without a proof's own row."""

@@ -30,6 +30,8 @@ class Policy:
             down.
 
     Attributes:
+        prefix_caching: whether these requests may use cached entries, and leave theirs in the
+            cache.
         rule: verifies the drafts: `verify`, or `recorded` for traces that show the evidence.
             Anything else is a fault, which only audits plant, to see whether they would find it.
     """
@@ -44,6 +46,7 @@ class Policy:
         self.controller, self.trace, self.is_apart = controller, trace, is_apart
         self.drafters = {loaded.traits.name: loaded for loaded in drafters}
         self.rule: Rule = verify
+        self.prefix_caching = True
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, controller: Controller) -> Policy:

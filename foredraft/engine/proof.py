@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import DrawnProposal
 from foredraft.engine.policy import Policy
-from foredraft.engine.request import Event, Request, RequestOptions
+from foredraft.engine.request import Event, Request
 from foredraft.engine.turn import Turn
 
 if TYPE_CHECKING:
@@ -144,9 +144,9 @@ class LiveProof:
             self._policy,
             request.rules,
             stop_ids=request.stop_ids,
-            options=RequestOptions(
-                request.options.tenant, prefix_caching=False, source=request.options.source
-            ),
+            tenant=request.tenant,
+            source=request.source,
+            shares=False,
         )
 
     def _take(self, event: Event) -> None:

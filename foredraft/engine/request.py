@@ -62,32 +62,9 @@ class ReplySoFar:
         return cls(tuple(token_ids), tuple(logprobs), index, replace(stats, drafters={}))
 
 
-@dataclass(frozen=True)
-class RequestOptions:
-    """Options of a request beyond its prompt and its parameters.
-
-    Attributes:
-        tenant: whose request it is; tenants share no cached text. The part before the first "/"
-            names its owner, and owners take turns in the queue: see `Scheduler`.
-        priority: requests of higher numbers go first.
-        policy: the controller and drafters for it; None: the engine's own policy.
-        prefix_caching: whether it may use cached entries, and leave its own in the cache.
-        source: the encoder's input of an encoder-decoder; its prompt is then the decoder prompt.
-            None: the prompt is the source.
-        so_far: the tokens that another engine has committed of the reply; None: it begins here.
-    """
-
-    tenant: str | None = None
-    priority: int = 0
-    policy: Policy | None = None
-    prefix_caching: bool = True
-    source: Source | None = None
-    so_far: ReplySoFar | None = None
-
-    @property
-    def owner(self) -> str | None:
-        """The owner that the tenant names; None: no tenant is named."""
-        return None if self.tenant is None else self.tenant.partition("/")[0]
+def owner_name(tenant: str | None) -> str | None:
+    """The owner that a tenant names: the part before the first "/". None: no tenant is named."""
+    return None if tenant is None else tenant.partition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -184,7 +161,10 @@ class Request:
         rules: its sampling rules.
         text: of the reply.
         stop_ids: ids that end it.
-        options: its other options.
+        tenant, priority: see `Engine.prepare`.
+        source: the encoder's input of an encoder-decoder, whose decoder prompt ``tokens`` begin
+            with.
+        shares: whether it may use cached entries, and leave its own in the cache.
         leader: the first of several replies to one prompt, for the others, which share its
             prefilled prompt.
         index: which of these replies it is.
@@ -218,7 +198,10 @@ class Request:
     rules: Rules = field(default_factory=lambda: SamplingRules(SamplingParams()))
     text: TextAssembler = field(default_factory=lambda: TextAssembler(None))
     stop_ids: frozenset[int] = frozenset()
-    options: RequestOptions = RequestOptions()
+    tenant: str | None = None
+    priority: int = 0
+    source: Source | None = None
+    shares: bool = True
     leader: Request | None = None
     index: int = 0
     reader: Reader | None = None
@@ -248,8 +231,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.draft_params = replace(self.params, seed=None)
-        source = self.options.source  # drafters have encoders of their own
-        self.draft_source = source and replace(source, states_SE=None)
+        # drafters have encoders of their own
+        self.draft_source = self.source and replace(self.source, states_SE=None)
         if self.params.speculation != "auto":
             self.excluded_drafters |= self.policy.drafters.keys() - {self.params.speculation}
         if self.leader is not None:
@@ -288,8 +271,12 @@ class Request:
     @property
     def salt(self) -> str | None:
         """The cache salt: only requests with the same salt share cached entries."""
-        tenant, source = self.options.tenant, self.options.source
-        return tenant if source is None else f"{source.digest} of {tenant!r}"
+        return self.tenant if self.source is None else f"{self.source.digest} of {self.tenant!r}"
+
+    @property
+    def owner(self) -> str | None:
+        """The owner that the tenant names; None: no tenant is named."""
+        return owner_name(self.tenant)
 
     @property
     def is_over(self) -> bool:
@@ -367,12 +354,12 @@ class Request:
             partial(draft_choices, params, self.seed, len(tokens)),
             prices,
             self.slot,
-            self.options.tenant,
+            self.tenant,
             self.num_cached if num_cached is None else num_cached,
             self.draft_source,
             self.stop_ids,
             spare,
-            self.options.prefix_caching,
+            self.shares,
         )
 
     def fail(self, error: Exception) -> None:
@@ -436,7 +423,6 @@ class Request:
     def _result(self) -> GenerationResult:
         """The result so far."""
         assert self.finish_reason is not None
-        source = self.options.source
         return GenerationResult(
             request_id=self.request_id,
             text=self.text.text,
@@ -444,7 +430,7 @@ class Request:
             finish_reason=self.finish_reason,
             stats=self.stats,
             seed=self.seed,
-            num_prompt_tokens=self.num_prompt if source is None else len(source),
+            num_prompt_tokens=self.num_prompt if self.source is None else len(self.source),
             num_cached_tokens=self.num_reused,
             error=self.error,
             parent_id=self.parent_id,

@@ -69,7 +69,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        owner = request.options.owner
+        owner = request.owner
         turn = max(self._round, self._last_round.get(owner, -1) + 1)
         self._last_round[owner] = turn
         request.order = (turn - _head_start(request), next(self._arrivals))
@@ -153,11 +153,11 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._stop_waiting(request)
-            self._give_back(request.options.owner)
+            self._give_back(request.owner)
 
     def _give_back(self, owner: str | None) -> None:
         """Forget the rounds of an owner's cancelled requests."""
-        waiting = [row for row in self._waiting if row.options.owner == owner]
+        waiting = [row for row in self._waiting if row.owner == owner]
         last = max((row.order[0] + _head_start(row) for row in waiting), default=self._round - 1)
         self._last_round[owner] = last
 
@@ -179,7 +179,7 @@ def _apart(request: Request) -> Policy | None:
 
 def _head_start(request: Request) -> int:
     """The rounds that a request's priority is worth."""
-    return PRIORITY_ROUNDS * max(-MAX_PRIORITY, min(request.options.priority, MAX_PRIORITY))
+    return PRIORITY_ROUNDS * max(-MAX_PRIORITY, min(request.priority, MAX_PRIORITY))
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -142,7 +142,7 @@ class Turn:
 
     def score_row(self) -> ScoreRow:
         """Its part of the forward."""
-        request, source = self.request, self.request.options.source
+        request, source = self.request, self.request.source
         pending = request.tokens[self.context : self.context + self.num_read]
         if self.wants_prompt_logprobs:
             return ScoreRow(request.slot, pending[:1], TokenTree.chain(pending[1:]))

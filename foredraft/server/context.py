@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from foredraft.core.record import StepRecord
-from foredraft.engine.request import RequestOptions
+from foredraft.engine.request import owner_name
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.engine import LoadEngine, ServedEngine, ServedModel
 from foredraft.server.errors import ApiError, in_words_of, too_many, unavailable
@@ -274,7 +274,7 @@ class ServerContext:
         Raises:
             ApiError: 429: it has as many as one key may have.
         """
-        owner, most = RequestOptions(tenant).owner or "", self.settings.max_live_per_key
+        owner, most = owner_name(tenant) or "", self.settings.max_live_per_key
         num_live = self._num_live_of[owner] + num_replies
         if owner and most and num_live > most:
             raise too_many(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from foredraft.cache.base import KVShape
+from foredraft.cache.base import KVShape, owner_of
 from foredraft.cache.index import common_prefix
 from foredraft.core.errors import CacheFullError
-from foredraft.engine.slots import CHECK_VARIABLE, SlotManager
+from foredraft.engine.slots import check, discard, open_slot, release
 from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
 
 TEXT = [*range(1000, 1200)]  # three blocks and a part of a fourth
@@ -19,13 +19,12 @@ TEXT = [*range(1000, 1200)]  # three blocks and a part of a fourth
 class Requests:
     """Requests on a cache, without an engine."""
 
-    def __init__(self, probe: Probe, enabled: bool = True) -> None:
+    def __init__(self, probe: Probe) -> None:
         self.probe, self.cache = probe, probe.cache
-        self.prefixes = SlotManager(self.cache, enabled)
 
     def begin(self, tokens: Sequence[int], salt: str | None = None) -> tuple[int, int]:
         """One that reads all of its tokens but the last; its slot, and how many were cached."""
-        slot, num_cached = self.prefixes.open(tokens, salt)
+        slot, num_cached = open_slot(self.cache, tokens, salt)
         assert self.probe.read(slot) == list(tokens[:num_cached])
         self.cache.reserve(slot, len(tokens) - 1 - num_cached)
         self.probe.write(slot, tokens[num_cached:-1])
@@ -37,9 +36,9 @@ class Requests:
         """A whole request; how many of its tokens were cached."""
         slot, num_cached = self.begin(tokens, salt)
         if is_sound:
-            self.prefixes.release(slot, tokens)
+            release(self.cache, slot, tokens)
         else:
-            self.prefixes.discard(slot, tokens, num_cached)
+            discard(self.cache, slot, tokens, num_cached)
         self.cache.check()
         return num_cached
 
@@ -91,7 +90,7 @@ def test_requests_that_run_share_what_is_cached(probe: Probe) -> None:
     if not isinstance(probe, HFProbe):
         assert probe.cache.usage.used == (2 + 4) * 64
     for i, (slot, _) in enumerate(running):
-        requests.prefixes.release(slot, [*TEXT[:129], 2, i, i])
+        release(requests.cache, slot, [*TEXT[:129], 2, i, i])
     assert requests.run([*TEXT[:129], 2, 3, 3, 3]) == 131
 
 
@@ -111,16 +110,16 @@ def test_a_hit_is_the_target_s_and_layers_say_how_far_they_cover_it(probe: Probe
     assert (num_cached, layers.covered(slot)) == (150, 0)
     assert layers.next_start(slot, 150, 1) == layers.next_start(slot, 150, 100) == 150
     assert layers.next_start(slot, 150, 150) == 192
-    requests.prefixes.release(slot, [*TEXT[:150], 5])
+    release(requests.cache, slot, [*TEXT[:150], 5])
     other = [*range(500, 700)]
     slot, _ = requests.begin(other)
     layers.write(0, slot, 0, state(150), -state(150))
-    requests.prefixes.release(slot, other)
+    release(requests.cache, slot, other)
     slot, num_cached = requests.begin([*other[:140], 5])
     assert (num_cached, layers.covered(slot), layers.first(slot)) == (140, 140, 0)
     assert torch.equal(layers.read(0, slot, 140)[0], state(150)[:, :140])
     layers.write(0, slot, 130, -state(10), state(10))  # into a block that others share
-    requests.prefixes.release(slot, [*other[:140], 5])
+    release(requests.cache, slot, [*other[:140], 5])
     slot, num_cached = requests.begin([*other[:150], 5])
     assert (num_cached, layers.covered(slot)) == (150, 150)
     assert torch.equal(layers.read(0, slot, 150)[0], state(150))
@@ -135,7 +134,7 @@ def test_several_layers_cover_a_text_each_for_itself(probe: Probe) -> None:
     one, other = (probe.cache.add_layers(LAYERS, torch.float32) for _ in range(2))
     slot, _ = requests.begin(TEXT)
     one.write(0, slot, 0, state(199), state(199))
-    requests.prefixes.release(slot, TEXT)
+    release(requests.cache, slot, TEXT)
     slot, num_cached = requests.begin(TEXT)
     assert num_cached == 199
     assert (one.covered(slot), other.covered(slot)) == (199, 0)
@@ -153,11 +152,12 @@ def test_layers_begin_right_behind_what_they_lack(probe: Probe) -> None:
     assert torch.equal(layers.read(0, slot, 160)[0], state(60))
     assert torch.equal(layers.read(0, slot, 160)[1], -state(60))
     assert list(layers.table(slot)) == list(probe.cache.slot(slot).table[1:])
-    fork, _ = requests.prefixes.fork(slot, 101)
+    fork = requests.cache.fork(slot)
+    requests.cache.truncate(fork, 100)
     assert (layers.first(fork), layers.covered(fork)) == (0, 0)
     layers.write(0, slot, 160, state(39), -state(39))
     assert (layers.first(slot), layers.skipped(slot), layers.covered(slot)) == (128, 0, 199)
-    requests.prefixes.release(slot, TEXT)
+    release(requests.cache, slot, TEXT)
     slot, num_cached = requests.begin([*TEXT, 1])  # the block that begins in its middle is not seen
     assert (num_cached, layers.first(slot), layers.covered(slot)) == (199, 128, 199)
 
@@ -174,7 +174,7 @@ def test_layers_begin_behind_what_they_lack_at_the_border_of_a_block(probe: Prob
     assert (layers.first(slot), layers.covered(slot)) == (128, 199)
     assert torch.equal(layers.read(0, slot, 199)[0], state(71))
     assert list(layers.table(slot)) == list(probe.cache.slot(slot).table[2:])
-    requests.prefixes.release(slot, TEXT)
+    release(requests.cache, slot, TEXT)
     slot, num_cached = requests.begin([*TEXT, 1])  # who begins with all of it sees as much
     assert (num_cached, layers.first(slot), layers.covered(slot)) == (199, 128, 199)
     probe.cache.truncate(slot, 130)
@@ -189,7 +189,7 @@ def test_a_few_entries_that_come_late_are_stood_in_for(probe: Probe) -> None:
     layers = probe.cache.add_layers(LAYERS, torch.float32)
     slot, _ = requests.begin(TEXT)
     layers.write(0, slot, 0, state(196), state(196))
-    requests.prefixes.release(slot, TEXT)
+    release(requests.cache, slot, TEXT)
     slot, num_cached = requests.begin(TEXT)
     assert (num_cached, layers.covered(slot)) == (199, 196)
     assert layers.next_start(slot, 199, 1) == layers.covered(slot) == 199
@@ -203,20 +203,20 @@ def test_a_block_is_found_while_its_request_runs_and_layers_fill_it_for_all(prob
     layers = probe.cache.add_layers(LAYERS, torch.float32)
     slot, _ = requests.begin(TEXT)
     layers.write(0, slot, 0, state(110), state(110))
-    requests.prefixes.note(slot, TEXT)
+    requests.cache.name(slot, TEXT)
     used = probe.cache.usage.used
-    early, num_cached = requests.prefixes.open(TEXT)
+    early, num_cached = open_slot(requests.cache, TEXT)
     assert (num_cached, layers.covered(early)) == (192, 110)
     layers.write(0, slot, 110, state(89), state(89))  # the drafter catches up
     if not isinstance(probe, HFProbe):
         assert probe.cache.usage.used == used, "no copy was made for it"
-    late, num_cached = requests.prefixes.open(TEXT)
+    late, num_cached = open_slot(requests.cache, TEXT)
     assert num_cached == 192
     if not isinstance(probe, HFProbe):  # a copy holds what there was when it was made
         assert layers.covered(late) == 192
         assert torch.equal(layers.read(0, late, 192)[0], layers.read(0, slot, 192)[0])
     for each in (slot, early, late):
-        requests.prefixes.release(each, TEXT)
+        release(requests.cache, each, TEXT)
     probe.cache.check()
     assert requests.run(TEXT) == 199
 
@@ -229,7 +229,7 @@ def test_a_text_without_entries_gives_way_to_the_same_text_with_them() -> None:
     whole, _ = requests.begin(TEXT)
     layers.write(0, whole, 0, state(199), state(199))
     for slot in (bare, whole):
-        requests.prefixes.release(slot, TEXT)
+        release(requests.cache, slot, TEXT)
     assert requests.cache.usage.cached == 256
     slot, num_cached = requests.begin(TEXT)
     assert (num_cached, layers.covered(slot)) == (199, 199)
@@ -259,11 +259,11 @@ def test_what_is_distrusted_is_found_no_more(probe: Probe) -> None:
     slot, num_cached = requests.begin([*TEXT[:150], 5])
     beside, _ = requests.begin([*TEXT[:140], 6])
     assert num_cached == 150
-    requests.prefixes.discard(slot, [*TEXT[:150], 5], 0)
+    discard(requests.cache, slot, [*TEXT[:150], 5], 0)
     requests.cache.check()
     assert probe.read(beside) == TEXT[:140]
     if not isinstance(probe, HFProbe):  # there it read all by itself
-        requests.prefixes.release(beside, [*TEXT[:140], 6])
+        release(requests.cache, beside, [*TEXT[:140], 6])
         assert requests.run(TEXT) == 0, "what went on from it is not found either"
     else:
         requests.cache.free(beside)
@@ -280,7 +280,7 @@ def test_nor_is_what_it_was_copied_from(probe: Probe) -> None:
     requests.run(TEXT[:40])
     slot, num_cached = requests.begin([*TEXT[:30], 5, 6])
     assert num_cached == 30
-    requests.prefixes.discard(slot, [*TEXT[:30], 5, 6], 0)
+    discard(requests.cache, slot, [*TEXT[:30], 5, 6], 0)
     requests.cache.check()
     assert requests.run([*TEXT[:40], 1]) == 0
 
@@ -291,11 +291,11 @@ def test_nor_what_others_computed_from_a_copy() -> None:
     bad, _ = requests.begin([*TEXT[:30], 5, 6])
     beside, num_cached = requests.begin(TEXT)
     assert num_cached == 39
-    requests.prefixes.note(beside, TEXT)
-    requests.prefixes.discard(bad, [*TEXT[:30], 5, 6], 0)
-    assert requests.prefixes.num_found(TEXT) == 0
-    requests.prefixes.note(beside, TEXT)
-    requests.prefixes.release(beside, TEXT)
+    requests.cache.name(beside, TEXT)
+    discard(requests.cache, bad, [*TEXT[:30], 5, 6], 0)
+    assert requests.cache.num_shared(owner_of(None), TEXT) == 0
+    requests.cache.name(beside, TEXT)
+    release(requests.cache, beside, TEXT)
     requests.cache.check()
     assert requests.run(TEXT) == 0
 
@@ -305,17 +305,11 @@ def test_after_an_error_what_the_request_began_with_is_still_found(probe: Probe)
     requests.run(TEXT[:129])
     slot, num_cached = requests.begin(TEXT)
     assert num_cached == 128
-    requests.prefixes.note(slot, TEXT)
-    requests.prefixes.discard(slot, TEXT, num_cached)
+    requests.cache.name(slot, TEXT)
+    discard(requests.cache, slot, TEXT, num_cached)
     requests.cache.check()
     if not isinstance(probe, HFProbe):  # there the one slot was taken over
         assert requests.run(TEXT) == 128
-
-
-def test_switched_off_nothing_is_kept(probe: Probe) -> None:
-    requests = Requests(probe, enabled=False)
-    assert requests.run(TEXT) == requests.run(TEXT) == 0
-    assert probe.cache.usage.cached == 0
 
 
 def test_a_conversation_keeps_its_last_turn_only() -> None:
@@ -348,7 +342,7 @@ def test_a_text_that_is_left_beginning_first_still_goes_end_first() -> None:
     assert num_cached == 128
     layers.write(0, slot, 0, torch.zeros(1, 128, 2), torch.zeros(1, 128, 2))
     requests.cache.check()
-    requests.prefixes.release(slot, [*TEXT[:128], 5, 6])
+    release(requests.cache, slot, [*TEXT[:128], 5, 6])
     assert requests.run(TEXT) == 199
 
 
@@ -377,28 +371,20 @@ def test_what_is_kept_can_be_given_up_and_is_counted(probe: Probe) -> None:
     requests = Requests(probe)
     requests.run(TEXT)
     requests.run(TEXT)
-    prefixes = requests.prefixes
-    assert (prefixes.num_tokens, prefixes.num_cached_tokens) == (400, 199)
     assert probe.cache.usage.cached > 0
-    requests.prefixes.clear()
+    requests.cache.forget()
     assert probe.cache.usage.cached == probe.cache.usage.used == 0
     assert requests.run(TEXT) == 0
 
 
-def test_a_fault_in_the_accounts_is_found(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_in_the_accounts_is_found(caplog: pytest.LogCaptureFixture) -> None:
     cache = KVProbe().cache
     slot = cache.allocate()
     cache.reserve(slot, 200)
     cache.pool.give_back(cache.table(slot)[1:2])
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
     with pytest.raises(AssertionError, match="listed by"):
-        SlotManager(cache).check_now_and_then()
-    monkeypatch.delenv(CHECK_VARIABLE)
-    prefixes = SlotManager(cache)
-    for _ in range(1000):
-        prefixes.check_now_and_then()
+        check(cache, must_be_right=True)
+    check(cache, must_be_right=False)
     assert caplog.text.count("please report it") == 1
 
 

@@ -20,11 +20,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from foredraft.cache.base import KVShape
+from foredraft.cache.base import KVShape, owner_of
 from foredraft.cache.kv import KVCache
 from foredraft.cache.paged import PagedCache
 from foredraft.core.errors import CacheFullError
-from foredraft.engine.slots import SlotManager
+from foredraft.engine.slots import discard, open_slot, release
 from foredraft.models.table import TokenCache
 from tests.cache.test_kv import SHAPE, entries_of, tokens_of
 
@@ -57,7 +57,6 @@ class Machine(RuleBasedStateMachine):
     def begin(self, max_tokens: int) -> None:
         self.cache = self.new_cache(max_tokens)
         self.layers = self.cache.add_layers(KVShape(1, 1, 1), torch.float32)
-        self.prefixes = SlotManager(self.cache)
         self.lists: dict[int, list[int]] = {}
         self.salts: dict[int, str | None] = {}  # by slot that was opened with one
         self.known: dict[str | None, list[list[int]]] = {}
@@ -71,8 +70,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=slots, text=TEXTS, salt=st.sampled_from([None, None, "a"]))
     def open(self, text: list[int], salt: str | None) -> int:
-        num_found = self.prefixes.num_found(text, salt)
-        slot, num_cached = self.prefixes.open(text, salt)
+        num_found = self.cache.num_shared(owner_of(salt), text)
+        slot, num_cached = open_slot(self.cache, text, salt)
         assert num_cached == min(num_found, len(text) - 1)
         found = [
             known for known in self.known.get(salt, []) if known[:num_cached] == text[:num_cached]
@@ -164,7 +163,7 @@ class Machine(RuleBasedStateMachine):
     @rule(slot=slots)
     def note(self, slot: int) -> None:
         """Others find its full blocks from now on."""
-        self.prefixes.note(slot, [*self.lists[slot], 1])
+        self.cache.name(slot, [*self.lists[slot], 1])
         if slot in self.salts:
             self.known.setdefault(self.salts[slot], []).append(list(self.lists[slot]))
 
@@ -192,20 +191,20 @@ class Machine(RuleBasedStateMachine):
         text = self.lists[slot]
         if slot in self.salts:
             self.known.setdefault(self.salts[slot], []).append(list(text))
-        self.prefixes.release(slot, [*text, 1])
+        release(self.cache, slot, [*text, 1])
         self.forget(slot)
 
     @rule(slot=consumes(slots), start=st.sampled_from([0, 0, 5]))
     def discard(self, slot: int, start: int) -> None:
         """Its blocks are found no more."""
         table = set(self.cache.table(slot)[start // BLOCK :])
-        self.prefixes.discard(slot, [*self.lists[slot], 1], start)
+        discard(self.cache, slot, [*self.lists[slot], 1], start)
         assert table.isdisjoint(self.cache.pool.index.blocks)
         self.forget(slot)
 
     @rule()
     def give_up_what_is_cached(self) -> None:
-        self.prefixes.clear()
+        self.cache.forget()
         assert self.cache.usage.cached == 0
 
     def forget(self, slot: int) -> None:

@@ -23,7 +23,7 @@ from foredraft.drafters.base import (
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy
-from foredraft.engine.request import RequestOptions
+from foredraft.engine.slots import open_slot, release
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import OUTPUT_IDS, VOCAB, shaken
 from tests.drafters.test_heads import KINDS, Kind
@@ -67,7 +67,7 @@ def converse(
 ) -> Conversation:
     budget = FixedBudget(num_draft_tokens)
     engine = engine_of(target, drafter, budget, max_step_tokens=CHUNK)
-    engine.prefixes.clear()  # nothing of an earlier conversation of the test
+    engine.forget_prefixes()  # nothing of an earlier conversation of the test
     done, text = Conversation(engine, []), PROMPT
     for more in ([], SECOND):
         engine.submit([*text, *more], params)
@@ -81,7 +81,7 @@ def converse(
 
 def entries(drafter: Drafter, engine: Engine, text: Sequence[int]) -> list[Tensor]:
     """Keys and values of what is kept of a text, layer by layer; nothing if it keeps none."""
-    slot, length = engine.prefixes.open(text)
+    slot, length = open_slot(engine.target.cache, text)
     assert length == len(text) - 1  # the last token was not read
     at_least = length - len(drafter.layers)  # heads that look ahead make their entries late
     assert all(layers.covered(slot) >= at_least for layers in drafter.layers)
@@ -90,7 +90,7 @@ def entries(drafter: Drafter, engine: Engine, text: Sequence[int]) -> list[Tenso
         for layers in drafter.layers
         for layer in range(layers.shape.num_layers)
     ]
-    engine.prefixes.release(slot, text)
+    release(engine.target.cache, slot, text)
     return found
 
 
@@ -140,7 +140,7 @@ def test_state_and_text_of_two_turns(kind: Kind, target: NativeTarget, temperatu
     found = entries(head, done.engine, text)
     once = new_drafter(kind, target)
     engine = engine_of(target, once, FixedBudget(0))
-    engine.prefixes.clear()
+    engine.forget_prefixes()
     engine.submit(text, sampling(0.0, max_tokens=1))
     list(engine.run())
     close = 1e-4 if target.decoder.name == "eager" else 0.1
@@ -161,16 +161,16 @@ def test_it_drafts_behind_a_beginning_that_it_has_not_read(
     params = SamplingParams(temperature=8.0, seed=1, max_tokens=60)
     heads = Policy.of(target, new_drafter(kind, target), FixedBudget(4))
     engine = Engine(target, heads, EngineOptions(max_step_tokens=CHUNK))
-    engine.prefixes.clear()
-    nobody = RequestOptions(policy=Policy(FixedBudget(0, drafter=None)))
+    engine.forget_prefixes()
+    nobody = Policy(FixedBudget(0, drafter=None))
     texts = []
-    for options in (nobody, nobody, RequestOptions()):
-        engine.submit([*PROMPT, *SECOND], params, options)
+    for policy in (nobody, nobody, heads):
+        engine.submit([*PROMPT, *SECOND], params, policy=policy)
         result = next(event.result for event in engine.run() if event.result is not None)
         texts.append(result.token_ids)
-        if options is nobody:
-            engine.prefixes.clear()
-            engine.submit(PROMPT, replace(params, max_tokens=1), nobody)
+        if policy is nobody:
+            engine.forget_prefixes()
+            engine.submit(PROMPT, replace(params, max_tokens=1), policy=nobody)
             list(engine.run())
     assert result.num_cached_tokens == len(PROMPT)
     assert result.stats.drafted > 10
@@ -181,7 +181,7 @@ def test_what_it_was_not_ready_for_does_not_count(kind: Kind, target: NativeTarg
     """In a request's first step it has not seen the prompt: that says nothing of its drafts."""
     steps: list[StepRecord] = []
     engine = engine_of(target, new_drafter(kind, target), FixedBudget(4), trace=steps.append)
-    engine.prefixes.clear()
+    engine.forget_prefixes()
     engine.submit(PROMPT, SamplingParams(temperature=8.0, seed=1, max_tokens=30))
     list(engine.run())
     asked = [(row.budget, len(row.proposal.tree)) for step in steps for row in step.rows]

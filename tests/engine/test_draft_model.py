@@ -19,7 +19,6 @@ from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
-from foredraft.engine.request import RequestOptions
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
 from tests.engine.helpers import counting_model, drain, limited
@@ -75,7 +74,7 @@ class Watch:
     def submit(
         self, prompt: Sequence[int], params: SamplingParams = PARAMS, **options: object
     ) -> int:
-        return self.engine.submit(prompt, params, RequestOptions(**options))  # type: ignore[arg-type]
+        return self.engine.submit(prompt, params, **options)
 
     def step(self) -> None:
         before = len(self.model.num_read)
@@ -175,9 +174,10 @@ def test_another_tenant_reads_for_itself() -> None:
 
 def test_who_shares_nothing_leaves_nothing() -> None:
     running = watch()
+    running.engine._policy.prefix_caching = False
     for _ in range(2):
         running.model.num_read.clear()
-        running.submit(prompt_of(60), prefix_caching=False)
+        running.submit(prompt_of(60))
         running.step()
         assert sum(running.model.num_read) >= 60
         running.run()

@@ -25,7 +25,7 @@ from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
-from foredraft.engine.request import GenerationResult, Request, RequestOptions
+from foredraft.engine.request import GenerationResult, Request
 from foredraft.engine.turn import Turn
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
@@ -388,7 +388,7 @@ def test_a_preempted_request_whose_drafter_joins_late_drafts_again() -> None:
     ]
     wants.first = {0: "copy", 1: "copy"}
     engine = Engine(target, Policy(wants, drafters), EngineOptions(trace=(steps := []).append))
-    engine._slots._headroom = 0
+    engine._headroom = 0
     for first in (1, 5):
         engine.submit([first], SamplingParams(max_tokens=80))
     results = drain(engine)
@@ -407,7 +407,7 @@ def test_a_request_that_names_its_drafter_waits_for_memory_like_all_others() -> 
     assert mine.engine is own.engine is llm.engine
     params = SamplingParams(max_tokens=30)
     ids = [
-        view.engine.submit([first], params, RequestOptions(policy=view.policy))
+        view.engine.submit([first], params, policy=view.policy)
         for first in range(4)
         for view in (llm, mine, own)
     ]
@@ -445,7 +445,7 @@ def test_a_trace_sees_the_rows_of_its_own_requests() -> None:
     view = llm.with_drafter(LoadOptions(drafter="ngram"), trace=own_steps.append)
     params = SamplingParams(max_tokens=9)
     theirs = llm.engine.submit([1], params)
-    mine = view.engine.submit([2], params, view.request_options())
+    mine = view.engine.submit([2], params, policy=view.policy)
     drain(llm.engine)
     assert {row.request_id for step in own_steps for row in step.rows} == {mine}
     assert {row.request_id for step in all_steps for row in step.rows} == {mine, theirs}

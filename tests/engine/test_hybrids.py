@@ -23,7 +23,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.request import Event, RequestOptions
+from foredraft.engine.request import Event
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
@@ -111,7 +111,9 @@ class Schedule:
         dice = self.dice = random.Random(f"hybrids {seed}")
         self.path = path
         plain_target = new_target(path)
-        self._plain = engine_of(plain_target, NoDrafter(), FixedBudget(0), max_batch_size=1)
+        self._plain = engine_of(
+            plain_target, NoDrafter(), FixedBudget(0), max_batch_size=1, prefix_caching=False
+        )
         bytes_per_token = plain_target.cache.memory._token_bytes
         is_small = dice.random() < 0.7
         self.target = new_target(path, _FEW_TOKENS * bytes_per_token if is_small else None)
@@ -123,7 +125,7 @@ class Schedule:
             "prefix_caching": dice.random() < 0.8,
         }
         self.engine = engine_of(self.target, self.drafter, FixedBudget(12), **options)
-        self.engine._slots._headroom = 0  # small replies are to run out of memory, too
+        self.engine._headroom = 0  # small replies are to run out of memory, too
         self.texts: list[list[int]] = []
         self.replies: dict[int, list[int]] = {}
         self.num_steps = 0
@@ -183,8 +185,7 @@ class Schedule:
 def plain_text(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> list[int]:
     """Alone, without drafts and without anything that an earlier text has left."""
     found = list[int]()
-    options = RequestOptions(prefix_caching=False)
-    engine.add(engine.prepare(prompt, params, options), lambda event: found.extend(event.token_ids))
+    engine.add(engine.prepare(prompt, params), lambda event: found.extend(event.token_ids))
     while engine.has_work:
         engine.step()
     return found
@@ -205,7 +206,7 @@ def test_ten_thousand_steps(path: Path) -> None:
         num_steps += schedule.num_steps
         accepted += schedule.drafter.num_accepted
         preempted += schedule.engine.stats().preemptions
-        cached += schedule.engine.prefixes.num_cached_tokens
+        cached += schedule.engine.stats().prefix_cached_tokens
     assert num_steps >= 10_000
     assert accepted > 1000
     assert preempted > 10

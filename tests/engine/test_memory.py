@@ -15,7 +15,6 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.text.ngram import NgramDrafter
-from foredraft.engine.request import RequestOptions
 from foredraft.engine.slots import HEADROOM
 from tests.engine.helpers import (
     counting_drafter,
@@ -28,9 +27,6 @@ from tests.engine.helpers import (
 
 PARAMS = SamplingParams(temperature=1.0, seed=9, max_tokens=150)
 PROMPTS = [[i, 2, 3] for i in range(6)]
-
-
-URGENT = RequestOptions(priority=1)
 
 
 def alone(prompt: list[int], params: SamplingParams = PARAMS) -> tuple[int, ...]:
@@ -165,7 +161,7 @@ def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
     params = SamplingParams(max_tokens=20)
     running = engine.submit([1], params)
     engine.step()
-    plain, urgent = engine.submit([2], params), engine.submit([3], params, URGENT)
+    plain, urgent = engine.submit([2], params), engine.submit([3], params, priority=1)
     ended = [event.request_id for event in engine.run() if event.result is not None]
     assert ended == [running, urgent, plain]
     low = engine.submit([4], params)
@@ -173,7 +169,7 @@ def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
         if not engine.is_live(low):
             break
         while engine.stats().waiting < 3:
-            engine.submit([5], replace(params, max_tokens=1), URGENT)
+            engine.submit([5], replace(params, max_tokens=1), priority=1)
         engine.step()
     assert not engine.is_live(low)
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from foredraft.cache.base import KVShape
+from foredraft.cache.base import KVShape, owner_of
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
@@ -20,7 +20,6 @@ from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
-from foredraft.engine.request import RequestOptions
 from foredraft.llm import LLM
 from foredraft.load import native_decoder
 from foredraft.models.base import ScoreRow, Scores
@@ -108,7 +107,7 @@ def test_tenants_do_not_find_each_other_s_texts() -> None:
     prompt = prompts()[0]
     cached = []
     for tenant in ("a", "b", None, "a", "b", None):
-        engine.submit(prompt, PARAMS, RequestOptions(tenant=tenant))
+        engine.submit(prompt, PARAMS, tenant=tenant)
         (result,) = drain(engine).values()
         cached.append(result.num_cached_tokens)
     assert cached == [0, 0, 0, 6, 6, 6]
@@ -230,7 +229,7 @@ def test_each_prompt_of_several_replies_is_read_once_and_kept_whoever_drafts(
     assert engine.stats().preemptions == 0
     assert target.num_read <= 12 * 32
     if max_tokens is None:
-        assert [engine.prefixes.num_found(prompt) for prompt in asked] == [32] * 12
+        assert [target.cache.num_shared(owner_of(None), prompt) for prompt in asked] == [32] * 12
 
 
 def test_nobody_waits_for_a_leader_that_is_gone() -> None:

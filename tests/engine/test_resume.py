@@ -11,7 +11,7 @@ import pytest
 
 from foredraft import LLM, AsyncLLM, Grammar, SamplingParams
 from foredraft.core.errors import ConfigError, ForedraftError, PromptError
-from foredraft.engine.request import Event, ReplySoFar, RequestOptions
+from foredraft.engine.request import Event, ReplySoFar
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
@@ -152,7 +152,7 @@ def test_a_resumed_reply_may_make_way_once_more() -> None:
         wanted.append(list(free.run()))
     tight = new_engine(limited(counting_model(), 160))
     for own, whole in zip(params, wanted, strict=True):
-        tight.submit([1, 2], own, RequestOptions(so_far=ReplySoFar.of(whole[:6])))
+        tight.submit([1, 2], own, so_far=ReplySoFar.of(whole[:6]))
     rest = list(tight.run())
     assert tight.stats().preemptions > 0
     for number, whole in enumerate(wanted):

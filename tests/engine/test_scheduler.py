@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.engine.request import Request, RequestOptions
+from foredraft.engine.request import Request
 from foredraft.engine.scheduler import MAX_PRIORITY, PRIORITY_ROUNDS, Scheduler
 from tests.engine.helpers import new_request
 
@@ -19,8 +19,7 @@ ARRIVALS = st.lists(
 
 
 def row_of(number: int, num_prompt: int, priority: int) -> Request:
-    options = RequestOptions(priority=priority)
-    return new_request([0] * num_prompt, number=number, options=options)
+    return new_request([0] * num_prompt, number=number, priority=priority)
 
 
 class Played:
@@ -125,7 +124,7 @@ def test_no_priority_is_a_right_to_go_first_for_ever() -> None:
 
 
 def tenants_row(number: int, tenant: str | None) -> Request:
-    return new_request([0], number=number, options=RequestOptions(tenant))
+    return new_request([0], number=number, tenant=tenant)
 
 
 def begun_by(scheduler: Scheduler, num_rows: int) -> list[str | None]:
@@ -136,7 +135,7 @@ def begun_by(scheduler: Scheduler, num_rows: int) -> list[str | None]:
         assert row is not None
         scheduler.start(row)
         scheduler.remove(row)
-        owners.append(row.options.owner)
+        owners.append(row.owner)
     return owners
 
 

@@ -22,6 +22,7 @@ from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
+from foredraft.engine.slots import open_slot
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import KINDS
@@ -179,7 +180,7 @@ def test_entries_that_looked_ahead_follow_a_conversation_that_turns_elsewhere(
         ((_, result),) = drain(engine).items()
     text = [*second, *result.token_ids]
     num_common = common_prefix(PROMPT, second)
-    slot, num_cached = engine.prefixes.open(text)
+    slot, num_cached = open_slot(engine.target.cache, text)
     assert num_cached == len(text) - 1
     kept, _ = drafter.layers[0].read(0, slot, num_cached)
     pairs = zip(kept.flatten().tolist(), joined_pairs(text)[:num_cached], strict=True)

@@ -20,7 +20,6 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.spec import DrafterContext
-from foredraft.engine.request import RequestOptions
 from foredraft.llm import LLM, DraftModel
 from foredraft.models.base import ScoreRow, Source, Target
 from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget, SourceCache
@@ -236,7 +235,7 @@ def test_nothing_of_a_source_is_shared_between_tenants(t5: Any) -> None:
     t5.cache.forget()
     with encoder_runs(t5.model) as runs:
         for tenant in ("a", "b", "a"):
-            engine.submit(SOURCE, GREEDY, RequestOptions(tenant))
+            engine.submit(SOURCE, GREEDY, tenant=tenant)
             drain(engine)
     assert len(runs) == 2
 
@@ -305,7 +304,7 @@ def test_what_an_encoder_decoder_has_not_is_refused_by_name(t5: Any) -> None:
         bart.submit([5] * 129, GREEDY)
     decoder = new_engine(TableModel.random(5, seed=1))
     with pytest.raises(ConfigError, match="source is for encoder-decoders"):
-        decoder.submit([1], GREEDY, RequestOptions(source=Source((1, 2))))
+        decoder.submit([1], GREEDY, source=Source((1, 2)))
     with pytest.raises(ConfigError, match="num_beams is not offered"):
         SamplingParams.of(num_beams=4)
 

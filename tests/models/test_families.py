@@ -306,7 +306,7 @@ def written(family: str, temperature: float, size: int, memory: int | None = Non
     drafter = RandomTrees(random.Random("table"), expected)
     target = NativeTarget(config, own, FusedDecoder, max_context=512, cache_memory=memory)
     engine = engine_of(target, drafter, FixedBudget(12), max_batch_size=size)
-    engine._slots._headroom = 0
+    engine._headroom = 0
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
     for prompt in _TEXTS:
         (row,) = engine.prepare(prompt, params)
@@ -333,7 +333,7 @@ def test_the_row_of_the_table(family: str) -> None:
     assert torch.allclose(logits_V, expected_V, atol=1e-4)
     for temperature in (0.0, 1.0):
         engine = written(family, temperature, 1)
-        assert engine.prefixes.num_cached_tokens > 300
+        assert engine.stats().prefix_cached_tokens > 300
         written(family, temperature, 4)
     few = _FEW_TOKENS[FAMILIES[family].recurrent is not None] * target.cache.memory._token_bytes
     assert written(family, 1.0, 4, few).stats().preemptions > 0

@@ -19,7 +19,7 @@ from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
-from foredraft.engine.request import Event, GenerationResult, Request, RequestOptions
+from foredraft.engine.request import Event, GenerationResult, Request
 from tests.engine.helpers import check_sums, engine_of
 from tests.simulator.parts import (
     VOCAB_SIZE,
@@ -97,10 +97,9 @@ class Simulation:
         )
         self.engine = Engine(self.target, self.policies[0], options)
         # Small replies are to run out of memory, too.
-        self.places = self.engine._slots
-        self.places._headroom = dice.choice([0, 0, 5, 64])
-        self._open, self._close = self.places.begin, self.places.end
-        self.places.begin, self.places.end = self._checked_open, self._checked_close  # type: ignore[method-assign]
+        self.engine._headroom = dice.choice([0, 0, 5, 64])
+        self._open, self._close = self.engine._open, self.engine._close
+        self.engine._open, self.engine._close = self._checked_open, self._checked_close  # type: ignore[method-assign]
         self.left: list[tuple[str | None, list[int]]] = []
         """Texts that requests have left in the cache, and whose they are."""
         self.distrusted: set[int] = set()
@@ -108,7 +107,7 @@ class Simulation:
         """Requests of an interrupted step whose entries are not those that they count."""
         self.complaint = ""  # a trace that raises is only switched off
         self._stepping: Policy | None = None
-        self.all_is_kept = self.memory is None and self.places.enabled
+        self.all_is_kept = self.memory is None and options.prefix_caching
         self.asked: dict[int, Asked] = {}
         self.live: set[int] = set()
         self.num_steps = 0
@@ -134,7 +133,7 @@ class Simulation:
         assert not self.cache.usage.used, "an idle engine holds memory beside its cache"
         assert not self.engine.has_work
         self.seen["preemption"] = self.engine.stats().preemptions
-        self.seen["token from the cache"] = self.engine.prefixes.num_cached_tokens
+        self.seen["token from the cache"] = self.engine.stats().prefix_cached_tokens
 
     def _step(self) -> None:
         """One step for a policy; an interrupted one has to leave everything usable."""
@@ -223,8 +222,8 @@ class Simulation:
         )
         tenant = dice.choice([None, "a", "b"])
         policy = dice.choice(self.policies)
-        options = RequestOptions(tenant, dice.choice([0, 0, 0, 1]), policy=policy)
-        rows = self.engine.prepare(prompt, params, options)
+        priority = dice.choice([0, 0, 0, 1])
+        rows = self.engine.prepare(prompt, params, policy=policy, tenant=tenant, priority=priority)
         self.engine.add(rows, self._read)
         for row in rows:
             self.asked[row.request_id] = Asked(prompt, replace(params, n=1, seed=row.seed))
@@ -351,11 +350,11 @@ class Simulation:
         found = self.cache.origins(row.slot, 0, row.num_cached)
         assert found.isdisjoint(self.distrusted), "bad entries are found again"
         if self.all_is_kept and row.prompt_logprobs is None:
-            texts = [text for tenant, text in self.left if tenant == row.options.tenant]
+            texts = [text for tenant, text in self.left if tenant == row.tenant]
             size = self.cache.block_size
             uncertain = []  # an interrupted step has left them behind: they may be found, or not
             for other in self.engine._scheduler.running:
-                if other.options.tenant == row.options.tenant:
+                if other.tenant == row.tenant:
                     held = other.tokens[: other.num_cached // size * size]
                     is_named = other.num_named * size == len(held) or not self._interrupting
                     (texts if is_named and not other.is_over else uncertain).append(held)
@@ -374,7 +373,7 @@ class Simulation:
             self.all_is_kept = False
         elif row.slot >= 0:
             held = row.tokens[: self.cache.length(row.slot)]
-            self.left.append((row.options.tenant, held))
+            self.left.append((row.tenant, held))
         self._close(row)
 
     def _check_result(self, asked: Asked, result: GenerationResult) -> None:
@@ -413,7 +412,7 @@ class Simulation:
     def _is_too_large(self, result: GenerationResult, max_tokens: int) -> bool:
         """Whether a request does not even fit alone."""
         size, num_made = self.cache.block_size, len(result.token_ids)
-        beside = min(self.places._headroom, max_tokens - num_made)
+        beside = min(self.engine._headroom, max_tokens - num_made)
         num_blocks = -(-(result.num_prompt_tokens + num_made + beside) // size)
         return num_blocks > self.cache.memory.num_tokens // size
 

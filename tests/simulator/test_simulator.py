@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from foredraft.cache.base import Cache
 from foredraft.cache.paged import PagedCache
 from foredraft.core.proposal import NOT_READY
+from foredraft.engine import slots
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine
 from foredraft.engine.request import Request
-from foredraft.engine.slots import SlotManager
 from foredraft.engine.turn import Turn
 from tests.simulator.__main__ import simulate
 from tests.simulator.simulation import Simulation
@@ -61,10 +62,10 @@ def notices(first: int = 0, num_steps: int = 20_000) -> bool:
 
 
 def test_it_notices_a_slot_that_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(self: SlotManager, row: Request) -> None:
+    def close(cache: Cache, row: Request) -> None:
         row.slot, row.num_cached = -1, 0
 
-    monkeypatch.setattr(SlotManager, "end", close)
+    monkeypatch.setattr(slots, "end", close)
     assert notices()
 
 
@@ -104,18 +105,15 @@ def test_it_notices_a_drafter_that_is_not_ready_and_counts_as_asked(
 
 def test_it_notices_guesses_in_what_others_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries that a drafter leaves behind the text, on the target's own cache."""
-    note = SlotManager.note
+    name = PagedCache.name
 
-    def hasty(self: SlotManager, slot: int, tokens: Sequence[int]) -> None:
-        cache = self._cache
-        assert isinstance(cache, PagedCache)
-        state, length = cache.slot(slot), cache.length(slot)
-        end = min(len(state.table) * cache.block_size, state.dirty, len(tokens))
-        state.length = end
-        note(self, slot, tokens)
+    def hasty(self: PagedCache, slot: int, tokens: Sequence[int]) -> None:
+        state, length = self.slot(slot), self.length(slot)
+        state.length = min(len(state.table) * self.block_size, state.dirty, len(tokens))
+        name(self, slot, tokens)
         state.length = length
 
-    monkeypatch.setattr(SlotManager, "note", hasty)
+    monkeypatch.setattr(PagedCache, "name", hasty)
     assert notices(first=200)  # few schedules are short of memory just there
 
 
@@ -135,15 +133,13 @@ def test_it_notices_a_row_that_nobody_drafts_for_after_a_preemption(
 def test_it_notices_a_text_that_is_kept_only_as_far_as_a_drafter_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    release = SlotManager.release
+    retire = PagedCache.retire
 
-    def covered(self: SlotManager, slot: int, tokens: Sequence[int]) -> None:
-        cache = self._cache
-        assert isinstance(cache, PagedCache)
-        held = min((layers.covered(slot) for layers in cache._layers), default=len(tokens))
-        release(self, slot, tokens[:held])
+    def covered(self: PagedCache, slot: int, tokens: Sequence[int]) -> None:
+        held = min((layers.covered(slot) for layers in self._layers), default=len(tokens))
+        retire(self, slot, tokens[:held])
 
-    monkeypatch.setattr(SlotManager, "release", covered)
+    monkeypatch.setattr(PagedCache, "retire", covered)
     assert notices()
 
 

@@ -187,9 +187,7 @@ def test_traces_of_those_who_share_an_engine_never_mix() -> None:
         options = replace(llm.options, drafter=name)
         view = llm.with_drafter(options, trace=Tracer(steps.append, None))
         asked[name] = [
-            view.engine.submit(
-                PROMPT, SamplingParams(max_tokens=30, seed=n), view.request_options()
-            )
+            view.engine.submit(PROMPT, SamplingParams(max_tokens=30, seed=n), policy=view.policy)
             for n in (number, 9)
         ]
     results = {e.request_id: e.result for e in llm.engine.run() if e.result is not None}

@@ -22,6 +22,7 @@ from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy
+from foredraft.engine.slots import open_slot, release
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import native_decoder
 from foredraft.models.native.config import RotaryEmbedding
@@ -85,7 +86,7 @@ def converse(
 ) -> Conversation:
     policy = Policy.of(target, drafter, FixedBudget(num_draft_tokens))
     engine = Engine(target, policy, EngineOptions(max_step_tokens=max_step_tokens))
-    engine.prefixes.clear()  # nothing of an earlier conversation of the test
+    engine.forget_prefixes()  # nothing of an earlier conversation of the test
     done = Conversation(engine, [])
     text = PROMPT
     for more in ([], SECOND):
@@ -100,11 +101,11 @@ def converse(
 
 def entries(drafter: ToyHeadDrafter, engine: Engine, text: Sequence[int]) -> Tensor:
     """Its keys and values of what is kept of a text, in one piece."""
-    slot, length = engine.prefixes.open(text)
+    slot, length = open_slot(engine.target.cache, text)
     at_least = len(text) - 1 - drafter.look_ahead
     assert length >= at_least
     found = torch.cat(drafter.layers[0].read(0, slot, at_least))
-    engine.prefixes.release(slot, text)
+    release(engine.target.cache, slot, text)
     return found
 
 
@@ -189,7 +190,7 @@ def test_its_state_is_that_of_reading_all_at_once(target: NativeTarget, temperat
     found = entries(head, done.engine, text)
     once = ToyHeadDrafter(target)
     engine = Engine(target, Policy.of(target, once, FixedBudget(0)))
-    engine.prefixes.clear()
+    engine.forget_prefixes()
     engine.submit(text, sampling(0.0, max_tokens=1))
     list(engine.run())
     torch.testing.assert_close(found, entries(once, engine, text))
