@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from foredraft.core.checks import (
     checked_flag,
@@ -18,6 +19,11 @@ from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.grammar import Grammar
 from foredraft.core.rng import SEED_BITS
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foredraft.core.sampling import Law
+
 Coupling = Literal["seeded", "drawn"]
 
 _MAX_STOPS = 256
@@ -27,6 +33,8 @@ _MAX_BIAS = 100.0
 _MAX_N = 128
 _MAX_LOGPROBS = 20
 _MAX_PENALTY = 2.0
+_COLDEST = 1e-30
+"""Colder laws scale by what the dtype can hold (`foredraft.core.sampling.law_of`)."""
 _REFUSED = {
     "best_of": "best_of ranks whole replies after the fact; ask for n replies and choose yourself",
     "beam_width": "beam search is not sampling from the model, so nothing here does it",
@@ -113,6 +121,9 @@ class SamplingParams:
             loaded drafter. It never changes a seeded reply.
         max_draft_tokens: most draft tokens of a step, at least 0; None: the controller decides.
 
+    If temperature and filters are all that is asked for, the parameters are the request's `Rules`:
+    they look at no text. `new_rules` makes the rules of other requests.
+
     The model's own defaults stand for temperature, top_k, top_p, min_p and repetition_penalty where
     they are not given (`LoadOptions.sampling_defaults`).
 
@@ -177,6 +188,35 @@ class SamplingParams:
         for name, value in checked.items():
             if not isinstance(getattr(self, name), _ByModel):
                 object.__setattr__(self, name, value)
+
+    bans: ClassVar[bool] = False
+    filters_only: ClassVar[bool] = True
+
+    @cached_property
+    def scale(self) -> float | None:
+        """See `Rules.scale`."""
+        if self.temperature == 0.0:
+            return 0.0
+        filters = self.top_k or self.top_p < 1.0 or self.min_p > 0.0
+        return None if filters or self.temperature < _COLDEST else 1.0 / self.temperature
+
+    def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
+        """See `Rules.law`."""
+        from foredraft.core.sampling import law_of  # torch, without which parameters are checked
+
+        return law_of(logits_V, self)
+
+    def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
+        """See `Rules.permits`: nothing is banned."""
+        return True
+
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        """See `Rules.forced`: there are none."""
+        return ()
+
+    def is_complete(self, text: Sequence[int]) -> bool:
+        """See `Rules.is_complete`: a reply without a grammar may always go on."""
+        return False
 
     @classmethod
     def of(cls, **options: Any) -> SamplingParams:

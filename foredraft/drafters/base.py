@@ -26,7 +26,7 @@ from foredraft.core.errors import NoTokenError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Draft, Proposal
 from foredraft.core.record import RowStep
-from foredraft.core.rules import Rules, SamplingRules
+from foredraft.core.rules import Rules
 from foredraft.core.traits import DrafterTraits
 from foredraft.models.base import Source
 
@@ -86,7 +86,7 @@ class DraftRow:
             more: further attributes.
         """
         params = params or SamplingParams()
-        rules = rules or SamplingRules(params)
+        rules = rules or params
         choices = partial(draft_choices, params, seed, len(tokens))
         return cls(request_id, tokens, params, budget, rules, choices, **more)
 

@@ -14,7 +14,7 @@ from foredraft.core.errors import ConfigError, ForedraftError, NonFiniteScoresEr
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import FinishReason, SpeculationStats
-from foredraft.core.rules import Rules, SamplingRules
+from foredraft.core.rules import Rules
 from foredraft.drafters.base import DraftRow, draft_choices
 from foredraft.engine.policy import Policy
 from foredraft.engine.prompt_logprobs import PromptLogprobs
@@ -195,7 +195,7 @@ class Request:
     params: SamplingParams
     seed: int
     policy: Policy
-    rules: Rules = field(default_factory=lambda: SamplingRules(SamplingParams()))
+    rules: Rules = field(default_factory=SamplingParams)
     text: TextAssembler = field(default_factory=lambda: TextAssembler(None))
     stop_ids: frozenset[int] = frozenset()
     tenant: str | None = None

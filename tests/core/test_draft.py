@@ -14,11 +14,10 @@ from foredraft.core.choices import DrawnChoices, SharedChoices
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Draft, DrawnProposal, Proposal
-from foredraft.core.rules import SamplingRules
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import DraftRow
 
-RULES = SamplingRules(SamplingParams(temperature=1.0))
+RULES = SamplingParams(temperature=1.0)
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4])
 SHARED = [SharedChoices(3, 0, 1.0), SharedChoices(None, 0, 0.0)]
 

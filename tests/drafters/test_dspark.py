@@ -9,7 +9,6 @@ import torch
 
 from foredraft import SamplingParams
 from foredraft.core.proposal import DrawnProposal, Proposal
-from foredraft.core.rules import SamplingRules
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
 from foredraft.models.native.target import NativeTarget
@@ -81,7 +80,7 @@ def test_dflash_is_the_special_case() -> None:
     drafter = DsparkDrafter(module, target)
     row = replace(
         DraftRow.of(1, (1, 2, 3), SamplingParams(temperature=0.0), 4, prices=FREE_NODES),
-        rules=SamplingRules(SamplingParams(temperature=0.0)),
+        rules=SamplingParams(temperature=0.0),
     )
     logits_SR = torch.randn(4, VOCAB)
     proposal = drafter._chosen(row, torch.zeros(4, 64), logits_SR)

@@ -11,7 +11,6 @@ from foredraft.control.base import Controller
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.rules import SamplingRules
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
@@ -117,7 +116,7 @@ def new_request(
     """A request that no engine knows of; the tokens are its prompt if nothing else is said."""
     num_prompt = more.pop("num_prompt", len(tokens))
     params = params or SamplingParams()
-    more.setdefault("rules", SamplingRules(params))
+    more.setdefault("rules", params)
     return Request(number, list(tokens), num_prompt, params, 0, NOBODY_DRAFTS, **more)
 
 

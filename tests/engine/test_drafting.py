@@ -15,7 +15,7 @@ from foredraft.control.base import Allowance, Row
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
 from foredraft.core.record import RowStep, StepRecord
-from foredraft.core.rules.base import Rules, TextlessRules
+from foredraft.core.rules.base import Rules
 from foredraft.core.sampling import Law, law_of
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
@@ -222,11 +222,11 @@ def test_what_there_is_no_room_for_is_not_asked() -> None:
 
 
 @dataclass
-class Picky(TextlessRules):
+class Picky:
     """Forces a given chain, and bans token 9 everywhere and 3 behind 2."""
 
     chain: tuple[int, ...] = ()
-    bans = True
+    bans, filters_only, scale = True, False, None
 
     def law(self, logits_V: torch.Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
         return law_of(logits_V, SamplingParams())
@@ -236,6 +236,9 @@ class Picky(TextlessRules):
 
     def forced(self, text: Sequence[int]) -> Sequence[int]:
         return self.chain
+
+    def is_complete(self, text: Sequence[int]) -> bool:
+        return False
 
 
 @dataclass

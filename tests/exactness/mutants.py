@@ -24,7 +24,6 @@ from foredraft.core.noise import gumbel_noise
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.rng import Purpose
-from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law, NodeLaws, law_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
@@ -67,7 +66,7 @@ class Parts:
             # Draws for all rows at once bypass these parts.
             patch.setattr(engine_fetch, "draw_rows", lambda _, wanted: [None] * len(wanted))
             patch.setattr(
-                SamplingRules, "law", lambda rules, logits_V, *_: self.law(logits_V, rules.params)
+                SamplingParams, "law", lambda params, logits_V, *_: self.law(logits_V, params)
             )
             yield
 

@@ -5,7 +5,7 @@ distribution goes through it before anything is drawn or chosen. So a rule that 
 (a penalty, a ban, a grammar) sees on every path of a tree what plain decoding would see there.
 
 ================  ==============================================================================
-`base`            the seam, and the rules of requests that look at no text
+`base`            the seam
 `bans`            allowed tokens, bad words, min_tokens
 `penalties`       repetition, frequency and presence; logit_bias
 `grammar`         tokens that a grammar allows, along committed and drafted tokens
@@ -14,6 +14,6 @@ distribution goes through it before anything is drawn or chosen. So a rule that 
 ================  ==============================================================================
 """
 
-from foredraft.core.rules.base import Rules, SamplingRules
+from foredraft.core.rules.base import Rules
 
-__all__ = ["Rules", "SamplingRules"]
+__all__ = ["Rules"]

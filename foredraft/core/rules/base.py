@@ -6,21 +6,18 @@ Shape legend: V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
 
-from foredraft.core.params import SamplingParams
-from foredraft.core.sampling import Law, law_of
-
-_COLDEST = 1e-30
-"""Colder laws scale by what the dtype can hold (`law_of`)."""
+from foredraft.core.sampling import Law
 
 
 class Rules(Protocol):
-    """From logits to a law. A function of its arguments: it is asked about guesses, too."""
+    """From logits to a law. A function of its arguments: it is asked about guesses, too.
+
+    `SamplingParams` are the rules of requests that ask for temperature and filters alone.
+    """
 
     @property
     def scale(self) -> float | None:
@@ -63,38 +60,3 @@ class Rules(Protocol):
 
         A grammar that is complete before ``min_tokens`` leaves no token, which is an error.
         """
-
-
-class TextlessRules:
-    """`Rules` that look at no text: nothing is banned, forced or complete."""
-
-    bans = filters_only = False
-    scale: float | None = None
-
-    def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
-        return True
-
-    def forced(self, text: Sequence[int]) -> Sequence[int]:
-        return ()
-
-    def is_complete(self, text: Sequence[int]) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class SamplingRules(TextlessRules):
-    """Temperature and filters; they look at no text."""
-
-    params: SamplingParams
-    filters_only = True
-
-    @cached_property
-    def scale(self) -> float | None:  # type: ignore[override]
-        params = self.params
-        if params.temperature == 0.0:
-            return 0.0
-        filters = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
-        return None if filters or params.temperature < _COLDEST else 1.0 / params.temperature
-
-    def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
-        return law_of(logits_V, self.params)

@@ -16,7 +16,7 @@ from foredraft.core.rules.bans import (
     NoEndYet,
     ThinkingEnds,
 )
-from foredraft.core.rules.base import Rules, SamplingRules
+from foredraft.core.rules.base import Rules
 from foredraft.core.rules.grammar import GrammarRule, Matcher
 from foredraft.core.rules.penalties import Bias, Penalties
 from foredraft.core.rules.row import RowRules
@@ -35,7 +35,7 @@ def new_rules(
     new_matcher: Callable[[Grammar], Matcher] | None = None,
     model_bans: ModelBans | None = None,
 ) -> Rules:
-    """The rules of one request to a model.
+    """The rules of one request to a model: ``params`` themselves if they look at no text.
 
     Args:
         num_prompt: tokens of its prompt.
@@ -70,7 +70,7 @@ def new_rules(
         grammar = GrammarRule(_matcher(params, new_matcher), stops, num_prompt)
     if bias or penalties or bans or grammar:
         return RowRules(params, num_prompt, bias, penalties, bans, grammar)
-    return SamplingRules(params)
+    return params
 
 
 def _matcher(params: SamplingParams, new_matcher: Callable[[Grammar], Matcher] | None) -> Matcher:

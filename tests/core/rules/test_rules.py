@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from foredraft.core.errors import ConfigError, NonFiniteScoresError, NoTokenError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
-from foredraft.core.rules import SamplingRules
 from foredraft.core.rules.book import new_rules
 from tests.core.reference import reference_probs, ruled_logits
 
@@ -165,7 +164,7 @@ def test_a_position_costs_no_copy_of_the_reply() -> None:
 
 def test_a_request_without_rules_is_spared_them() -> None:
     for params in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5, min_tokens=3)):
-        assert isinstance(rules_of(params), SamplingRules)
+        assert rules_of(params) is params
 
 
 def test_scores_that_are_not_finite_are_the_models_fault() -> None:

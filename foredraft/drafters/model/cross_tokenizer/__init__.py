@@ -23,7 +23,6 @@ from foredraft.core.choices import TRUST, Choice, DrawnChoices, SharedChoices
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.named import NamedLaws
 from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal, Renaming
-from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
@@ -59,9 +58,8 @@ class ThroughText:
         ratio = len(transcript.draft_tokens) / len(row.context)
         budget = math.ceil(row.budget * min(max(ratio, 1.0), _MAX_RATIO))
         asked = row.without_noise(budget)  # the noise is that of other tokens at other positions
-        rules = SamplingRules(asked.params)
         tokens = tuple(transcript.draft_tokens)
-        return replace(asked, tokens=tokens, rules=rules, slot=-1, source=None)
+        return replace(asked, tokens=tokens, rules=asked.params, slot=-1, source=None)
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
         tree = draft.tree
@@ -88,10 +86,9 @@ class SharedTokens:
         choices = row.choices
         if not isinstance(choices, DrawnChoices):
             choices = _RenamedChoices(choices, self._renaming)
-        rules = SamplingRules(row.params)
         tokens = tuple(transcript.draft_tokens)
         return replace(
-            row, tokens=tokens, new_choices=lambda: choices, rules=rules, slot=-1, source=None
+            row, tokens=tokens, new_choices=lambda: choices, rules=row.params, slot=-1, source=None
         )
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
