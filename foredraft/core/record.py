@@ -166,6 +166,9 @@ class StepTimes:
         return sum(parts) + self.read_ms + self.begin_ms
 
 
+NO_TIMES = StepTimes()
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """A step.

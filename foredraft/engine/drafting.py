@@ -7,21 +7,18 @@ request is given its slot, when its controller names another drafter, and when a
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from foredraft.control.base import Allowance
 from foredraft.core.errors import ForedraftError
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
-from foredraft.core.record import StepRecord, StepTimes
+from foredraft.core.record import StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.engine.guard import LoadedDrafter, guarded
 from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.request import Request
-from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Scores
 
@@ -30,261 +27,249 @@ _MOST_NOT_READY = 8
 """Steps in a row in which a drafter may say that it cannot draft for a request yet."""
 
 
-class Drafting:
-    """Asks controllers how much to draft and drafters for drafts, and tells both what came of it.
+# ---- a request comes, changes its drafter, and goes ----------------------------------------------
+
+
+def begin(request: Request, running: Sequence[Request]) -> None:
+    """A request has its slot: it names its drafter, or its controller does.
+
+    A drafter that keeps something for each token may lack what the target's cache holds: see
+    `LoadedDrafter.can_follow`.
 
     Args:
-        max_context: most tokens that a request may hold, drafted ones included.
-        max_read: most tokens that drafters read in a step: what others wait for.
-        clock: seconds, for what each drafter takes.
+        running: the requests in the batch.
     """
+    policy, named = request.policy, request.params.speculation
+    name = guarded(
+        lambda: _known(policy, policy.controller.begin(request, running)),
+        None,
+        "the controller failed to begin a request",
+    )
+    if named in policy.drafters:
+        name = named
+    if name is None:
+        return
+    loaded = policy.drafters[name]
+    if loaded.can_follow(request.slot, request.num_cached):
+        _follow(request, loaded, request.num_cached)
 
-    def __init__(
-        self,
-        max_context: int,
-        max_read: int = MAX_STEP_TOKENS,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._max_context, self._max_read, self._clock = max_context, max_read, clock
-        self._taken: dict[str, StepTimes] = {}
 
-    def take_times(self) -> dict[str, StepTimes]:
-        """The times of drafters since the last call."""
-        taken, self._taken = self._taken, {}
-        return taken
+def end(request: Request) -> None:
+    """Detach the request's drafter: the request is over, or is preempted."""
+    if request.drafter is not None:
+        _loaded(request).end(request.request_id)
+        request.drafter = None
 
-    @property
-    def begin_ms(self) -> float:
-        """Of it, what beginning to follow texts took."""
-        return sum(taken.begin_ms for taken in self._taken.values())
 
-    @contextmanager
-    def _timed(self, loaded: LoadedDrafter, field: str) -> Iterator[None]:
-        """Adds what is done meanwhile to this field of a drafter's times."""
-        started = self._clock()
-        yield
-        name = loaded.traits.name
-        before = self._taken.get(name, StepTimes())
-        ms = getattr(before, field) + 1e3 * (self._clock() - started)
-        self._taken[name] = replace(before, **{field: ms})
+def _move(request: Request, name: str | None) -> None:
+    """Let another drafter, or nobody, draft for a request from now on."""
+    end(request)
+    if name is None:
+        return
+    loaded = request.policy.drafters[name]
+    if loaded.traits.joins_late:
+        # The last token is pending: it comes with an observation like all later ones.
+        _follow(request, loaded, len(request.tokens) - 1)
 
-    # ---- a request comes, changes its drafter, and goes ------------------------------------------
 
-    def begin(self, request: Request, running: Sequence[Request]) -> None:
-        """A request has its slot: it names its drafter, or its controller does.
+def _follow(request: Request, loaded: LoadedDrafter, num_known: int) -> None:
+    if loaded.traits.name in request.excluded_drafters:
+        return
+    request.num_not_ready = 0
+    with loaded.timed("begin_ms"):
+        request.drafter = loaded.traits.name  # while it begins: an interrupted one is ended
+        if not loaded.begin(request.draft_row(num_cached=num_known)):
+            _lose(request)
 
-        A drafter that keeps something for each token may lack what the target's cache holds: see
-        `LoadedDrafter.can_follow`.
 
-        Args:
-            running: the requests in the batch.
-        """
-        policy, named = request.policy, request.params.speculation
-        name = guarded(
-            lambda: _known(policy, policy.controller.begin(request, running)),
-            None,
-            "the controller failed to begin a request",
-        )
-        if named in policy.drafters:
-            name = named
-        if name is None:
-            return
-        loaded = policy.drafters[name]
-        if loaded.can_follow(request.slot, request.num_cached):
-            self._follow(request, loaded, request.num_cached)
+def _lose(request: Request) -> None:
+    """The request's drafter has failed for it, and has forgotten it already."""
+    if request.drafter is not None:
+        request.excluded_drafters.add(request.drafter)
+        request.drafter = None
 
-    def end(self, request: Request) -> None:
-        """Detach the request's drafter: the request is over, or is preempted."""
-        if request.drafter is not None:
-            _loaded(request).end(request.request_id)
-            request.drafter = None
 
-    def _move(self, request: Request, name: str | None) -> None:
-        """Let another drafter, or nobody, draft for a request from now on."""
-        self.end(request)
-        if name is None:
-            return
-        loaded = request.policy.drafters[name]
-        if loaded.traits.joins_late:
-            # The last token is pending: it comes with an observation like all later ones.
-            self._follow(request, loaded, len(request.tokens) - 1)
+def _wait(request: Request) -> None:
+    """The request's drafter cannot draft for it yet.
 
-    def _follow(self, request: Request, loaded: LoadedDrafter, num_known: int) -> None:
-        if loaded.traits.name in request.excluded_drafters:
-            return
-        request.num_not_ready = 0
-        with self._timed(loaded, "begin_ms"):
-            request.drafter = loaded.traits.name  # while it begins: an interrupted one is ended
-            if not loaded.begin(request.draft_row(num_cached=num_known)):
-                self._lose(request)
+    What is planned for one that never can, such as a model whose context the text has outgrown,
+    other drafters and other rows do not get: it is sent away after a few steps.
+    """
+    request.num_not_ready += 1
+    if request.drafter is not None and request.num_not_ready >= _MOST_NOT_READY:
+        number, name = request.request_id, request.drafter
+        _log.info("drafter %s cannot draft for request %d and leaves it", name, number)
+        request.excluded_drafters.add(name)
+        end(request)
 
-    def _lose(self, request: Request) -> None:
-        """The request's drafter has failed for it, and has forgotten it already."""
-        if request.drafter is not None:
-            request.excluded_drafters.add(request.drafter)
-            request.drafter = None
 
-    def _wait(self, request: Request) -> None:
-        """The request's drafter cannot draft for it yet.
+# ---- what a step does, in this order -------------------------------------------------------------
 
-        What is planned for one that never can, such as a model whose context the text has outgrown,
-        other drafters and other rows do not get: it is sent away after a few steps.
-        """
-        request.num_not_ready += 1
-        if request.drafter is not None and request.num_not_ready >= _MOST_NOT_READY:
-            number, name = request.request_id, request.drafter
-            _log.info("drafter %s cannot draft for request %d and leaves it", name, number)
-            request.excluded_drafters.add(name)
-            self.end(request)
 
-    # ---- what a step does, in this order ---------------------------------------------------------
+def allow(batch: Sequence[Turn]) -> None:
+    """Ask controllers for each row's drafter and budget; find the tokens that rules force."""
+    able = [turn for turn in batch if turn.reads_all and turn.may_draft]
+    for turn in able:
+        turn.request.room = _room(turn.request)
+    by_policy = _by_policy(able)
+    for policy, turns in by_policy.items():
+        rows = [turn.request for turn in turns]
+        others = [turn.request for turn in able if turn.request.policy is not policy]
+        for turn, allowance in zip(turns, _allowed(policy, rows, others), strict=True):
+            _take(turn, allowance)
 
-    def allow(self, batch: Sequence[Turn]) -> None:
-        """Ask controllers for each row's drafter and budget; find the tokens that rules force."""
-        able = [turn for turn in batch if turn.reads_all and turn.may_draft]
-        for turn in able:
-            turn.request.room = self._room(turn.request)
-        by_policy = _by_policy(able)
-        for policy, turns in by_policy.items():
-            rows = [turn.request for turn in turns]
-            others = [turn.request for turn in able if turn.request.policy is not policy]
-            for turn, allowance in zip(turns, _allowed(policy, rows, others), strict=True):
-                self._take(turn, allowance)
 
-    def read(self, batch: Sequence[Turn]) -> None:
-        """Drafters with a model of their own read on: prompts along with the target, and what they
-        lack of texts that are to be drafted for. Where something is left, nobody is asked yet.
-        """
-        reading: dict[LoadedDrafter, list[Turn]] = {}
-        for turn in batch:
-            follows = turn.request.drafter is not None and (turn.budget or not turn.reads_all)
-            if follows and _loaded(turn.request).traits.reads:
-                reading.setdefault(_loaded(turn.request), []).append(turn)
-        for loaded, turns in reading.items():
-            rows = [turn.request.draft_row() for turn in turns]
-            with self._timed(loaded, "read_ms"):
-                unread = loaded.read(rows, max(1, self._max_read // len(reading)))
-            for turn in turns:
-                if turn.request_id not in unread:
-                    self._lose(turn.request)
-                if unread.get(turn.request_id, 1):
-                    turn.draft_nothing("reading")
+def read(batch: Sequence[Turn], most_tokens: int) -> None:
+    """Drafters with a model of their own read on: prompts along with the target, and what they
+    lack of texts that are to be drafted for. Where something is left, nobody is asked yet.
 
-    def propose(self, batch: Sequence[Turn]) -> None:
-        """A proposal for each row, empty where there is none."""
-        asked: dict[LoadedDrafter, list[Turn]] = {}
-        for turn in batch:
-            if turn.forced:
-                turn.proposal, turn.num_forced = _chain(turn.forced), len(turn.forced)
-            if turn.budget:
-                asked.setdefault(_loaded(turn.request), []).append(turn)
-        for loaded, turns in asked.items():
-            with self._timed(loaded, "draft_ms"):
-                self._ask(loaded, turns)
-
-    def taps(self, batch: Sequence[Turn]) -> Sequence[int]:
-        """Layers whose outputs drafters want of this step.
-
-        With steps that may draft, or always where a drafter keeps something for each token.
-        """
-        wanted = {
-            _loaded(turn.request)
-            for turn in batch
-            if turn.request.drafter is not None
-            and (turn.allowance.budget or _loaded(turn.request).layers)
-        }
-        return sorted({tap for loaded in wanted for tap in loaded.taps})
-
-    def observe(self, batch: Sequence[Turn], scores: Scores) -> None:
-        """Tell drafters what became of the rows that they follow."""
-        watched: dict[LoadedDrafter, list[int]] = {}
-        for index, turn in enumerate(batch):
-            if turn.request.drafter is not None and _loaded(turn.request).traits.learns:
-                watched.setdefault(_loaded(turn.request), []).append(index)
-        for loaded, indices in watched.items():
-            with self._timed(loaded, "learn_ms"):
-                failed = loaded.observe([batch[i].seen(scores, i) for i in indices])
-                for index in indices if failed else ():
-                    if batch[index].request_id in failed:
-                        self._lose(batch[index].request)
-
-    def report(self, batch: Sequence[Turn], record: StepRecord) -> None:
-        """Tell controllers, and the traces of policies, of a step."""
-        by_policy = _by_policy(batch)
-        for policy in by_policy:
-            guarded(
-                partial(policy.controller.observe, record),
-                None,
-                "the controller failed to observe a step",
-            )
-            own = record
-            if len(by_policy) > 1:
-                pairs = zip(batch, record.rows, strict=True)
-                rows = tuple(row for turn, row in pairs if turn.request.policy is policy)
-                own = replace(record, rows=rows)
-            policy.trace = told(policy.trace, own)
-
-    def forget(self, request: Request) -> None:
-        """Tell the request's controller that it is over."""
-        controller = request.policy.controller
-        guarded(
-            lambda: controller.end(request.request_id),
-            None,
-            "the controller failed to end a request",
-        )
-
-    # ---- one row ---------------------------------------------------------------------------------
-
-    def _room(self, request: Request) -> int:
-        """The most nodes that a request may draft now."""
-        # The last token a step commits is the target's own, so one fewer can be drafted.
-        left = min(request.num_remaining - 1, self._max_context - len(request.tokens))
-        most = request.params.max_draft_tokens
-        if request.params.speculation == "off":
-            return 0
-        return max(0, left if most is None else min(left, most))
-
-    def _take(self, turn: Turn, allowance: Allowance) -> None:
-        """Apply a controller's allowance to a row, as far as there is room for it."""
-        request = turn.request
-        if allowance.drafter != request.drafter:
-            self._move(request, allowance.drafter)
-        turn.drafter = request.drafter
-        turn.plain_reason = _why_plain(request, allowance)
-        allowed = max(0, min(allowance.budget, request.room))
-        turn.forced = _forced(request, min(allowance.num_forced, request.room))
-        if request.drafter and _is_asked(request, allowed, len(turn.forced)):
-            turn.budget = allowed
-        spare = max(0, min(allowance.spare, request.room - allowed))
-        if (allowed, spare) != (allowance.budget, allowance.spare):
-            allowance = replace(allowance, budget=allowed, spare=spare)
-        turn.allowance = allowance
-
-    def _ask(self, loaded: LoadedDrafter, turns: Sequence[Turn]) -> None:
-        """Let a drafter propose for its rows, or go on behind what is forced."""
-        proposals: dict[int, Proposal] = {}
-        rows = [turn.draft_row() for turn in turns if not _goes_on(turn)]
-        if rows:
-            proposals = loaded.propose(rows)
+    Args:
+        most_tokens: that they read in all: what others wait for.
+    """
+    reading: dict[LoadedDrafter, list[Turn]] = {}
+    for turn in batch:
+        follows = turn.request.drafter is not None and (turn.budget or not turn.reads_all)
+        if follows and _loaded(turn.request).traits.reads:
+            reading.setdefault(_loaded(turn.request), []).append(turn)
+    for loaded, turns in reading.items():
+        rows = [turn.request.draft_row() for turn in turns]
+        with loaded.timed("read_ms"):
+            unread = loaded.read(rows, max(1, most_tokens // len(reading)))
         for turn in turns:
-            forced = turn.forced
-            if goes_on := _goes_on(turn):
-                proposal = loaded.propose_after(turn.draft_row(len(forced)), forced)
-            else:
-                proposal = proposals.get(turn.request_id)
-            if proposal is None:
-                self._lose(turn.request)
-                continue
-            if not proposal.is_ready:
-                turn.draft_nothing("reading" if loaded.traits.reads else "not ready")
-                self._wait(turn.request)
-                continue
-            turn.request.num_not_ready = 0
-            if goes_on:
-                tree = TokenTree.chain(forced).hang(proposal.tree, len(forced) - 1)
-                turn.proposal = permitted(Proposal.chosen(tree), turn.request)
-            elif len(proposal.tree):
-                turn.proposal, turn.num_forced = permitted(proposal, turn.request), 0
+            if turn.request_id not in unread:
+                _lose(turn.request)
+            if unread.get(turn.request_id, 1):
+                turn.draft_nothing("reading")
+
+
+def propose(batch: Sequence[Turn]) -> None:
+    """A proposal for each row, empty where there is none."""
+    asked: dict[LoadedDrafter, list[Turn]] = {}
+    for turn in batch:
+        if turn.forced:
+            turn.proposal, turn.num_forced = _chain(turn.forced), len(turn.forced)
+        if turn.budget:
+            asked.setdefault(_loaded(turn.request), []).append(turn)
+    for loaded, turns in asked.items():
+        with loaded.timed("draft_ms"):
+            _ask(loaded, turns)
+
+
+def taps(batch: Sequence[Turn]) -> Sequence[int]:
+    """Layers whose outputs drafters want of this step.
+
+    With steps that may draft, or always where a drafter keeps something for each token.
+    """
+    wanted = {
+        _loaded(turn.request)
+        for turn in batch
+        if turn.request.drafter is not None
+        and (turn.allowance.budget or _loaded(turn.request).layers)
+    }
+    return sorted({tap for loaded in wanted for tap in loaded.taps})
+
+
+def observe(batch: Sequence[Turn], scores: Scores) -> None:
+    """Tell drafters what became of the rows that they follow."""
+    watched: dict[LoadedDrafter, list[int]] = {}
+    for index, turn in enumerate(batch):
+        if turn.request.drafter is not None and _loaded(turn.request).traits.learns:
+            watched.setdefault(_loaded(turn.request), []).append(index)
+    for loaded, indices in watched.items():
+        with loaded.timed("learn_ms"):
+            failed = loaded.observe([batch[i].seen(scores, i) for i in indices])
+            for index in indices if failed else ():
+                if batch[index].request_id in failed:
+                    _lose(batch[index].request)
+
+
+def loaded_for(batch: Sequence[Turn]) -> list[LoadedDrafter]:
+    """All drafters that may draft for these rows, whether they do now or not."""
+    policies = dict.fromkeys(turn.request.policy for turn in batch)
+    return [*dict.fromkeys(each for policy in policies for each in policy.drafters.values())]
+
+
+def report(batch: Sequence[Turn], record: StepRecord) -> None:
+    """Tell controllers, and the traces of policies, of a step."""
+    by_policy = _by_policy(batch)
+    for policy in by_policy:
+        guarded(
+            partial(policy.controller.observe, record),
+            None,
+            "the controller failed to observe a step",
+        )
+        own = record
+        if len(by_policy) > 1:
+            pairs = zip(batch, record.rows, strict=True)
+            rows = tuple(row for turn, row in pairs if turn.request.policy is policy)
+            own = replace(record, rows=rows)
+        policy.trace = told(policy.trace, own)
+
+
+def forget(request: Request) -> None:
+    """Tell the request's controller that it is over."""
+    controller = request.policy.controller
+    guarded(
+        lambda: controller.end(request.request_id),
+        None,
+        "the controller failed to end a request",
+    )
+
+
+# ---- one row -------------------------------------------------------------------------------------
+
+
+def _room(request: Request) -> int:
+    """The most nodes that a request may draft now."""
+    if request.params.speculation == "off":
+        return 0
+    # The last token a step commits is the target's own, so one fewer can be drafted.
+    left, most = request.num_remaining - 1, request.params.max_draft_tokens
+    return max(0, left if most is None else min(left, most))
+
+
+def _take(turn: Turn, allowance: Allowance) -> None:
+    """Apply a controller's allowance to a row, as far as there is room for it."""
+    request = turn.request
+    if allowance.drafter != request.drafter:
+        _move(request, allowance.drafter)
+    turn.drafter = request.drafter
+    turn.plain_reason = _why_plain(request, allowance)
+    allowed = max(0, min(allowance.budget, request.room))
+    turn.forced = _forced(request, min(allowance.num_forced, request.room))
+    if request.drafter and _is_asked(request, allowed, len(turn.forced)):
+        turn.budget = allowed
+    spare = max(0, min(allowance.spare, request.room - allowed))
+    if (allowed, spare) != (allowance.budget, allowance.spare):
+        allowance = replace(allowance, budget=allowed, spare=spare)
+    turn.allowance = allowance
+
+
+def _ask(loaded: LoadedDrafter, turns: Sequence[Turn]) -> None:
+    """Let a drafter propose for its rows, or go on behind what is forced."""
+    proposals: dict[int, Proposal] = {}
+    rows = [turn.draft_row() for turn in turns if not _goes_on(turn)]
+    if rows:
+        proposals = loaded.propose(rows)
+    for turn in turns:
+        forced = turn.forced
+        if goes_on := _goes_on(turn):
+            proposal = loaded.propose_after(turn.draft_row(len(forced)), forced)
+        else:
+            proposal = proposals.get(turn.request_id)
+        if proposal is None:
+            _lose(turn.request)
+            continue
+        if not proposal.is_ready:
+            turn.draft_nothing("reading" if loaded.traits.reads else "not ready")
+            _wait(turn.request)
+            continue
+        turn.request.num_not_ready = 0
+        if goes_on:
+            tree = TokenTree.chain(forced).hang(proposal.tree, len(forced) - 1)
+            turn.proposal = permitted(Proposal.chosen(tree), turn.request)
+        elif len(proposal.tree):
+            turn.proposal, turn.num_forced = permitted(proposal, turn.request), 0
 
 
 def _loaded(request: Request) -> LoadedDrafter:

@@ -26,8 +26,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.rng import SEED_BITS
 from foredraft.core.rules.book import NewRules, new_rules
-from foredraft.engine import slots
-from foredraft.engine.drafting import Drafting, told
+from foredraft.engine import drafting, slots
 from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.proof import LiveProof
 from foredraft.engine.request import Event, GenerationResult, Reader, ReplySoFar, Request
@@ -107,7 +106,6 @@ class Engine:
         self.target, self._policy = target, policy
         self._encoder = target.capabilities.encoder
         self._trace = options.trace
-        self._drafting = Drafting(target.max_context, options.max_step_tokens, options.clock)
         self._headroom = slots.HEADROOM
         self._check_every = 1 if os.environ.get(CHECK_VARIABLE) else _CHECK_EVERY
         self._steps = itertools.count(1)
@@ -425,7 +423,7 @@ class Engine:
             running = self._scheduler.running
             try:
                 self._open(request)
-                self._drafting.begin(request, running)
+                drafting.begin(request, running)
             except CacheFullError as error:
                 if running:
                     self._is_full = True
@@ -442,7 +440,8 @@ class Engine:
         """Step these rows; fewer if memory is short; each alone if the forward fails."""
         while batch:
             try:
-                record = step(self.target, self._drafting, batch, self._options.clock)
+                options = self._options
+                record = step(self.target, batch, options.max_step_tokens, options.clock)
             except CacheFullError as error:
                 batch = self._with_room(batch, error)
             except EngineStoppedError:  # of the target itself: retrying rows alone cannot help
@@ -494,7 +493,7 @@ class Engine:
         Controllers may attach a drafter again.
         """
         for request in self._scheduler.running:
-            self._drafting.end(request)
+            drafting.end(request)
         self._was_interrupted = False
 
     def _open(self, request: Request) -> None:
@@ -505,7 +504,7 @@ class Engine:
 
     def _close(self, request: Request) -> None:
         """Detach a request's drafter and free its slot."""
-        self._drafting.end(request)
+        drafting.end(request)
         slots.end(self.target.cache, request)
 
     def _report(self, batch: Sequence[Turn], record: StepRecord) -> None:
@@ -532,8 +531,8 @@ class Engine:
             stats.accepted += turn.num_accepted
         if self._options.cost is not None and record.is_decoding:
             self._options.cost.observe(record.sizes, record.times.score_ms)
-        self._drafting.report(batch, record)
-        self._trace = told(self._trace, record)
+        drafting.report(batch, record)
+        self._trace = drafting.told(self._trace, record)
 
     def _cancel(self, request: Request) -> Event:
         request.finish_reason = "cancelled"
@@ -558,7 +557,7 @@ class Engine:
         if self._scheduler.runs(request):  # one that waits leaves no memory
             self._is_full = False
         self._close(request)
-        self._drafting.forget(request)
+        drafting.forget(request)
         if not self._is_proof(request):
             finished, reason = self._stats.finished, request.finish_reason
             finished[reason] = finished.get(reason, 0) + 1

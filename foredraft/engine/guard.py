@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from foredraft.cache.base import NO_MEMORY
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import DrawnProposal, Proposal
-from foredraft.core.record import RowStep
+from foredraft.core.record import NO_TIMES, RowStep
 from foredraft.core.traits import OWN
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import (
@@ -56,11 +58,13 @@ class LoadedDrafter:
         name: what controllers and records call it.
         most_nodes: see `DrafterTraits`.
         joins_late: see `DrafterTraits`.
+        clock: seconds, for what it takes.
 
     Attributes:
         traits: what is known of it.
         layers: the cache layers of its own, with an entry for each token.
         num_faults: requests in which it failed.
+        times: what it has taken since the last record.
 
     Raises:
         ConfigError: it taps a layer that the target lacks.
@@ -73,6 +77,7 @@ class LoadedDrafter:
         name: str = OWN,
         most_nodes: int = 16,
         joins_late: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         check_taps(drafter.taps, target.capabilities)
         self._drafter, self._target = drafter, target
@@ -80,9 +85,17 @@ class LoadedDrafter:
             drafter.traits, name=name, most_nodes=most_nodes, joins_late=joins_late
         )
         self.layers = tuple(drafter.layers)
-        self.num_faults = 0
+        self.num_faults, self.times, self._clock = 0, NO_TIMES, clock
         self._faults_in_a_row, self._pause, self._num_left_out = 0, _FIRST_PAUSE, 0
         self._observes_alone = False
+
+    @contextmanager
+    def timed(self, field: str) -> Iterator[None]:
+        """Add what is done meanwhile to this field of `times`."""
+        started = self._clock()
+        yield
+        ms = getattr(self.times, field) + 1e3 * (self._clock() - started)
+        self.times = replace(self.times, **{field: ms})
 
     @property
     def taps(self) -> Sequence[int]:

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from foredraft.cache.base import NO_MEMORY, Cache
-from foredraft.core.record import StepRecord, StepTimes
-from foredraft.engine.drafting import Drafting
+from foredraft.core.record import NO_TIMES, StepRecord, StepTimes
+from foredraft.engine import drafting
 from foredraft.engine.fetch import fetch
+from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.slots import as_cache_full
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Target
 
 
 def step(
-    target: Target, drafting: Drafting, batch: Sequence[Turn], clock: Callable[[], float]
+    target: Target, batch: Sequence[Turn], most_tokens: int, clock: Callable[[], float]
 ) -> StepRecord:
     """Draft, score in one forward, verify, commit.
 
     At least one token for every row that reads all of its pending ones.
 
+    Args:
+        most_tokens: that drafters read.
+        clock: seconds.
+
     Raises:
         CacheFullError: there is no room for the entries; nothing has been drafted or read.
     """
-    laps, begun_before_ms = [clock()], drafting.begin_ms
+    laps, loaded = [clock()], drafting.loaded_for(batch)
+    begun_before_ms = sum(each.times.begin_ms for each in loaded)
     drafting.allow(batch)
     _reserve(target.cache, batch)
-    drafting.read(batch)
+    drafting.read(batch, most_tokens)
     drafting.propose(batch)
     laps.append(clock())
     scores = target.score([turn.score_row() for turn in batch], drafting.taps(batch))
@@ -41,7 +47,7 @@ def step(
     laps.append(clock())
     drafting.observe(batch, scores)
     laps.append(clock())
-    times = _times(laps, begun_before_ms, drafting.take_times())
+    times = _times(laps, begun_before_ms, loaded)
     return StepRecord(tuple(turn.record() for turn in batch), times)
 
 
@@ -56,14 +62,17 @@ def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
 
 
 def _times(
-    laps: Sequence[float], begun_before_ms: float, drafters: Mapping[str, StepTimes]
+    laps: Sequence[float], begun_before_ms: float, loaded: Sequence[LoadedDrafter]
 ) -> StepTimes:
-    """Times of the parts of a step.
+    """Times of the parts of a step; those of drafters begin anew.
 
     Args:
         laps: seconds at which they ended; the first part is drafting.
         begun_before_ms: what beginning to follow texts took before the step.
     """
+    drafters = {each.traits.name: each.times for each in loaded if each.times is not NO_TIMES}
+    for each in loaded:
+        each.times = NO_TIMES
     draft_ms, score_ms, verify_ms, learn_ms = (1e3 * (end - start) for start, end in pairwise(laps))
     begin_ms = sum(taken.begin_ms for taken in drafters.values())
     read_ms = sum(taken.read_ms for taken in drafters.values())

@@ -97,13 +97,13 @@ def watch(
     target = target or counting_model()
     drafter = drafter or DraftModelDrafter(watched)
     controller = controller or FixedBudget(BUDGET)
-    policy = Policy(controller, [LoadedDrafter(drafter, target, joins_late=True)])
-    steps: list[StepRecord] = []
 
     def clock() -> float:
         """A second for each token that the draft model has read."""
         return float(sum(watched.num_read))
 
+    policy = Policy(controller, [LoadedDrafter(drafter, target, joins_late=True, clock=clock)])
+    steps: list[StepRecord] = []
     options = EngineOptions(max_step_tokens=MOST_READ, trace=steps.append, clock=clock)
     return Watch(Engine(target, policy, options), watched, steps, [])
 

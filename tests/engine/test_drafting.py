@@ -21,7 +21,7 @@ from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
-from foredraft.engine.drafting import Drafting
+from foredraft.engine import drafting
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
@@ -33,7 +33,6 @@ from foredraft.options import LoadOptions
 from tests.engine.helpers import counting_drafter, counting_model, drain, limited
 
 TARGET = TableModel.random(10, seed=1)
-CONTEXT = 1000
 
 
 class Wants:
@@ -98,7 +97,6 @@ class Setup:
     def __post_init__(self) -> None:
         drafters = [loaded(self.head, "head", False), loaded(self.copy, "copy", True)]
         self.policy = Policy(self.wants, drafters)
-        self.drafting = Drafting(CONTEXT)
         self.requests = [
             Request(i, [5, 6, 7], 3, SamplingParams(seed=9), 9, self.policy) for i in range(3)
         ]
@@ -107,12 +105,12 @@ class Setup:
         self.wants.first = dict(enumerate(names))
         for i, request in enumerate(self.requests):
             request.num_cached = 0
-            self.drafting.begin(request, self.requests[:i])
+            drafting.begin(request, self.requests[:i])
 
     def step(self) -> list[Turn]:
         turns = [Turn(request, request.num_pending) for request in self.requests]
-        self.drafting.allow(turns)
-        self.drafting.propose(turns)
+        drafting.allow(turns)
+        drafting.propose(turns)
         return turns
 
 
@@ -130,13 +128,13 @@ def test_each_row_is_drafted_for_by_its_own() -> None:
     ]
     assert setup.copy.begun == {0: (5, 6, 7), 2: (5, 6, 7)}
     assert setup.head.begun == {1: (5, 6, 7)}
-    assert setup.drafting.taps(turns) == [3]
+    assert drafting.taps(turns) == [3]
     setup.wants.next[1] = Allowance(None)
     turns = setup.step()
-    assert (setup.head.begun, setup.drafting.taps(turns)) == ({}, [])
+    assert (setup.head.begun, drafting.taps(turns)) == ({}, [])
     assert setup.requests[1].drafter is None
     for request in setup.requests:
-        setup.drafting.end(request)
+        drafting.end(request)
     assert not setup.copy.begun
 
 
@@ -207,11 +205,10 @@ def test_controllers_decide_for_their_own_rows_and_know_of_the_others() -> None:
 def test_what_there_is_no_room_for_is_not_asked() -> None:
     setup = Setup()
     params = SamplingParams(max_tokens=3)
-    full = [5] * (CONTEXT - 1)
     setup.requests = [
         Request(0, [5, 6, 7], 3, params, 9, setup.policy),
         Request(1, [5, 6, 7, 8], 3, params, 9, setup.policy),
-        Request(2, full, len(full), SamplingParams(), 9, setup.policy),
+        Request(2, [5], 1, SamplingParams(max_draft_tokens=1), 9, setup.policy),
     ]
     setup.begin("copy", "copy", "copy")
     setup.wants.next = {i: Allowance("copy", 50) for i in range(3)}
@@ -270,7 +267,7 @@ def drafts(
     """Of rows whose rules force these chains."""
     wants = Wants()
     policy = Policy(wants, [loaded(inner, "x", True)])
-    drafting, turns = Drafting(CONTEXT), []
+    turns = list[Turn]()
     for number, chain in enumerate(chains):
         rules: Rules = Picky(chain)
         request = Request(number, [1, 2], 2, SamplingParams(), 0, policy, rules)

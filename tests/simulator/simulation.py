@@ -188,7 +188,7 @@ class Simulation:
             ]
         )
         loaded = [
-            LoadedDrafter(drafter, self.target, name, 4, joins_late=not drafter.layers)
+            LoadedDrafter(drafter, self.target, name, 4, not drafter.layers, self._clock)
             for name, drafter in drafters.items()
         ]
         controller: Controller = SimController(dice, most, failing_control, [*drafters])

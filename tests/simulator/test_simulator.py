@@ -10,8 +10,7 @@ import pytest
 from foredraft.cache.base import Cache
 from foredraft.cache.paged import PagedCache
 from foredraft.core.proposal import NOT_READY
-from foredraft.engine import slots
-from foredraft.engine.drafting import Drafting
+from foredraft.engine import drafting, slots
 from foredraft.engine.engine import Engine
 from foredraft.engine.request import Request
 from foredraft.engine.turn import Turn
@@ -85,14 +84,14 @@ def test_it_notices_a_row_that_resumes_too_late_in_its_text(
 def test_it_notices_drafts_that_are_counted_and_were_not_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    propose = Drafting.propose
+    propose = drafting.propose
 
-    def counting(self: Drafting, batch: Sequence[Turn]) -> None:
-        propose(self, batch)
+    def counting(batch: Sequence[Turn]) -> None:
+        propose(batch)
         for turn in batch:
             turn.budget = turn.allowance.budget
 
-    monkeypatch.setattr(Drafting, "propose", counting)
+    monkeypatch.setattr(drafting, "propose", counting)
     assert notices()
 
 
@@ -120,13 +119,13 @@ def test_it_notices_guesses_in_what_others_begin_with(monkeypatch: pytest.Monkey
 def test_it_notices_a_row_that_nobody_drafts_for_after_a_preemption(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begin = Drafting.begin
+    begin = drafting.begin
 
-    def once(self: Drafting, request: Request, running: Sequence[Request]) -> None:
+    def once(request: Request, running: Sequence[Request]) -> None:
         if request.num_prompt == len(request.tokens):
-            begin(self, request, running)
+            begin(request, running)
 
-    monkeypatch.setattr(Drafting, "begin", once)
+    monkeypatch.setattr(drafting, "begin", once)
     assert notices()
 
 
