@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from foredraft.kernels.build import KernelUnavailable, load_library
 
@@ -27,14 +25,6 @@ Scored: TypeAlias = list[tuple[int, float]]
 """Tokens with their scores, best first."""
 Key: TypeAlias = tuple[int, int, float]
 """A `foredraft.core.choices.DrawKey`: seed and position of the noise, scale of the logits."""
-
-
-class Draw(NamedTuple):
-    """Result for one row of logits: the token drawn, the likeliest one, and the filters' cut."""
-
-    token: int
-    best: int
-    cut: float = -math.inf
 
 
 class DrawRow(ctypes.Structure):
@@ -85,43 +75,21 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def draw_rows(logits_NV: Tensor | Array, keys: Sequence[tuple[int, Key]]) -> list[Draw | None]:
-    """A draw from each of these rows, whose distributions are nothing but scaled logits.
-
-    The tokens equal those of `foredraft.core.noise.gumbel_argmax` for each row alone.
-
-    Args:
-        logits_NV: contiguous float32 or float64 on CPU.
-        keys: numbers of rows, each with its key.
-
-    Returns:
-        None where the largest logit is not finite or one is NaN; without the compiled half also
-        where the key has a scale: there is nothing to be gained then.
-    """
-    logits_NV = logits_NV.detach().numpy() if isinstance(logits_NV, Tensor) else logits_NV
+def drawn_rows(logits_NV: Array, keys: Sequence[tuple[int, Key]]) -> ctypes.Array[DrawRow] | None:
+    """`foredraft.core.sampling.draw_rows` of contiguous logits."""
     found = library()
     if found is None or not logits_NV.flags.c_contiguous:
-        return [None if scale else _likeliest(logits_NV[row]) for row, (_, _, scale) in keys]
-    draws, is_double = draw_array(keys), logits_NV.dtype == np.float64
+        return None
+    rows, is_double = draw_array(keys), logits_NV.dtype == np.float64
     found.foredraft_draw_rows(
-        *(logits_NV.ctypes.data, is_double, logits_NV.shape[1], len(keys), draws)
+        *(logits_NV.ctypes.data, is_double, logits_NV.shape[1], len(keys), rows)
     )
-    return found_draws(draws)
+    return rows
 
 
 def draw_array(keys: Sequence[tuple[int, Key]]) -> ctypes.Array[DrawRow]:
     """Draws for compiled code to fill in."""
     return (DrawRow * len(keys))(*[DrawRow(row, *key) for row, key in keys])
-
-
-def found_draws(rows: Iterable[DrawRow]) -> list[Draw | None]:
-    """Draws that compiled code has filled in; None where the logits are not finite."""
-    return [Draw(row.token, row.best) if row.token >= 0 else None for row in rows]
-
-
-def _likeliest(logits_V: Array) -> Draw | None:
-    token = int(logits_V.argmax())  # of a NaN, if there is one
-    return Draw(token, token) if math.isfinite(float(logits_V[token])) else None
 
 
 def argmax(

@@ -6,7 +6,7 @@ Shape legend: V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core import draws
-from foredraft.core.draws import Array
+from foredraft.core.draws import Array, DrawRow, Key
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.params import SamplingParams
 
@@ -227,6 +227,41 @@ def draw_token(probs_V: Tensor, uniform: float) -> int:
         # Rounding carried total * uniform up to total itself: take the last possible token.
         token = int(torch.searchsorted(cumulative_V, total).item())
     return token
+
+
+def draw_rows(logits_NV: Tensor, keys: Sequence[tuple[int, Key]]) -> list[Law | None]:
+    """The laws of these rows, which are nothing but scaled logits, with the tokens drawn from them.
+
+    The tokens equal those of `foredraft.core.noise.gumbel_argmax` for each row alone.
+
+    Args:
+        logits_NV: float32 or float64 on CPU.
+        keys: numbers of rows, each with its key.
+
+    Returns:
+        None where the largest logit is not finite or one is NaN; without the compiled half also
+        where the key has a scale: there is nothing to be gained then.
+    """
+    found = draws.drawn_rows(_on_host(logits_NV), keys)
+    if found is not None:
+        return drawn_laws(logits_NV, found)
+    return [None if scale else greedy_law(logits_NV[row]) for row, (_, _, scale) in keys]
+
+
+def drawn_laws(logits_NV: Tensor, rows: Iterable[DrawRow]) -> list[Law | None]:
+    """The laws that compiled code has drawn from; None where the logits are not finite."""
+    each = logits_NV.unbind()
+    return [
+        Law(each[row.row], row.scale or None, row.best, drawn=row.token) if row.token >= 0 else None
+        for row in rows
+    ]
+
+
+def greedy_law(logits_V: Tensor) -> Law | None:
+    """All mass on the likeliest token; None where the largest logit is not finite."""
+    token = int(logits_V.argmax())  # of a NaN, if there is one
+    is_finite = math.isfinite(float(logits_V[token]))
+    return Law(logits_V, None, token, drawn=token) if is_finite else None
 
 
 NodeLaws: TypeAlias = Callable[[int], Law]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core.choices import DrawKey
-from foredraft.core.draws import Draw, draw_rows
+from foredraft.core.sampling import Law, draw_rows
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Scores
 
@@ -41,9 +41,10 @@ def fetch(scores: Scores, batch: Sequence[Turn]) -> list[Scores]:
         _take(rows, here, draw(_joined(logits_NV, scores, here), all_keys))
         others = [i for i in others if not keys[i]]
     if greedy := [i for i in others if not batch[i].wants_logits]:
-        largest_N, best_N = _joined(logits_NV, scores, greedy).max(dim=1)
+        here_NV = _joined(logits_NV, scores, greedy)
+        largest_N, best_N = here_NV.max(dim=1)
         found = torch.stack((best_N.double(), largest_N.double()), 1).tolist()  # one transfer
-        _take(rows, greedy, [_likeliest(int(token), logit) for token, logit in found])
+        _take(rows, greedy, [_greedy(*each) for each in zip(here_NV.unbind(), found, strict=True)])
         others = [i for i in others if batch[i].wants_logits]
     if others:
         here_NV = _joined(logits_NV, scores, others).cpu()  # one transfer
@@ -53,11 +54,11 @@ def fetch(scores: Scores, batch: Sequence[Turn]) -> list[Scores]:
     return rows
 
 
-def _take(rows: list[Scores], indices: Sequence[int], draws: Sequence[Draw | None]) -> None:
+def _take(rows: list[Scores], indices: Sequence[int], drawn: Sequence[Law | None]) -> None:
     """Hand their draws to some of the rows."""
-    found = iter(draws)
+    found = iter(drawn)
     for i in indices:
-        rows[i] = replace(rows[i], draws=[next(found) for _ in rows[i].heads[0]])
+        rows[i] = replace(rows[i], drawn=[next(found) for _ in rows[i].heads[0]])
 
 
 def _drawn_ahead(scores: Scores, keys: Sequence[DrawKey | None]) -> list[Scores]:
@@ -65,24 +66,25 @@ def _drawn_ahead(scores: Scores, keys: Sequence[DrawKey | None]) -> list[Scores]
 
     Draws of a row may end early; those of a row without a key are not used.
     """
-    rows, draws = [*zip(scores.heads, keys, strict=True)], scores.draws
-    own: list[Sequence[Draw | None]]
-    if draws is None:
+    rows, drawn = [*zip(scores.heads, keys, strict=True)], scores.drawn
+    own: list[Sequence[Law | None]]
+    if drawn is None:
         wanted = [(span.start, key) for span, key in rows if key is not None and span]
         found = iter(draw_rows(scores.logits_NV, wanted) if wanted else ())
         own = [[next(found)] if key is not None and span else [] for span, key in rows]
     else:
-        own = [[] if key is None else draws[span.start : span.stop] for span, key in rows]
+        own = [[] if key is None else drawn[span.start : span.stop] for span, key in rows]
     parts = zip(_split(scores.logits_NV, scores), own, strict=True)
-    return [Scores(part_NV, (range(len(part_NV)),), draws=mine) for part_NV, mine in parts]
+    return [Scores(part_NV, (range(len(part_NV)),), drawn=mine) for part_NV, mine in parts]
 
 
 def is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _likeliest(token: int, logit: float) -> Draw | None:
-    return Draw(token, token) if math.isfinite(logit) else None
+def _greedy(logits_V: Tensor, found: Sequence[float]) -> Law | None:
+    token, logit = int(found[0]), found[1]
+    return Law(logits_V, None, token, drawn=token) if math.isfinite(logit) else None
 
 
 def _split(logits_NV: Tensor, scores: Scores) -> list[Tensor]:

@@ -13,7 +13,7 @@ from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.record import FinishReason, RowStep
 from foredraft.core.rules import Rules
-from foredraft.core.sampling import Law, PlainLaw, RowKey, scale_of
+from foredraft.core.sampling import Law, PlainLaw, RowKey
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.drafters.base import DraftRow
@@ -201,11 +201,10 @@ class Turn:
 
     def _verdict(self, scores: Scores) -> Verdict:
         request, proposal, rule = self.request, self.proposal, self.request.policy.rule
-        drawn = scores.draws[0] if scores.draws else None
-        if drawn is not None and not proposal.tree.tokens and rule is verify:
-            return Verdict((), drawn.token, "bonus")  # as `verify` would say, sooner
-        scale = scale_of(request.params) or None
-        laws = partial(_law, proposal.tree, scores, request.rules, request.tokens_now, scale)
+        law = scores.drawn[0] if scores.drawn else None
+        if law is not None and not proposal.tree.tokens and rule is verify:
+            return Verdict((), law.drawn, "bonus")  # as `verify` would say, sooner
+        laws = partial(_law, proposal.tree, scores, request.rules, request.tokens_now)
         return rule(proposal, laws, self.key)
 
     def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:
@@ -251,28 +250,20 @@ class Turn:
             stats.note_plain(self.plain_reason or "no memory for drafts")
 
 
-def _law(
-    tree: TokenTree,
-    scores: Scores,
-    rules: Rules,
-    text: Sequence[int],
-    scale: float | None,
-    node: int,
-) -> Law:
+def _law(tree: TokenTree, scores: Scores, rules: Rules, text: Sequence[int], node: int) -> Law:
     """The target's law after a node of a row's draft, looked up as verification gets there.
 
     Args:
         scores: of the row.
         text: all tokens that were committed before the step.
-        scale: of laws that were drawn from already; None: greedy.
 
     Raises:
         NonFiniteScoresError: its logits are not finite.
         ForedraftError: the rules allow no token.
     """
-    logits_V, draws = scores.logits_NV[node + 1], scores.draws or ()
-    draw = draws[node + 1] if node + 1 < len(draws) else None
-    if draw is not None:  # else it is looked at alone, and found out what is wrong
-        return Law(logits_V, scale, draw.best, draw.cut, draw.token)
+    drawn = scores.drawn or ()
+    law = drawn[node + 1] if node + 1 < len(drawn) else None
+    if law is not None:  # else it is looked at alone, and found out what is wrong
+        return law
     path = () if node == ROOT else tree.paths[node]
-    return rules.law(logits_V, text, [tree.tokens[i] for i in path])
+    return rules.law(scores.logits_NV[node + 1], text, [tree.tokens[i] for i in path])

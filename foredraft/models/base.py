@@ -17,17 +17,17 @@ from torch import Tensor
 
 from foredraft.cache.base import Cache, CacheLayers
 from foredraft.core.choices import DrawKey
-from foredraft.core.draws import Draw, Scored
+from foredraft.core.draws import Scored
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.rules.bans import ModelBans
-from foredraft.core.sampling import RowKey
+from foredraft.core.sampling import Law, RowKey
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 
 _T = TypeVar("_T")
 
 
-DeviceDraw: TypeAlias = Callable[[Tensor, Sequence[RowKey]], list[Draw | None]]
-"""A draw from each of some rows of logits by its key; None of those that are not finite."""
+DeviceDraw: TypeAlias = Callable[[Tensor, Sequence[RowKey]], list[Law | None]]
+"""Draws from each of some rows of logits by its key; None of those that are not finite."""
 
 Ability = Literal[
     "tree_attention", "parts", "layer_views", "low_bit", "apart", "cache_layers", "encoder"
@@ -129,7 +129,7 @@ class ScoreRow:
         computed: hidden states that are known already for these very tokens, if any.
         draw: key of the token after the pending ones, if its law is merely scaled logits; tokens
             after the nodes of a chain are drawn with the noise of the next positions. A target
-            may draw them in the forward (`Scores.draws`), or ignore this.
+            may draw them in the forward (`Scores.drawn`), or ignore this.
         source: the encoder's input for the row's text, the same in all forwards of a slot; targets
             without an encoder ignore it.
     """
@@ -154,7 +154,7 @@ class Scores:
         heads: the rows of ``logits_NV`` that belong to each row of the forward.
         taps: for each tapped layer its output [T, E] over all tokens of the forward.
         tokens: the rows of these that belong to each row of the forward.
-        draws: the result of `draw_rows` for the first rows of ``logits_NV``, None for rows without
+        drawn: the result of `draw_rows` for the first rows of ``logits_NV``, None for rows without
             a draw; None: nothing was drawn at all.
         draw: draws from rows of these logits where they are, without bringing them to the host;
             None: it cannot be done there.
@@ -164,7 +164,7 @@ class Scores:
     heads: tuple[range, ...]
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     tokens: tuple[range, ...] = ()
-    draws: Sequence[Draw | None] | None = None
+    drawn: Sequence[Law | None] | None = None
     draw: DeviceDraw | None = None
 
     @classmethod
@@ -187,7 +187,7 @@ class Scores:
         return len(self.heads)
 
     def __getitem__(self, index: int) -> Scores:
-        heads, draws = self.heads[index], self.draws
+        heads, drawn = self.heads[index], self.drawn
         taps = {
             layer: x_TE[self.tokens[index].start : self.tokens[index].stop]
             for layer, x_TE in self.taps.items()
@@ -197,7 +197,7 @@ class Scores:
             (range(len(heads)),),
             taps,
             (range(len(self.tokens[index])),) if self.tokens else (),
-            None if draws is None else draws[heads.start : heads.stop],
+            None if drawn is None else drawn[heads.start : heads.stop],
         )
 
     def __iter__(self) -> Iterator[Scores]:

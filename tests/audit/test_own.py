@@ -262,9 +262,9 @@ def test_a_rule_that_drafted_rows_do_not_heed_is_found(
     assert OwnAudit(llm, SEEDED).parameters().verdict == Finding.SAME_BITS
     law = turn._law
 
-    def faulty(tree: Any, scores: Any, rules: Rules, text: Any, scale: Any, node: int) -> Law:
+    def faulty(tree: Any, scores: Any, rules: Rules, text: Any, node: int) -> Law:
         wrong = changed(rules) if node != ROOT and isinstance(rules, RowRules) else rules
-        return law(tree, scores, wrong, text, scale, node)
+        return law(tree, scores, wrong, text, node)
 
     monkeypatch.setattr(turn, "_law", faulty)
     level = OwnAudit(llm, SEEDED).parameters()

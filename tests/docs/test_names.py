@@ -46,7 +46,7 @@ SEAMS: dict[type, type] = {
 STATIONS = {"step", "fetch", "verify"}
 WIRED = {"Policy"}
 """Data that was put together before the run, and that the path reads."""
-MOST_PARTS, MOST_NAMES = 16, 32
+MOST_PARTS, MOST_NAMES = 16, 31
 """At revision 88f81de, counted in the same way, there were 27 parts and 53 names. The aim is 30."""
 
 

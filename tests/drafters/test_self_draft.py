@@ -460,13 +460,13 @@ def test_a_screen_finds_what_the_head_draws(target: NativeTarget, temperature: f
         tree = TokenTree.chain(random_text(2, seed))
         row = ScoreRow(slot, text[-1:], tree, draw=DrawKey(seed, 40, scale))
         screened, scores = copy.score([row], [11]), whole.score([row], [11])
-        assert screened.draws is not None
-        assert scores.draws is not None
-        for ahead, (draw, wanted) in enumerate(zip(screened.draws, scores.draws, strict=True)):
+        assert screened.drawn is not None
+        assert scores.drawn is not None
+        for ahead, (draw, wanted) in enumerate(zip(screened.drawn, scores.drawn, strict=True)):
             assert draw is not None
             assert wanted is not None
-            assert screened.logits_NV[ahead, draw.token] == scores.logits_NV[ahead, draw.token]
-            num_same += draw.token == wanted.token
+            assert screened.logits_NV[ahead, draw.drawn] == scores.logits_NV[ahead, draw.drawn]
+            num_same += draw.drawn == wanted.drawn
             num_draws += 1
     assert num_same > 0.95 * num_draws
 

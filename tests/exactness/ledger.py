@@ -23,7 +23,6 @@ from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import DrawKey, DrawnChoices
-from foredraft.core.draws import Draw
 from foredraft.core.sampling import Law as TokenLaw
 from foredraft.drafters.model import staged
 from foredraft.engine import fetch as engine_fetch
@@ -174,12 +173,12 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
             :count
         ]
 
-    def rows(logits_NV: Tensor, wanted: Sequence[tuple[int, DrawKey]]) -> list[Draw | None]:
-        drawn: list[Draw | None] = []
+    def rows(logits_NV: Tensor, wanted: Sequence[tuple[int, DrawKey]]) -> list[TokenLaw | None]:
+        drawn: list[TokenLaw | None] = []
         for row, (seed, position, scale) in wanted:
             best = int(logits_NV[row].argmax())
             token = argmax(logits_NV[row], seed, position, scale) if scale else best
-            drawn.append(Draw(token, best))
+            drawn.append(TokenLaw(logits_NV[row], scale or None, best, drawn=token))
         return drawn
 
     def noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import DrawKey, SharedChoices
-from foredraft.core.draws import Draw, draw_rows
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
+from foredraft.core.sampling import Law, draw_rows
 from foredraft.drafters import base as drafters_base
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
@@ -156,9 +156,7 @@ def test_no_key_is_used_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(keyed_choices, "keyed_uniform", recorded)
 
-    def recorded_rows(
-        logits_NV: Tensor, wanted: Sequence[tuple[int, DrawKey]]
-    ) -> list[Draw | None]:
+    def recorded_rows(logits_NV: Tensor, wanted: Sequence[tuple[int, DrawKey]]) -> list[Law | None]:
         used.extend(("noise", key.seed, key.position) for _, key in wanted)
         return draw_rows(logits_NV, wanted)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.core.draws import Draw
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import PlainLaw, RowKey, law_of
@@ -33,16 +32,21 @@ LAWS = [
 ]
 
 
+Draw = tuple[int | None, int, float, float | None]
+
+
 def draw(logits_NV: Tensor, keys: list[RowKey]) -> list[Draw | None]:
-    return RecordedDraws(torch.device(DEVICE)).draw(logits_NV.to(DEVICE), keys)
+    """The token drawn, the likeliest one, the cut and the scale of each row."""
+    laws = RecordedDraws(torch.device(DEVICE)).draw(logits_NV.to(DEVICE), keys)
+    return [law and (law.drawn, law.token, law.cut, law.scale) for law in laws]
 
 
 def expected(logits_V: Tensor, key: RowKey, params: SamplingParams) -> Draw:
     law = law_of(logits_V, params)
-    if law.scale is None:
-        return Draw(law.token, law.token)
-    token = gumbel_argmax(logits_V, key.seed, key.position, law.scale, law.cut)
-    return Draw(token, law.token, law.cut)
+    token = law.token
+    if law.scale is not None:
+        token = gumbel_argmax(logits_V, key.seed, key.position, law.scale, law.cut)
+    return token, law.token, law.cut, law.scale
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 255, 1000, 1024, 5000])

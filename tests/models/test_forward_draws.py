@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foredraft.core.choices import DrawKey
-from foredraft.core.draws import draw_rows
+from foredraft.core.sampling import draw_rows
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
@@ -61,18 +61,25 @@ def test_a_forward_draws_what_its_logits_give(checkpoint: Path, num_threads: int
         for ahead, place in enumerate(places if row.tree.is_chain else places[:1])
     ]
     assert len(wanted) == 4 + 3  # of the chain behind each node
-    drawn = dict(zip([row for row, _ in wanted], draw_rows(scores.logits_NV, wanted), strict=True))
-    assert scores.draws == [drawn.get(place) for place in range(len(scores.logits_NV))]
+    laws = draw_rows(scores.logits_NV, wanted)
+    expected = {place: law for (place, _), law in zip(wanted, laws, strict=True)}
+    assert scores.drawn is not None
+    for place, law in enumerate(scores.drawn):
+        alone = expected.get(place)
+        assert (law is None) == (alone is None)
+        if law is not None and alone is not None:
+            assert (law.drawn, law.token, law.scale) == (alone.drawn, alone.token, alone.scale)
+            assert torch.equal(law.given_V, scores.logits_NV[place])
 
 
 def test_a_row_without_a_largest_logit_gets_no_draw(checkpoint: Path) -> None:
     model = target(checkpoint)
     model.weights.head_VE[3] = torch.nan  # read in place
     scores = model.score(rows(model)[:2])
-    assert scores.draws == [None] * len(scores.logits_NV)
+    assert scores.drawn == [None] * len(scores.logits_NV)
 
 
 def test_a_decoder_that_draws_nothing_leaves_it_to_others(checkpoint: Path) -> None:
     eager = NativeTarget.load(checkpoint, torch.float32)
-    assert eager.score(rows(eager)).draws is None
-    assert eager.score([ScoreRow(eager.cache.allocate(), [1])]).draws is None
+    assert eager.score(rows(eager)).drawn is None
+    assert eager.score([ScoreRow(eager.cache.allocate(), [1])]).drawn is None

@@ -38,8 +38,8 @@ def draft_model(target: NativeTarget, num_rows: int | None = None) -> NativeDraf
 
 
 def tokens_of(scores: Scores) -> list[int]:
-    assert scores.draws is not None
-    return [-1 if draw is None else draw.token for draw in scores.draws]
+    assert scores.drawn is not None
+    return [-1 if law is None else law.drawn for law in scores.drawn]
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -24,7 +24,7 @@ class Rules(Protocol):
         """Factor on the logits, if the law is nothing but scaled logits; else None.
 
         0 puts all mass on the largest logit. Tokens of such laws are drawn for all rows in one
-        call: see `foredraft.core.draws.draw_rows`.
+        call: see `foredraft.core.sampling.draw_rows`.
         """
 
     @property

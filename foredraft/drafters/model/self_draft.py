@@ -214,10 +214,10 @@ def _times(target: Target, copy: LowBitCopy, row: ScoreRow) -> tuple[float, ...]
 
 def _drawn(scores: Scores) -> int:
     """The token after the last one of a single row."""
-    (draw,) = scores.draws or (None,)
-    if draw is None:
+    (law,) = scores.drawn or (None,)
+    if law is None or law.drawn is None:
         raise NonFiniteScoresError("the target's logits are not finite")
-    return draw.token
+    return law.drawn
 
 
 def copy_figures(

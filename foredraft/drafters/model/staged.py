@@ -216,9 +216,10 @@ class StagedDrafter(BaseDrafter, ABC):
         A law of scaled logits alone was drawn from already.
         """
         row, key, logits_V = chain.row, chain.draw_key, scores.logits_NV[span[ahead]]
-        if scores.draws is not None and key is not None:
-            draw = scores.draws[span[ahead]]
-            token = draw.token if draw and draw.token < self._vocab_size else None
+        if scores.drawn is not None and key is not None:
+            law = scores.drawn[span[ahead]]
+            drawn = None if law is None else law.drawn
+            token = drawn if drawn is not None and drawn < self._vocab_size else None
         elif row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
             logits_V = fitted(logits_V, self._vocab_size)
             token, key = _filtered_draw(row, row.choices, logits_V, chain.tokens)

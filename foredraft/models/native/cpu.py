@@ -32,8 +32,9 @@ from foredraft.cache.layers import StoredLayers
 from foredraft.cache.states import RowStates
 from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.choices import DrawKey
-from foredraft.core.draws import Draw, DrawRow, found_draws
+from foredraft.core.draws import DrawRow
 from foredraft.core.errors import ConfigError
+from foredraft.core.sampling import Law, drawn_laws
 from foredraft.kernels import interface
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.interface import Forward, ForwardRow
@@ -772,8 +773,8 @@ class PreparedChain(_Prepared):
         start: int,
         key: DrawKey,
         num_wanted: int | None = None,
-    ) -> tuple[Tensor, list[Draw | None]]:
-        """Logits [N, V] and draws behind the last tokens; room for all entries is reserved.
+    ) -> tuple[Tensor, list[Law | None]]:
+        """Logits [N, V] and laws behind the last tokens; room for all entries is reserved.
 
         Args:
             start: entries before them.
@@ -792,7 +793,7 @@ class PreparedChain(_Prepared):
         self._forward.num_draws = num_wanted
         self._point_to_layers(slot, count)
         logits_NV = self._run(count, num_wanted, end)
-        return logits_NV, found_draws(self._draws[:num_wanted])
+        return logits_NV, drawn_laws(logits_NV, self._draws[:num_wanted])
 
 
 class _Lists:

@@ -35,8 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import Entries
-from foredraft.core.draws import Array, Draw
-from foredraft.core.sampling import RowKey
+from foredraft.core.draws import Array
+from foredraft.core.sampling import Law, RowKey
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import (
     Decoder,
@@ -582,24 +582,24 @@ class RecordedDraws:
         ] = {}
 
     @torch.no_grad()
-    def draw(self, logits_NV: Tensor, keys: Sequence[RowKey]) -> list[Draw | None]:
+    def draw(self, logits_NV: Tensor, keys: Sequence[RowKey]) -> list[Law | None]:
         """A draw from each row of float32 logits; all numbers come in one transfer.
 
         None where the largest logit is not finite or one is NaN.
         """
-        from foredraft.models.native.device_draws import drawn, draws_of, key_numbers
+        from foredraft.models.native.device_draws import drawn, key_numbers, laws_of
 
         rows, has_cuts = power_of_two(len(keys)), any(key.law.filters for key in keys)
         if rows > _MOST_DRAWN:  # bound by their number, not by launches
             numbers_6N = torch.from_numpy(key_numbers(keys)).to(self._device)
-            return draws_of(drawn(logits_NV, numbers_6N, has_cuts), len(keys))
+            return laws_of(drawn(logits_NV, numbers_6N, has_cuts), logits_NV, keys)
         kind = rows, logits_NV.shape[1], has_cuts
         if kind not in self._recorded:
             self._recorded[kind] = self._record(*kind)
         buffer_RV, numbers, replay = self._recorded[kind]
         buffer_RV[: len(keys)].copy_(logits_NV)
         numbers.fill(key_numbers([*keys, *[keys[-1]] * (rows - len(keys))]))
-        return draws_of(replay(), len(keys))
+        return laws_of(replay(), logits_NV, keys)
 
     def _record(
         self, rows: int, vocab: int, has_cuts: bool

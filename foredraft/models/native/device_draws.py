@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foredraft.core.draws import Array, Draw
-from foredraft.core.sampling import RowKey
+from foredraft.core.draws import Array
+from foredraft.core.sampling import Law, RowKey
 
 _CHUNK = 1024
 """Tokens of a program that adds noise."""
@@ -283,17 +283,22 @@ def _cut_kernel(
     tl.store(cuts + row, cut)
 
 
-def draws_of(found_CN: Tensor, count: int) -> list[Draw | None]:
-    """What `drawn` has found for the first rows, in one transfer.
+def laws_of(found_CN: Tensor, logits_NV: Tensor, keys: Sequence[RowKey]) -> list[Law | None]:
+    """The laws of these rows with what `drawn` has found for the first ones, in one transfer.
 
     None where the largest logit is not finite or one is NaN.
     """
     tokens, likeliest, *cuts = found_CN.tolist()
     bits_N = cuts[0] if cuts else repeat(None)
-    found = zip(tokens[:count], likeliest, bits_N, strict=False)
+    found = zip(keys, logits_NV.unbind(), tokens, likeliest, bits_N, strict=False)
     return [
-        None if token < 0 else Draw(token, best, -math.inf if bits is None else _float(bits))
-        for token, best, bits in found
+        None
+        if token < 0
+        else Law(
+            *(logits_V, key.law.scale or None, best),
+            *(-math.inf if bits is None else _float(bits), token),
+        )
+        for key, logits_V, token, best, bits in found
     ]
 
 

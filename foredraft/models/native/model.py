@@ -26,8 +26,9 @@ from torch import Tensor
 from foredraft.cache.states import RowStates
 from foredraft.cache.store import Entries
 from foredraft.core.choices import DrawKey
-from foredraft.core.draws import Draw, draw_array, found_draws
+from foredraft.core.draws import draw_array
 from foredraft.core.errors import CapabilityError
+from foredraft.core.sampling import Law, drawn_laws
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.native.config import DecoderConfig
@@ -723,9 +724,9 @@ def scored(
     if decoder.draws and wanted:
         plan = replace(plan, draws=draw_array(wanted))
     logits_NV, tapped = decoder.forward(plan, cache, taps)
-    draws: list[Draw | None] | None = None
+    drawn: list[Law | None] | None = None
     if plan.draws:
-        draws = [None] * len(plan.heads)
-        for (logits_row, _), draw in zip(wanted, found_draws(plan.draws), strict=True):
-            draws[logits_row] = draw
-    return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), draws)
+        drawn = [None] * len(plan.heads)
+        for (logits_row, _), law in zip(wanted, drawn_laws(logits_NV, plan.draws), strict=True):
+            drawn[logits_row] = law
+    return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), drawn)

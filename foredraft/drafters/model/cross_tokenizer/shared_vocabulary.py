@@ -104,4 +104,4 @@ class RestrictedModel:
         allowed_S = self._allowed_S = self._allowed_S.to(scores.logits_NV.device)
         logits_NV = torch.full_like(scores.logits_NV, -math.inf)
         logits_NV[:, allowed_S] = scores.logits_NV[:, allowed_S]
-        return replace(scores, logits_NV=logits_NV, draws=None)  # of all tokens they were
+        return replace(scores, logits_NV=logits_NV, drawn=None)  # of all tokens they were
