@@ -26,6 +26,7 @@ from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_d
 from foredraft.drafters.trained import shipped_head, shipped_head_of_files
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
+from foredraft.kernels.interface import FORM_PACKED, FORM_PLAIN, FORM_TILED
 from foredraft.models.base import Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.outline import is_outline
@@ -33,6 +34,24 @@ from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
+from foredraft.models.native.config import DecoderConfig, read_config, why_not_native
+from foredraft.models.native.cpu import FusedDecoder, has_tiles, work_bytes
+from foredraft.models.native.cuda import exact_decoder, graphed_decoder, why_not_paged
+from foredraft.models.native.draft_model import NativeDraftModel
+from foredraft.models.native.model import DecoderFactory, EagerDecoder, probe
+from foredraft.models.native.mtp import has_own_layers
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import (
+    AS_STORED,
+    FORMS,
+    Bits,
+    fit,
+    formats_of,
+    rounded_as_stored,
+    stored_weight_bytes,
+    weight_bytes,
+    why_not_as_stored,
+)
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost, measure_cost
 from foredraft.options import LoadOptions
@@ -43,13 +62,8 @@ from foredraft.system.machine import cpu_name, give_memory_back
 
 if TYPE_CHECKING:
     from foredraft.models.hf.target import HFTarget
-    from foredraft.models.native.config import DecoderConfig
-    from foredraft.models.native.model import DecoderFactory
-    from foredraft.models.native.weights import Bits
 
-
-_AS_STORED = "file"
-_BITS: dict[str, Bits] = {"int8": 8, "int4": 4, _AS_STORED: "file"}
+_BITS: dict[str, Bits] = {"int8": 8, "int4": 4, AS_STORED: AS_STORED}
 _TILES = 16
 
 
@@ -130,7 +144,7 @@ class ModelPlan:
         others += "" if self.cache_dtype == self.dtype else f", {self.cache_dtype} cache"
         if self.tiles:
             return f"{self.dtype} on tiles{others}"
-        if self.weights == _AS_STORED:
+        if self.weights == AS_STORED:
             formats = " and ".join(self.formats)
             return f"{self.dtype}, {formats} weights as the file has them{others}"
         weights = "" if self.weights == self.dtype else f", {self.weights} weights"
@@ -284,7 +298,7 @@ def _plan(
         name,
         revision=options.revision,
         as_safetensors=as_safetensors,
-        as_stored=options.weights == _AS_STORED,
+        as_stored=options.weights == AS_STORED,
         with_weights=with_weights,
         progress=progress,
     )
@@ -336,9 +350,6 @@ def load_target(
         return _hf_class(plan.encoder).load(
             plan.checkpoint, dtype, plan.device, plan.max_context, memory
         )
-    from foredraft.models.native.model import probe
-    from foredraft.models.native.target import NativeTarget
-
     decoder = native_decoder(plan.decoder, threads)
     target = NativeTarget.load(
         *(plan.checkpoint, dtype, plan.device, decoder, plan.max_context),
@@ -368,9 +379,6 @@ def load_draft_model(
         num_rows: of its head: how many tokens it shares with its target, from the first on; None:
             all of them.
     """
-    from foredraft.models.native.draft_model import NativeDraftModel
-    from foredraft.models.native.target import NativeTarget
-
     loaded = load_target(plan, threads, memory, progress)
     return NativeDraftModel.of(loaded, num_rows) if isinstance(loaded, NativeTarget) else loaded
 
@@ -396,10 +404,6 @@ def forward_cost(plan: ModelPlan, target: Target, options: LoadOptions) -> CostM
 
 def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     """The factory of a native plan's `ModelPlan.decoder`; ``threads``: see `load_target`."""
-    from foredraft.models.native.cpu import FusedDecoder
-    from foredraft.models.native.cuda import exact_decoder, graphed_decoder
-    from foredraft.models.native.model import EagerDecoder
-
     decoders: dict[str, DecoderFactory] = {
         "fused": partial(FusedDecoder, num_threads=threads) if threads else FusedDecoder,
         "graphed": graphed_decoder,
@@ -433,8 +437,6 @@ def _comes_with(kind: str, target: Target | ModelPlan | None) -> bool:
         return shipped_head(kind, target) is not None
     files = target.checkpoint if target.backend == "native" else None
     if files is not None and kind == OWN:
-        from foredraft.models.native.mtp import has_own_layers
-
         return has_own_layers(files)
     return files is not None and shipped_head_of_files(kind, files) is not None
 
@@ -487,9 +489,6 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
         CapabilityError: ``exact`` was asked for and the backend cannot keep it.
         ModelLoadError: the checkpoint does not hold a model that can be run.
     """
-    from foredraft.models.native.config import read_config, why_not_native
-    from foredraft.models.native.weights import fit
-
     reason = None
     if options.backend == "auto":
         path = checkpoint.directory / "config.json"
@@ -524,9 +523,6 @@ def plan_native(
     Raises:
         ConfigError: the device cannot run these weights.
     """
-    from foredraft.models.native.cpu import has_tiles
-    from foredraft.models.native.weights import formats_of
-
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
     few_bits_problem = kernel_problem and _card_problem(config, options, device, kernel_problem)
     _refuse_few_bits(options, few_bits_problem, kernel_problem)
@@ -536,10 +532,14 @@ def plan_native(
     cache_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
     weights, not_kept = _native_weights(checkpoint, config, options, dtype, few_bits_problem)
     formats = tuple(formats_of(checkpoint)) if checkpoint and checkpoint.is_quantised else ()
-    _check_activations(options, weights, formats)
+    activation_bits = _activation_bits(options, weights, formats)
     tiles = kernel_problem is None and weights == "bfloat16" and config.fits_tiles and has_tiles()
     bits = _TILES if tiles else _BITS.get(weights)
-    in_memory, read = _native_bytes(checkpoint, config, dtype, bits)
+    size = getattr(torch, dtype).itemsize
+    if checkpoint is not None and bits == AS_STORED:
+        in_memory, read = stored_weight_bytes(checkpoint, config, size)
+    else:
+        in_memory, read = weight_bytes(config, size, bits)
     return ModelPlan(
         name=name,
         checkpoint=checkpoint,
@@ -555,7 +555,7 @@ def plan_native(
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, cache_dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
-        activation_bits=16 if kernel_problem else _activation_bits(options, weights, formats),
+        activation_bits=16 if kernel_problem else activation_bits,
         tiles=tiles,
         notes=(
             *_native_notes(config, device, kernel_problem),
@@ -576,58 +576,43 @@ def _native_weights(
     few_bits_problem: str | None,
 ) -> tuple[str, tuple[str, ...]]:
     """`ModelPlan.weights`, and a note where they cannot be those of the GGUF file."""
-    from foredraft.models.native.weights import rounded_as_stored
-
     weights = options.weights if options.weights in _BITS else dtype
     free = few_bits_problem is None and options.weights == options.dtype == "auto"
     is_quantised = checkpoint is not None and checkpoint.is_quantised
-    if options.weights != _AS_STORED and not (is_quantised and free):
+    if options.weights != AS_STORED and not (is_quantised and free):
         return weights, ()
-    problem = _why_not_as_stored(checkpoint, config)
-    if problem is None:
-        assert checkpoint is not None
-        rounded = rounded_as_stored(checkpoint, config)
-        return _AS_STORED, () if rounded is None else (rounded,)
-    if options.weights == _AS_STORED:
+    problem: str | None = (
+        "it means the formats of a quantised model, and its weights are plain floats"
+    )
+    if checkpoint is not None and checkpoint.is_quantised:
+        problem = why_not_as_stored(checkpoint, config)
+        if problem is None:
+            rounded = rounded_as_stored(checkpoint, config)
+            return AS_STORED, () if rounded is None else (rounded,)
+    if options.weights == AS_STORED:
         raise ConfigError(f"weights 'file' cannot be had: {problem}; leave weights out")
     return weights, (f"the file's own formats are not kept: {problem}",)
 
 
-def _check_activations(options: LoadOptions, weights: str, formats: Sequence[str]) -> None:
-    """Whether there are matrices that activations of 8 bits are for."""
-    from foredraft.models.native.weights import FORMS
+def _activation_bits(options: LoadOptions, weights: str, formats: Sequence[str]) -> int:
+    """Of "auto": 8 where most weights are in a K-quant, for those stay nearer to float32 than
+    llama.cpp's products of them (docs/decisions/0002-cpu-kernel.md).
 
-    in_the_file = weights == _AS_STORED and any(
-        form.takes_eight for name, form in FORMS.items() if name in formats
-    )
-    if options.activations == "int8" and weights != "int4" and not in_the_file:
+    Raises:
+        ConfigError: there are no matrices that activations of 8 bits are for.
+    """
+    forms = [FORMS.get(name) for name in formats] if weights == AS_STORED else []
+    if options.activations == "auto":
+        most = forms[0] if forms else None
+        return 8 if most and most.takes_eight and most.steps else 16
+    if options.activations == "int16":
+        return 16
+    if weights != "int4" and not any(form and form.takes_eight for form in forms):
         raise ConfigError(
             f"activations 'int8' are for weights in 4 bits, and these are {weights}; give weights "
             "'int4' too, or leave activations out"
         )
-
-
-def _activation_bits(options: LoadOptions, weights: str, formats: Sequence[str]) -> int:
-    """Of "auto": 8 where most weights are in a K-quant, for those stay nearer to float32 than
-    llama.cpp's products of them (docs/decisions/0002-cpu-kernel.md)."""
-    from foredraft.models.native.weights import FORMS
-
-    if options.activations == "auto" and weights == _AS_STORED:
-        form = FORMS.get(formats[0])
-        return 8 if form and form.takes_eight and form.steps else 16
-    return 8 if options.activations == "int8" else 16
-
-
-def _native_bytes(
-    checkpoint: Checkpoint | None, config: DecoderConfig, dtype: str, bits: Bits
-) -> tuple[int, int]:
-    """Of the weights in memory, and of those that a forward reads."""
-    from foredraft.models.native.weights import AS_STORED, stored_weight_bytes, weight_bytes
-
-    if bits == AS_STORED:
-        assert checkpoint is not None
-        return stored_weight_bytes(checkpoint, config, getattr(torch, dtype).itemsize)
-    return weight_bytes(config, getattr(torch, dtype).itemsize, bits)
+    return 8
 
 
 def _too_long(options: LoadOptions, limit: int) -> Iterator[str]:
@@ -646,29 +631,16 @@ def _native_notes(config: DecoderConfig, device: str, kernel_problem: str | None
 
 def _work_bytes(config: DecoderConfig, options: LoadOptions, dtype: str, bits: Bits) -> int:
     """Of the largest step that reads one text."""
-    from foredraft.kernels.interface import FORM_PACKED, FORM_PLAIN, FORM_TILED
-    from foredraft.models.native.cpu import work_bytes
-
     longest = min(options.max_context or config.max_context, config.max_context)
     num_tokens = min(options.max_step_tokens or MAX_STEP_TOKENS, longest)
     forms: dict[Bits, int] = {None: FORM_PLAIN, _TILES: FORM_TILED}
     return work_bytes(config, dtype == "bfloat16", forms.get(bits, FORM_PACKED), num_tokens)
 
 
-def _why_not_as_stored(checkpoint: Checkpoint | None, config: DecoderConfig) -> str | None:
-    from foredraft.models.native.weights import why_not_as_stored
-
-    if checkpoint is None or not checkpoint.is_quantised:
-        return "it means the formats of a quantised model, and its weights are plain floats"
-    return why_not_as_stored(checkpoint, config)
-
-
 def _card_problem(
     config: DecoderConfig, options: LoadOptions, device: str, kernel_problem: str
 ) -> str | None:
     """Why weights in few bits are no faster on a GPU; None: they are."""
-    from foredraft.models.native.cuda import why_not_paged
-
     if device == "cpu":
         return kernel_problem
     return "exact=True" if options.exact else why_not_paged(config, torch.device(device))
