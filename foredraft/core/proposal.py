@@ -101,12 +101,7 @@ class DrawnProposal(Proposal):
 
         Lossless if leaving out a node depends only on the tokens above it.
         """
-        new = {old: i for i, old in enumerate(nodes)} | {ROOT: ROOT}
-        tree = TokenTree(
-            tuple(self.tree.tokens[n] for n in nodes),
-            tuple(new[self.tree.parents[n]] for n in nodes),
-        )
-        probs_NV = self.draft_probs_NV[list(nodes)]
+        tree, probs_NV = self.tree.subset(nodes), self.draft_probs_NV[list(nodes)]
         return DrawnProposal(tree, draft_probs_NV=probs_NV, replacement=self.replacement)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import ThinkingLimit
-from foredraft.core.rules.bans import ThinkingEnds
+from foredraft.core.rules.bans import thinking_ends
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.thinking import Thinking
 from tests.models.checkpoints import save_tokenizer
@@ -99,7 +99,7 @@ def test_a_limit_ends_thoughts(tmp_path: Path, drafter: str) -> None:
 
 
 def test_the_limit_by_itself() -> None:
-    ends = ThinkingEnds(ThinkingLimit(3, (7,), (8, 9)))
+    ends = thinking_ends(ThinkingLimit(3, (7,), (8, 9)))
     assert ends.permits(5, 2, (7, 1))
     assert not ends.permits(5, 3, (7, 1, 2))
     assert ends.permits(8, 3, (7, 1, 2))

@@ -5,8 +5,9 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -62,7 +63,45 @@ class AllowedTokens:
         return not self._banned_V[token]
 
 
-class BadWords:
+@dataclass(frozen=True)
+class Banned:
+    """Some tokens may not come.
+
+    Attributes:
+        tokens: those, by the reply's length and end.
+    """
+
+    tokens: Callable[[int, Sequence[int]], Collection[int]]
+    num_ending: int = 0
+
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
+        logits_V[list(self.tokens(num_reply, ending))] = -np.inf
+
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
+        return token not in self.tokens(num_reply, ending)
+
+
+@dataclass(frozen=True)
+class Required:
+    """One token, and no other.
+
+    Attributes:
+        token: that, by the reply's length and end; None: any may come.
+    """
+
+    token: Callable[[int, Sequence[int]], int | None]
+    num_ending: int = 0
+
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
+        token = self.token(num_reply, ending)
+        if token is not None:
+            logits_V[:token] = logits_V[token + 1 :] = -np.inf
+
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
+        return self.token(num_reply, ending) in (None, token)
+
+
+def bad_words(sequences: Iterable[Sequence[int]]) -> Banned:
     """The last token of a sequence is banned where the reply ends with the others.
 
     As in vLLM the prompt does not count: it may hold a bad word's beginning, or all of it.
@@ -70,102 +109,48 @@ class BadWords:
     Args:
         sequences: of one token or more each.
     """
+    single: set[int] = set()
+    after: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    num_ending = 0
+    for *beginning, last in sequences:
+        num_ending = max(num_ending, len(beginning))
+        if beginning:
+            after.setdefault(beginning[-1], []).append((tuple(beginning), last))
+        else:
+            single.add(last)
 
-    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self._single: set[int] = set()
-        self._after: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        self.num_ending = 0
-        for *beginning, last in sequences:
-            self.num_ending = max(self.num_ending, len(beginning))
-            if beginning:
-                self._after.setdefault(beginning[-1], []).append((tuple(beginning), last))
-            else:
-                self._single.add(last)
-
-    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
-        logits_V[list(self._banned(ending))] = -np.inf
-
-    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
-        return token not in self._banned(ending)
-
-    def _banned(self, ending: Sequence[int]) -> Collection[int]:
-        candidates = self._after.get(ending[-1], ()) if ending else ()
-        return self._single.union(
+    def banned(num_reply: int, ending: Sequence[int]) -> Collection[int]:
+        candidates = after.get(ending[-1], ()) if ending else ()
+        return single.union(
             last for beginning, last in candidates if tuple(ending[-len(beginning) :]) == beginning
         )
 
+    return Banned(banned, num_ending)
 
-class NoEndYet:
+
+def no_end_before(min_tokens: int, stop_ids: Iterable[int]) -> Banned:
     """Nothing that ends the reply, until it has ``min_tokens`` tokens."""
-
-    num_ending = 0
-
-    def __init__(self, min_tokens: int, stop_ids: Iterable[int]) -> None:
-        self._min_tokens, self._stop_ids = min_tokens, sorted(stop_ids)
-
-    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
-        if num_reply < self._min_tokens:
-            logits_V[self._stop_ids] = -np.inf
-
-    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
-        return num_reply >= self._min_tokens or token not in self._stop_ids
+    stops = sorted(stop_ids)
+    return Banned(lambda num_reply, _: stops if num_reply < min_tokens else ())
 
 
-class OnlyAt:
+def only_at(position: int, token: int) -> Required:
     """One token, and no other, at a position of the reply; the first is 0."""
-
-    num_ending = 0
-
-    def __init__(self, position: int, token: int) -> None:
-        self._position, self._token = position, token
-
-    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
-        if num_reply == self._position:
-            logits_V[: self._token] = logits_V[self._token + 1 :] = -np.inf
-
-    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
-        return num_reply != self._position or token == self._token
+    return Required(lambda num_reply, _: token if num_reply == position else None)
 
 
-class ThinkingEnds:
+def thinking_ends(limit: ThinkingLimit) -> Required:
     """Behind the most tokens of thoughts comes what ends them, unless they are over."""
-
-    def __init__(self, limit: ThinkingLimit) -> None:
-        self._limit = limit
-        self.num_ending = limit.num_tokens + len(limit.end)
-
-    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
-        token = self._required(num_reply, ending)
-        if token is not None:
-            logits_V[:token] = logits_V[token + 1 :] = -np.inf
-
-    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
-        return self._required(num_reply, ending) in (None, token)
-
-    def _required(self, num_reply: int, reply: Sequence[int]) -> int | None:
-        """The only token that may come; the reply so far is whole where that matters."""
-        limit = self._limit
-        place = num_reply - limit.num_tokens
-        if not 0 <= place < len(limit.end) or limit.end[0] in reply[: limit.num_tokens]:
-            return None
-        is_thinking = tuple(reply[: len(limit.begin)]) == limit.begin
-        return limit.end[place] if is_thinking else None
+    return Required(partial(_end_of_thoughts, limit), limit.num_tokens + len(limit.end))
 
 
-class NeverAt:
-    """Bans some tokens at one position of the reply."""
-
-    num_ending = 0
-
-    def __init__(self, position: int, tokens: Iterable[int]) -> None:
-        self._position, self._tokens = position, sorted(tokens)
-
-    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
-        if num_reply == self._position:
-            logits_V[self._tokens] = -np.inf
-
-    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
-        return num_reply != self._position or token not in self._tokens
+def _end_of_thoughts(limit: ThinkingLimit, num_reply: int, reply: Sequence[int]) -> int | None:
+    """The only token that may come; the reply so far is whole where that matters."""
+    place = num_reply - limit.num_tokens
+    if not 0 <= place < len(limit.end) or limit.end[0] in reply[: limit.num_tokens]:
+        return None
+    is_thinking = tuple(reply[: len(limit.begin)]) == limit.begin
+    return limit.end[place] if is_thinking else None
 
 
 @dataclass(frozen=True)
@@ -187,11 +172,12 @@ class ModelBans:
 
     def of_reply(self, max_tokens: int) -> Iterator[Ban]:
         """The bans of one reply."""
+        position, tokens = self.never_at
         if self.never:
-            yield BadWords([token] for token in self.never)
-        if self.never_at[1]:
-            yield NeverAt(*self.never_at)
+            yield Banned(lambda *_: self.never)
+        if tokens:
+            yield Banned(lambda num_reply, _: tokens if num_reply == position else ())
         if self.first is not None:
-            yield OnlyAt(0, self.first)
+            yield only_at(0, self.first)
         if self.last is not None:
-            yield OnlyAt(max_tokens - 1, self.last)
+            yield only_at(max_tokens - 1, self.last)

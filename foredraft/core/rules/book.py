@@ -10,11 +10,11 @@ from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules.bans import (
     AllowedTokens,
-    BadWords,
     Ban,
     ModelBans,
-    NoEndYet,
-    ThinkingEnds,
+    bad_words,
+    no_end_before,
+    thinking_ends,
 )
 from foredraft.core.rules.base import Rules
 from foredraft.core.rules.grammar import GrammarRule, Matcher
@@ -59,12 +59,12 @@ def new_rules(
     if params.allowed_token_ids is not None:
         bans.append(AllowedTokens(params.allowed_token_ids, vocab_size))
     if params.bad_words:
-        bans.append(BadWords(_spelled(params.bad_words, encode)))
+        bans.append(bad_words(_spelled(params.bad_words, encode)))
     if params.thinking is not None:
         _check_ids("thinking", params.thinking.end, vocab_size)
-        bans.append(ThinkingEnds(params.thinking))
+        bans.append(thinking_ends(params.thinking))
     if params.min_tokens and stops:
-        bans.append(NoEndYet(params.min_tokens, stops))
+        bans.append(no_end_before(params.min_tokens, stops))
     grammar = None
     if params.grammar is not None:
         grammar = GrammarRule(_matcher(params, new_matcher), stops, num_prompt)
