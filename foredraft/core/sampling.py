@@ -63,6 +63,10 @@ class RowKey(NamedTuple):
     position: int
     law: PlainLaw
 
+    def ahead(self, num_tokens: int) -> RowKey:
+        """The key of a later position."""
+        return RowKey(self.seed, self.position + num_tokens, self.law)
+
 
 @dataclass(frozen=True)
 class Law:

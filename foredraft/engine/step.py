@@ -8,7 +8,6 @@ from itertools import pairwise
 from foredraft.cache.base import NO_MEMORY, Cache
 from foredraft.core.record import NO_TIMES, StepRecord, StepTimes
 from foredraft.engine import drafting
-from foredraft.engine.fetch import fetch
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.slots import as_cache_full
 from foredraft.engine.turn import Turn
@@ -36,8 +35,9 @@ def step(
     drafting.read(batch, most_tokens)
     drafting.propose(batch)
     laps.append(clock())
-    scores = target.score([turn.score_row() for turn in batch], drafting.taps(batch))
-    fetched = fetch(scores, batch)
+    rows = [turn.score_row() for turn in batch]
+    scores = target.score(rows, drafting.taps(batch))
+    fetched = scores.fetch(rows)
     laps.append(clock())
     for turn, row in zip(batch, fetched, strict=True):
         turn.verify(row)

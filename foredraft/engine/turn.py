@@ -41,7 +41,6 @@ class Turn:
             cannot draft now.
         forced: the tokens that the row's rules force, a draft that needs no drafter.
         key: of its random numbers in this step.
-        draw_key: the same, if it draws from nothing but scaled logits.
         wants_prompt_logprobs: whether the log probabilities of the tokens that it reads are wanted;
             see `PromptLogprobs`.
         path: nodes of the proposal that stay in the cache.
@@ -61,10 +60,9 @@ class Turn:
         self.committed: tuple[int, ...] = ()
         self.path: tuple[int, ...] = ()
         self._logprobs: list[TokenLogprobs] = []
-        prompt, scale = request.prompt_logprobs, request.rules.scale
+        prompt = request.prompt_logprobs
         self.wants_prompt_logprobs = prompt is not None and not prompt.is_complete
-        self.key = DrawKey(request.seed, len(request.tokens), scale or 0.0)
-        self.draw_key = None if scale is None or not self.reads_all else self.key
+        self.key = DrawKey(request.seed, len(request.tokens), request.rules.scale or 0.0)
 
     def record(self) -> RowStep:
         """The row's part of the step's record: plain data."""
@@ -109,27 +107,6 @@ class Turn:
         follows_prompt = self.context + self.num_read > self.request.num_prompt
         return self.num_read - (self.reads_all and follows_prompt)
 
-    @property
-    def wants_logits(self) -> bool:
-        """Whether verification needs more of its scores than the likeliest tokens."""
-        key = self.draw_key
-        return key is None or key.scale > 0.0 or self.request.params.logprobs is not None
-
-    @property
-    def draw_keys(self) -> list[RowKey] | None:
-        """Of the token after the pending ones, and after each node, if a device can draw them.
-
-        It can where the law looks at no text, and verification at no probabilities. Drawn with the
-        noise of their position they are the tokens that the host would draw there.
-        """
-        request = self.request
-        plain = self.reads_all and request.rules.filters_only and request.params.logprobs is None
-        if not plain or self.wants_prompt_logprobs or isinstance(self.proposal, DrawnProposal):
-            return None
-        law, first = PlainLaw.of(request.params), len(request.tokens)
-        depths = (0, *self.proposal.tree.depths)
-        return [RowKey(request.seed, first + depth, law) for depth in depths]
-
     def draft_row(self, num_forced: int = 0) -> DraftRow:
         """The row as its drafter sees it, behind this many forced tokens."""
         allowance = self.allowance
@@ -142,13 +119,16 @@ class Turn:
 
     def score_row(self) -> ScoreRow:
         """Its part of the forward."""
-        request, source = self.request, self.request.source
+        request = self.request
         pending = request.tokens[self.context : self.context + self.num_read]
         if self.wants_prompt_logprobs:
             return ScoreRow(request.slot, pending[:1], TokenTree.chain(pending[1:]))
         tree, computed = self.proposal.tree, self.proposal.computed
+        if not self.reads_all:
+            return ScoreRow(request.slot, pending, tree, False, computed, source=request.source)
+        draw = None if request.rules.scale is None else self.key
         return ScoreRow(
-            request.slot, pending, tree, self.reads_all, computed, self.draw_key, source
+            request.slot, pending, tree, True, computed, draw, request.source, self._plain_key()
         )
 
     def verify(self, scores: Scores) -> None:
@@ -191,6 +171,16 @@ class Turn:
         if request.finish_reason != "error":
             request.check()
         self.finish_reason = request.finish_reason
+
+    def _plain_key(self) -> RowKey | None:
+        """See `ScoreRow.plain`."""
+        request = self.request
+        if not request.rules.filters_only or request.params.logprobs is not None:
+            return None
+        law = PlainLaw.of(request.params)
+        if law.scale and isinstance(self.proposal, DrawnProposal):
+            return None
+        return RowKey(request.seed, len(request.tokens), law)
 
     @property
     def kept(self) -> tuple[int, Sequence[int]]:

@@ -7,8 +7,9 @@ size, R some rows of the head.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -20,7 +21,7 @@ from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Scored
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.rules.bans import ModelBans
-from foredraft.core.sampling import Law, RowKey
+from foredraft.core.sampling import Law, RowKey, draw_rows
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 
 _T = TypeVar("_T")
@@ -132,6 +133,9 @@ class ScoreRow:
             may draw them in the forward (`Scores.drawn`), or ignore this.
         source: the encoder's input for the row's text, the same in all forwards of a slot; targets
             without an encoder ignore it.
+        plain: key of the token after the pending ones, and by their positions of those after the
+            nodes, if temperature and filters are all that changes the laws, and verification needs
+            no probabilities. They can then be drawn where the logits are (`Scores.fetch`).
     """
 
     slot: int
@@ -141,6 +145,7 @@ class ScoreRow:
     computed: Computed | None = None
     draw: DrawKey | None = None
     source: Source | None = None
+    plain: RowKey | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,92 @@ class Scores:
 
     def __iter__(self) -> Iterator[Scores]:
         return (self[i] for i in range(len(self)))
+
+    def fetch(self, rows: Sequence[ScoreRow]) -> list[Scores]:
+        """Each row's scores as verification needs them, without taps, in two transfers at most.
+
+        A GPU runs asynchronously; each number that Python reads waits for it. So the tokens that
+        rows draw from temperature and filters alone are drawn there and come in one piece, and the
+        logits of all other rows in another, however many rows and nodes there are. Without
+        `draw`, greedy rows alone are spared their logits.
+
+        On CPU everything is on the host already. The next token of all rows whose distribution is
+        merely scaled logits is drawn in one call; other distributions are computed only where
+        verification reaches them.
+
+        Args:
+            rows: those of the forward.
+        """
+        if is_on_host(self.logits_NV):
+            return self._drawn_ahead([row.draw for row in rows])
+        found = [*map(Scores.of_row, self._split())]
+        others = [i for i, span in enumerate(self.heads) if span]
+        greedy = [i for i in others if (key := rows[i].plain) and not key.law.scale]
+        if self.draw and len(greedy) < len(others):
+            here = [i for i in others if rows[i].plain]
+            keys = [key for i in here for key in _keys_of(rows[i])]
+            _hand_out(found, here, self.draw(self._joined(here), keys) if here else ())
+            others, greedy = [i for i in others if not rows[i].plain], []
+        if greedy:
+            here_NV = self._joined(greedy)
+            largest_N, best_N = here_NV.max(dim=1)
+            both = torch.stack((best_N.double(), largest_N.double()), 1).tolist()  # one transfer
+            laws = [_greedy(*each) for each in zip(here_NV.unbind(), both, strict=True)]
+            _hand_out(found, greedy, laws)
+            others = [i for i in others if i not in greedy]
+        if others:
+            here_NV = self._joined(others).cpu()  # one transfer
+            sizes = [len(self.heads[i]) for i in others]
+            for i, part_NV in zip(others, torch.split(here_NV, sizes), strict=True):
+                found[i] = Scores.of_row(part_NV)
+        return found
+
+    def _drawn_ahead(self, keys: Sequence[DrawKey | None]) -> list[Scores]:
+        """With the draws of the forward, or else one draw after each row's pending tokens.
+
+        Draws of a row may end early; those of a row without a key are not used.
+        """
+        rows, drawn = [*zip(self.heads, keys, strict=True)], self.drawn
+        own: list[Sequence[Law | None]]
+        if drawn is None:
+            wanted = [(span.start, key) for span, key in rows if key is not None and span]
+            found = iter(draw_rows(self.logits_NV, wanted) if wanted else ())
+            own = [[next(found)] if key is not None and span else [] for span, key in rows]
+        else:
+            own = [[] if key is None else drawn[span.start : span.stop] for span, key in rows]
+        parts = zip(self._split(), own, strict=True)
+        return [Scores(part_NV, (range(len(part_NV)),), drawn=mine) for part_NV, mine in parts]
+
+    def _split(self) -> list[Tensor]:
+        return [self.logits_NV[span.start : span.stop] for span in self.heads]
+
+    def _joined(self, rows: Sequence[int]) -> Tensor:
+        if len(rows) == len(self.heads):
+            return self.logits_NV
+        spans = [self.heads[i] for i in rows]
+        return torch.cat([self.logits_NV[span.start : span.stop] for span in spans])
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _keys_of(row: ScoreRow) -> list[RowKey]:
+    """Of the tokens after the pending ones and after each node, by their own noise."""
+    assert row.plain is not None
+    return [row.plain.ahead(depth) for depth in (0, *row.tree.depths)]
+
+
+def _hand_out(rows: list[Scores], indices: Sequence[int], drawn: Sequence[Law | None]) -> None:
+    """Give some of the rows what was drawn for them."""
+    found = iter(drawn)
+    for i in indices:
+        rows[i] = replace(rows[i], drawn=[next(found) for _ in rows[i].heads[0]])
+
+
+def _greedy(logits_V: Tensor, found: Sequence[float]) -> Law | None:
+    token, logit = int(found[0]), found[1]
+    return Law(logits_V, None, token, drawn=token) if math.isfinite(logit) else None
 
 
 def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:

@@ -21,7 +21,7 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.engine import fetch as engine_fetch
+from foredraft.models import base as models_base
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.native.cuda import RecordedDraws
 from foredraft.models.table import TableModel
@@ -107,7 +107,7 @@ def transfers(
 ) -> list[int]:
     """Number of fetches of each step; without ``fetches`` all data counts as on the host."""
     monkeypatch.setattr(
-        engine_fetch, "is_on_host", lambda x: not (fetches and isinstance(x, DeviceTensor))
+        models_base, "is_on_host", lambda x: not (fetches and isinstance(x, DeviceTensor))
     )
     counts: list[int] = []
 
@@ -170,7 +170,7 @@ def test_what_a_device_draws_is_the_same_text(budget: int, monkeypatch: pytest.M
     requests = [GREEDY, WARM, FILTERED, replace(WARM, logprobs=2), DRAWN]
     texts = []
     for is_device in (False, True):
-        monkeypatch.setattr(engine_fetch, "is_on_host", lambda _, here=is_device: not here)
+        monkeypatch.setattr(models_base, "is_on_host", lambda _, here=is_device: not here)
         target, controller = FloatTarget(VOCAB, table), FixedBudget(budget)
         engine = engine_of(target, ScriptedDrafter(draft), controller, max_batch_size=8)
         for number, params in enumerate(requests):

@@ -104,12 +104,12 @@ def test_preparing_a_request_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) ->
     engine = new_engine(counting_model())
     prepare = engine.prepare
 
-    def while_another_steps(*args: Any) -> Any:
+    def while_another_steps(*args: Any, **options: Any) -> Any:
         other = threading.Thread(target=engine.step)
         other.start()
         other.join(10)
         assert not other.is_alive()
-        return prepare(*args)
+        return prepare(*args, **options)
 
     monkeypatch.setattr(engine, "prepare", while_another_steps)
     last_of(list(engine.stream([[1]], PARAMS)))

@@ -25,7 +25,7 @@ from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import DrawKey, DrawnChoices
 from foredraft.core.sampling import Law as TokenLaw
 from foredraft.drafters.model import staged
-from foredraft.engine import fetch as engine_fetch
+from foredraft.models import base as models_base
 
 Result = TypeVar("Result", bound=Hashable)
 Law = dict[Result, float]
@@ -188,7 +188,7 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keyed_choices, "gumbel_argmax", argmax)
         patch.setattr(staged, "gumbel_argmax", argmax)
-        patch.setattr(engine_fetch, "draw_rows", rows)
+        patch.setattr(models_base, "draw_rows", rows)
         patch.setattr(keyed_choices, "gumbel_noise", noise)
         patch.setattr(keyed_choices, "gumbel_top", top)
         patch.setattr(keyed_choices, "keyed_uniform", lambda *key: _LedgerNumber(ledger, key))

@@ -28,9 +28,9 @@ from foredraft.core.sampling import Law, NodeLaws, law_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.drafters import base as drafters_base
-from foredraft.engine import fetch as engine_fetch
 from foredraft.engine import policy as engine_policy
 from foredraft.engine import turn as engine_turn
+from foredraft.models import base as models_base
 from foredraft.models.table import TableModel, TokenCache
 from tests.exactness.drafting import SHAPES, Chosen, Conditional, Draft, Drawn
 from tests.exactness.laws import Rule
@@ -64,7 +64,7 @@ class Parts:
             patch.setattr(drafters_base, "DrawnChoices", self.draft_choices)
             patch.setattr(engine_turn, "DrawKey", self.verify_choices)
             # Draws for all rows at once bypass these parts.
-            patch.setattr(engine_fetch, "draw_rows", lambda _, wanted: [None] * len(wanted))
+            patch.setattr(models_base, "draw_rows", lambda _, wanted: [None] * len(wanted))
             patch.setattr(
                 SamplingParams, "law", lambda params, logits_V, *_: self.law(logits_V, params)
             )

@@ -28,7 +28,7 @@ from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.suffix import SuffixText
 from foredraft.drafters.text.token_recycling import TokenRecyclingDrafter
-from foredraft.engine import fetch as engine_fetch
+from foredraft.models import base as models_base
 from tests.exactness.drafting import SHAPES, Chosen, Drawn, TableDrafter
 from tests.exactness.engine_runs import PROMPT, generate
 from tests.exactness.ledger import Ledger, keyed_numbers_from, law, total_variation
@@ -161,7 +161,7 @@ def test_no_key_is_used_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return draw_rows(logits_NV, wanted)
 
     monkeypatch.setattr(keyed_choices, "gumbel_argmax", recorded_noise)
-    monkeypatch.setattr(engine_fetch, "draw_rows", recorded_rows)
+    monkeypatch.setattr(models_base, "draw_rows", recorded_rows)
     w = world("random", 4)
     requests = [(PROMPT, replace(DRAWN, max_tokens=40, seed=seed)) for seed in range(4)]
     generate(w.target(), DRAFTERS[name](w), 4, requests)
