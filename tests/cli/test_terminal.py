@@ -284,9 +284,9 @@ def conversation(llm: LLM, **options: object) -> Conversation:
 def test_a_second_turn_reads_only_what_is_new(llm: LLM) -> None:
     talk = conversation(llm)
     talk.answer("The ferry crosses the river.")
-    assert llm.engine.prefixes.num_cached_tokens == 0
+    assert llm.engine.stats().prefix_cached_tokens == 0
     talk.answer("And then?")
-    assert llm.engine.prefixes.num_cached_tokens > 20
+    assert llm.engine.stats().prefix_cached_tokens > 20
     fresh = llm.chat(talk.messages[:3], SamplingParams(max_tokens=8, ignore_eos=True))
     assert talk.messages[3]["content"] == fresh.text
 
