@@ -18,10 +18,11 @@ from typing import Any, cast
 
 import torch
 
+from foredraft.core.choices import DrawKey
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
-from foredraft.core.sampling import PlainLaw, RowKey, law_of
+from foredraft.core.sampling import law_of
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.heads.base import HeadModule
@@ -94,8 +95,8 @@ def draws(
         "top-k 40": SamplingParams(temperature=1.0, top_k=40),
     }
 
-    def on_device(logits_NV: torch.Tensor, keys: Sequence[RowKey]) -> list[int]:
-        return [found.token for found in recorded.draw(logits_NV, keys) if found]
+    def on_device(logits_NV: torch.Tensor, keys: Sequence[DrawKey]) -> list[int]:
+        return [found.drawn for found in recorded.draw(logits_NV, keys) if found]
 
     def on_host(logits_NV: torch.Tensor, params: SamplingParams) -> list[int]:
         if not params.temperature:
@@ -112,7 +113,7 @@ def draws(
         for rows in (1, 5, 16):
             logits_NV = 3 * torch.randn(rows, vocab, device=device)
             for name, params in laws.items():
-                keys = [RowKey(5, place, PlainLaw.of(params)) for place in range(rows)]
+                keys = [DrawKey.of(params, 5, place) for place in range(rows)]
                 ways = partial(on_device, logits_NV, keys), partial(on_host, logits_NV, params)
                 device_ms, host_ms = (_milliseconds(way, asked.rounds) for way in ways)
                 figures = {"device_ms": device_ms, "host_ms": host_ms}
@@ -229,9 +230,9 @@ def rounds(
             text = [7 + i % 90 for i in range(250)]
             runner.run([HeadRow(slot, 0, 250)], runner.text_inputs(text, taps))
             for temperature in (0.0, 1.0):
-                law = PlainLaw.of(SamplingParams(temperature=temperature))
+                key = DrawKey.of(SamplingParams(temperature=temperature), 5, 254)
                 few = [tap_TE[:3] for tap_TE in taps]
-                row = ChainRow(slot, 250, text[:3], few, RowKey(5, 254, law))
+                row = ChainRow(slot, 250, text[:3], few, key)
                 times = dict[str, float]()
                 for steps in (2, 4, 6):
                     times[f"whole {steps}"] = _milliseconds(

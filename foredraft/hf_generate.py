@@ -198,8 +198,15 @@ def custom_generate(
     llm = LLM(target, None, options, draft=draft)
     max_tokens = max_length - input_ids.shape[1]
     params = replace(params, max_tokens=max_tokens, stop_token_ids=eos_token_ids, coupling=coupling)
-    results = _run(llm, requests, params, _Output(token_streamer, input_ids))
-    return _returned(input_ids, results, generation_config)
+    if token_streamer is not None:
+        if len(requests) > 1:
+            raise ConfigError(f"a streamer shows one row, and there are {len(requests)}")
+        token_streamer.put(input_ids.cpu())
+    results = _run(llm, requests, params, token_streamer)
+    sequences = _padded(input_ids, results, generation_config)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return SpeculativeOutput(sequences=sequences, speculation=[r.stats for r in results])
 
 
 def _read_inputs(
@@ -368,31 +375,11 @@ def _unpadded(input_ids_BT: Tensor, model_kwargs: Mapping[str, Any]) -> list[lis
     return [row[seen].tolist() for row, seen in zip(input_ids_BT, seen_BT, strict=True)]
 
 
-class _Output:
-    """Hands tokens to a streamer, if there is one."""
-
-    def __init__(self, streamer: Any, input_ids_BT: Tensor) -> None:
-        self._streamer = streamer
-        if streamer is None:
-            return
-        if input_ids_BT.shape[0] > 1:
-            raise ConfigError(f"a streamer shows one row, and there are {input_ids_BT.shape[0]}")
-        streamer.put(input_ids_BT.cpu())
-
-    def put(self, token_ids: Sequence[int]) -> None:
-        for token in token_ids if self._streamer is not None else ():
-            self._streamer.put(torch.tensor([token]))
-
-    def end(self) -> None:
-        if self._streamer is not None:
-            self._streamer.end()
-
-
 def _run(
     llm: LLM,
     requests: Sequence[tuple[Sequence[int], Source | None]],
     params: SamplingParams,
-    output: _Output,
+    streamer: Any,
 ) -> list[GenerationResult]:
     """Generate all rows; results in their order."""
     for prompt, source in requests:
@@ -400,23 +387,15 @@ def _run(
         llm.engine.submit(prompt, replace(params, seed=seed), source=source)
     results: dict[int, GenerationResult] = {}
     for event in llm.engine.run():
-        output.put(event.token_ids)
+        for token in event.token_ids if streamer is not None else ():
+            streamer.put(torch.tensor([token]))
         if event.result is not None:
             results[event.request_id] = event.result
             if event.result.error is not None:
                 raise ForedraftError(f"generation failed: {event.result.error}")
-    output.end()
+    if streamer is not None:
+        streamer.end()
     return [results[request_id] for request_id in sorted(results)]
-
-
-def _returned(
-    input_ids: Tensor, results: Sequence[GenerationResult], config: Any
-) -> Tensor | SpeculativeOutput:
-    """The replies in the form that the caller of ``generate`` asked for."""
-    sequences = _padded(input_ids, results, config)
-    if not config.return_dict_in_generate:
-        return sequences
-    return SpeculativeOutput(sequences=sequences, speculation=[r.stats for r in results])
 
 
 def _padded(input_ids_BT: Tensor, results: Sequence[GenerationResult], config: Any) -> Tensor:

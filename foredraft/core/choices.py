@@ -23,8 +23,9 @@ from torch import Tensor
 from foredraft.core.draws import Scored
 from foredraft.core.named import NamedLaws
 from foredraft.core.noise import gumbel_argmax, gumbel_noise, gumbel_top
+from foredraft.core.params import SamplingParams
 from foredraft.core.rng import Purpose, keyed_uniform
-from foredraft.core.sampling import Law, draw_token
+from foredraft.core.sampling import Law, draw_token, scale_of
 
 TRUST = 1.4
 """How fast the chance of a choice falls with its distance from the best perturbed score. Fitted to
@@ -59,16 +60,32 @@ class DrawKey(NamedTuple):
     Attributes:
         seed: of the request.
         position: tokens committed before the step; of a single draw the position of its token.
-        scale: of the logits, where a draw is from nothing but scaled logits; 0 draws the likeliest.
+        scale: of the logits, for draws from laws that look at no text; 0 draws the likeliest.
+        top_k, top_p, min_p: filters of such laws.
     """
 
     seed: int
     position: int
     scale: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int, position: int) -> DrawKey:
+        """Of a law of temperature and filters alone."""
+        scale = scale_of(params)
+        filters = (params.top_k, params.top_p, params.min_p) if scale else ()
+        return cls(seed, position, scale, *filters)
+
+    @property
+    def filters(self) -> bool:
+        """Whether there are any."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def ahead(self, num_tokens: int) -> DrawKey:
         """The key of a later position."""
-        return DrawKey(self.seed, self.position + num_tokens, self.scale)
+        return DrawKey(self.seed, self.position + num_tokens, *self[2:])
 
     def draw_target(self, law: Law, depth: int) -> int:
         """Draw the token ``depth`` positions after the last committed one.

@@ -24,7 +24,8 @@ Array: TypeAlias = npt.NDArray[Any]
 Scored: TypeAlias = list[tuple[int, float]]
 """Tokens with their scores, best first."""
 Key: TypeAlias = tuple[int, int, float]
-"""A `foredraft.core.choices.DrawKey`: seed and position of the noise, scale of the logits."""
+"""Seed and position of the noise, scale of the logits: a `foredraft.core.choices.DrawKey` without
+filters."""
 
 
 class DrawRow(ctypes.Structure):

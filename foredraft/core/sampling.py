@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,40 +32,6 @@ so that a tiny temperature does not give 0 * inf."""
 def scale_of(params: SamplingParams) -> float:
     """1 / temperature; 0: the likeliest token."""
     return params.temperature and 1.0 / max(params.temperature, _COLDEST[torch.float32])
-
-
-class PlainLaw(NamedTuple):
-    """Temperature and filters, as `SamplingParams` has them: a law that looks at no text.
-
-    Attributes:
-        scale: 1 / temperature; 0: the likeliest token.
-    """
-
-    scale: float
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> PlainLaw:
-        scale = scale_of(params)
-        return cls(scale, params.top_k, params.top_p, params.min_p) if scale else cls(0.0)
-
-    @property
-    def filters(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
-
-class RowKey(NamedTuple):
-    """What a row of logits is drawn by: seed and position of the noise, and the law."""
-
-    seed: int
-    position: int
-    law: PlainLaw
-
-    def ahead(self, num_tokens: int) -> RowKey:
-        """The key of a later position."""
-        return RowKey(self.seed, self.position + num_tokens, self.law)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ request is given its slot, when its controller names another drafter, and when a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -126,11 +126,9 @@ def read(batch: Sequence[Turn], most_tokens: int) -> None:
     Args:
         most_tokens: that they read in all: what others wait for.
     """
-    reading: dict[LoadedDrafter, list[Turn]] = {}
-    for turn in batch:
-        follows = turn.request.drafter is not None and (turn.budget or not turn.reads_all)
-        if follows and _loaded(turn.request).traits.reads:
-            reading.setdefault(_loaded(turn.request), []).append(turn)
+    reading = _by_drafter(
+        batch, lambda turn, loaded: loaded.traits.reads and bool(turn.budget or not turn.reads_all)
+    )
     for loaded, turns in reading.items():
         rows = [turn.request.draft_row() for turn in turns]
         with loaded.timed("read_ms"):
@@ -144,13 +142,11 @@ def read(batch: Sequence[Turn], most_tokens: int) -> None:
 
 def propose(batch: Sequence[Turn]) -> None:
     """A proposal for each row, empty where there is none."""
-    asked: dict[LoadedDrafter, list[Turn]] = {}
     for turn in batch:
         if turn.forced:
-            turn.proposal, turn.num_forced = _chain(turn.forced), len(turn.forced)
-        if turn.budget:
-            asked.setdefault(_loaded(turn.request), []).append(turn)
-    for loaded, turns in asked.items():
+            turn.proposal = Proposal.chosen(TokenTree.chain(turn.forced))
+            turn.num_forced = len(turn.forced)
+    for loaded, turns in _by_drafter(batch, lambda turn, _: turn.budget > 0).items():
         with loaded.timed("draft_ms"):
             _ask(loaded, turns)
 
@@ -160,27 +156,19 @@ def taps(batch: Sequence[Turn]) -> Sequence[int]:
 
     With steps that may draft, or always where a drafter keeps something for each token.
     """
-    wanted = {
-        _loaded(turn.request)
-        for turn in batch
-        if turn.request.drafter is not None
-        and (turn.allowance.budget or _loaded(turn.request).layers)
-    }
+    wanted = _by_drafter(batch, lambda turn, loaded: bool(turn.allowance.budget or loaded.layers))
     return sorted({tap for loaded in wanted for tap in loaded.taps})
 
 
 def observe(batch: Sequence[Turn], scores: Scores) -> None:
     """Tell drafters what became of the rows that they follow."""
-    watched: dict[LoadedDrafter, list[int]] = {}
-    for index, turn in enumerate(batch):
-        if turn.request.drafter is not None and _loaded(turn.request).traits.learns:
-            watched.setdefault(_loaded(turn.request), []).append(index)
-    for loaded, indices in watched.items():
+    numbers = {turn: number for number, turn in enumerate(batch)}
+    for loaded, turns in _by_drafter(batch, lambda _, loaded: loaded.traits.learns).items():
         with loaded.timed("learn_ms"):
-            failed = loaded.observe([batch[i].seen(scores, i) for i in indices])
-            for index in indices if failed else ():
-                if batch[index].request_id in failed:
-                    _lose(batch[index].request)
+            failed = loaded.observe([turn.seen(scores, numbers[turn]) for turn in turns])
+            for turn in turns if failed else ():
+                if turn.request_id in failed:
+                    _lose(turn.request)
 
 
 def loaded_for(batch: Sequence[Turn]) -> list[LoadedDrafter]:
@@ -276,6 +264,19 @@ def _loaded(request: Request) -> LoadedDrafter:
     """The request's drafter; it must have one."""
     assert request.drafter is not None
     return request.policy.drafters[request.drafter]
+
+
+def _by_drafter(
+    batch: Sequence[Turn], takes_part: Callable[[Turn, LoadedDrafter], bool]
+) -> dict[LoadedDrafter, list[Turn]]:
+    """The rows that a drafter drafts for and that take part, by drafter."""
+    groups: dict[LoadedDrafter, list[Turn]] = {}
+    for turn in batch:
+        if turn.request.drafter is not None:
+            loaded = _loaded(turn.request)
+            if takes_part(turn, loaded):
+                groups.setdefault(loaded, []).append(turn)
+    return groups
 
 
 def _why_plain(request: Request, allowance: Allowance) -> str:
@@ -379,7 +380,3 @@ def permitted(proposal: Proposal, request: Request) -> Proposal:
         return proposal
     del paths[ROOT]
     return Proposal.chosen(tree.subset([*paths]))
-
-
-def _chain(tokens: Sequence[int]) -> Proposal:
-    return Proposal.chosen(TokenTree.chain(tokens))

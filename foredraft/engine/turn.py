@@ -13,7 +13,7 @@ from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.record import FinishReason, RowStep
 from foredraft.core.rules import Rules
-from foredraft.core.sampling import Law, PlainLaw, RowKey
+from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.drafters.base import DraftRow
@@ -62,7 +62,10 @@ class Turn:
         self._logprobs: list[TokenLogprobs] = []
         prompt = request.prompt_logprobs
         self.wants_prompt_logprobs = prompt is not None and not prompt.is_complete
-        self.key = DrawKey(request.seed, len(request.tokens), request.rules.scale or 0.0)
+        position = len(request.tokens)
+        self.key = DrawKey(request.seed, position)
+        if request.rules.filters_only:
+            self.key = DrawKey.of(request.params, request.seed, position)
 
     def record(self) -> RowStep:
         """The row's part of the step's record: plain data."""
@@ -127,8 +130,11 @@ class Turn:
         if not self.reads_all:
             return ScoreRow(request.slot, pending, tree, False, computed, source=request.source)
         draw = None if request.rules.scale is None else self.key
+        is_drawn = isinstance(self.proposal, DrawnProposal) and self.key.scale > 0.0
+        plain = request.rules.filters_only and request.params.logprobs is None and not is_drawn
         return ScoreRow(
-            request.slot, pending, tree, True, computed, draw, request.source, self._plain_key()
+            *(request.slot, pending, tree, True, computed, draw, request.source),
+            plain=self.key if plain else None,
         )
 
     def verify(self, scores: Scores) -> None:
@@ -171,16 +177,6 @@ class Turn:
         if request.finish_reason != "error":
             request.check()
         self.finish_reason = request.finish_reason
-
-    def _plain_key(self) -> RowKey | None:
-        """See `ScoreRow.plain`."""
-        request = self.request
-        if not request.rules.filters_only or request.params.logprobs is not None:
-            return None
-        law = PlainLaw.of(request.params)
-        if law.scale and isinstance(self.proposal, DrawnProposal):
-            return None
-        return RowKey(request.seed, len(request.tokens), law)
 
     @property
     def kept(self) -> tuple[int, Sequence[int]]:

@@ -21,13 +21,13 @@ from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Scored
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.rules.bans import ModelBans
-from foredraft.core.sampling import Law, RowKey, draw_rows
+from foredraft.core.sampling import Law, draw_rows
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 
 _T = TypeVar("_T")
 
 
-DeviceDraw: TypeAlias = Callable[[Tensor, Sequence[RowKey]], list[Law | None]]
+DeviceDraw: TypeAlias = Callable[[Tensor, Sequence[DrawKey]], list[Law | None]]
 """Draws from each of some rows of logits by its key; None of those that are not finite."""
 
 Ability = Literal[
@@ -145,7 +145,7 @@ class ScoreRow:
     computed: Computed | None = None
     draw: DrawKey | None = None
     source: Source | None = None
-    plain: RowKey | None = None
+    plain: DrawKey | None = None
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Scores:
             return self._drawn_ahead([row.draw for row in rows])
         found = [*map(Scores.of_row, self._split())]
         others = [i for i, span in enumerate(self.heads) if span]
-        greedy = [i for i in others if (key := rows[i].plain) and not key.law.scale]
+        greedy = [i for i in others if (key := rows[i].plain) and not key.scale]
         if self.draw and len(greedy) < len(others):
             here = [i for i in others if rows[i].plain]
             keys = [key for i in here for key in _keys_of(rows[i])]
@@ -255,7 +255,7 @@ class Scores:
         rows, drawn = [*zip(self.heads, keys, strict=True)], self.drawn
         own: list[Sequence[Law | None]]
         if drawn is None:
-            wanted = [(span.start, key) for span, key in rows if key is not None and span]
+            wanted = [(span.start, key[:3]) for span, key in rows if key is not None and span]
             found = iter(draw_rows(self.logits_NV, wanted) if wanted else ())
             own = [[next(found)] if key is not None and span else [] for span, key in rows]
         else:
@@ -277,7 +277,7 @@ def is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _keys_of(row: ScoreRow) -> list[RowKey]:
+def _keys_of(row: ScoreRow) -> list[DrawKey]:
     """Of the tokens after the pending ones and after each node, by their own noise."""
     assert row.plain is not None
     return [row.plain.ahead(depth) for depth in (0, *row.tree.depths)]
@@ -473,7 +473,7 @@ class ChainRow:
     start: int
     following: Sequence[int]
     taps: Sequence[Tensor]
-    key: RowKey
+    key: DrawKey
 
 
 class HeadChain(Protocol):

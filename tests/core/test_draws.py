@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.core.choices import DrawKey
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.sampling import draw_rows
 
@@ -21,8 +20,8 @@ def test_rows_drawn_together_are_drawn_as_each_alone(dtype: Any, vocab: int) -> 
     logits_NV = generator.normal(0.0, 3.0, (6, vocab)).astype(dtype)
     logits_NV[2] = 1.0  # of equal ones the first
     rows = [
-        *((4, DrawKey(3, 0, 1.0)), (0, DrawKey(1 << 63, 17, 0.0))),
-        *((2, DrawKey(0, 1 << 40, 1.7)), (5, DrawKey(9, 5, 0.0))),
+        *((4, (3, 0, 1.0)), (0, (1 << 63, 17, 0.0))),
+        *((2, (0, 1 << 40, 1.7)), (5, (9, 5, 0.0))),
     ]
     draws = draw_rows(torch.from_numpy(logits_NV), rows)
     if None in draws:
@@ -39,7 +38,5 @@ def test_rows_drawn_together_are_drawn_as_each_alone(dtype: Any, vocab: int) -> 
 def test_rows_that_are_not_finite_are_left_to_others() -> None:
     logits_NV = np.zeros((4, 300), np.float32)
     logits_NV[1, 5], logits_NV[2, 7], logits_NV[3] = np.nan, np.inf, -np.inf
-    draws = draw_rows(
-        torch.from_numpy(logits_NV), [(i, DrawKey(0, 0, 1.0 * (i < 3))) for i in range(4)]
-    )
+    draws = draw_rows(torch.from_numpy(logits_NV), [(i, (0, 0, 1.0 * (i < 3))) for i in range(4)])
     assert draws[1:] == [None, None, None]

@@ -22,7 +22,8 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
-from foredraft.core.choices import DrawKey, DrawnChoices
+from foredraft.core.choices import DrawnChoices
+from foredraft.core.draws import Key
 from foredraft.core.sampling import Law as TokenLaw
 from foredraft.drafters.model import staged
 from foredraft.models import base as models_base
@@ -173,7 +174,7 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
             :count
         ]
 
-    def rows(logits_NV: Tensor, wanted: Sequence[tuple[int, DrawKey]]) -> list[TokenLaw | None]:
+    def rows(logits_NV: Tensor, wanted: Sequence[tuple[int, Key]]) -> list[TokenLaw | None]:
         drawn: list[TokenLaw | None] = []
         for row, (seed, position, scale) in wanted:
             best = int(logits_NV[row].argmax())

@@ -14,7 +14,8 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
-from foredraft.core.choices import DrawKey, SharedChoices
+from foredraft.core.choices import SharedChoices
+from foredraft.core.draws import Key
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
@@ -156,8 +157,8 @@ def test_no_key_is_used_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(keyed_choices, "keyed_uniform", recorded)
 
-    def recorded_rows(logits_NV: Tensor, wanted: Sequence[tuple[int, DrawKey]]) -> list[Law | None]:
-        used.extend(("noise", key.seed, key.position) for _, key in wanted)
+    def recorded_rows(logits_NV: Tensor, wanted: Sequence[tuple[int, Key]]) -> list[Law | None]:
+        used.extend(("noise", seed, position) for _, (seed, position, _) in wanted)
         return draw_rows(logits_NV, wanted)
 
     monkeypatch.setattr(keyed_choices, "gumbel_argmax", recorded_noise)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.core.choices import DrawKey
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
-from foredraft.core.sampling import PlainLaw, RowKey, law_of
+from foredraft.core.sampling import law_of
 from foredraft.models.native.cuda import RecordedDraws
 
 pytest.importorskip("triton")
@@ -35,13 +36,13 @@ LAWS = [
 Draw = tuple[int | None, int, float, float | None]
 
 
-def draw(logits_NV: Tensor, keys: list[RowKey]) -> list[Draw | None]:
+def draw(logits_NV: Tensor, keys: list[DrawKey]) -> list[Draw | None]:
     """The token drawn, the likeliest one, the cut and the scale of each row."""
     laws = RecordedDraws(torch.device(DEVICE)).draw(logits_NV.to(DEVICE), keys)
     return [law and (law.drawn, law.token, law.cut, law.scale) for law in laws]
 
 
-def expected(logits_V: Tensor, key: RowKey, params: SamplingParams) -> Draw:
+def expected(logits_V: Tensor, key: DrawKey, params: SamplingParams) -> Draw:
     law = law_of(logits_V, params)
     token = law.token
     if law.scale is not None:
@@ -63,7 +64,7 @@ def test_draws_equal_those_of_the_host(vocab: int, kind: str) -> None:
         logits_NV[:, 1::3] = -math.inf
     seeds = [chance.choice([0, 7, 2**63 + 11, 2**64 - 1, chance.getrandbits(64)]) for _ in LAWS]
     positions = [chance.choice([0, 5, 2**32 + 3, chance.getrandbits(20)]) for _ in LAWS]
-    keys = [RowKey(s, p, PlainLaw.of(q)) for s, p, q in zip(seeds, positions, LAWS, strict=True)]
+    keys = [DrawKey.of(q, s, p) for s, p, q in zip(seeds, positions, LAWS, strict=True)]
     found = draw(logits_NV, keys)
     assert found == [*map(expected, logits_NV, keys, LAWS)]
     # The same alone, and among rows that filter nothing.
@@ -73,7 +74,6 @@ def test_draws_equal_those_of_the_host(vocab: int, kind: str) -> None:
 def test_rows_that_are_not_finite_have_no_draw() -> None:
     logits_NV = torch.zeros(4, 300)
     logits_NV[0, 17], logits_NV[1], logits_NV[2, 3] = math.nan, -math.inf, math.inf
-    law = PlainLaw(1.0, 10, 0.9, 0.1)
-    found = draw(logits_NV, [RowKey(1, 2, law)] * 4)
+    found = draw(logits_NV, [DrawKey(1, 2, 1.0, 10, 0.9, 0.1)] * 4)
     assert found[:3] == [None] * 3
     assert found[3] is not None

@@ -55,7 +55,7 @@ def test_a_forward_draws_what_its_logits_give(checkpoint: Path, num_threads: int
     asked = rows(model)
     scores = model.score(asked)
     wanted = [
-        (place, row.draw.ahead(ahead))
+        (place, row.draw.ahead(ahead)[:3])
         for row, places in zip(asked, scores.heads, strict=True)
         if row.draw
         for ahead, place in enumerate(places if row.tree.is_chain else places[:1])

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.core.choices import DrawKey
 from foredraft.core.noise import gumbel_top
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import RowStep
-from foredraft.core.sampling import PlainLaw, RowKey, law_of
+from foredraft.core.sampling import law_of
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.heads.base import HeadModule
@@ -72,7 +73,7 @@ def test_a_round_equals_steps(kind: str, params: SamplingParams) -> None:
     rows, expected = [], []
     for number, text in enumerate(TEXTS):
         slot, taps = read(target, text)
-        key = RowKey(7 + number, len(text), PlainLaw.of(params))
+        key = DrawKey.of(params, 7 + number, len(text))
         # All but the last few are read before, as a prompt is.
         last = len(text) - 4
         runner.run(
@@ -109,7 +110,7 @@ def by_steps(
     start: int,
     following: Sequence[int],
     taps: Sequence[Tensor],
-    key: RowKey,
+    key: DrawKey,
     params: SamplingParams,
     names_R: Tensor,
 ) -> list[list[tuple[int, float]]]:
@@ -128,7 +129,7 @@ def by_steps(
 
 
 def candidates(
-    logits_R: Tensor, key: RowKey, step: int, params: SamplingParams, names_R: Tensor
+    logits_R: Tensor, key: DrawKey, step: int, params: SamplingParams, names_R: Tensor
 ) -> list[tuple[int, float]]:
     if not params.temperature:
         top = logits_R.topk(16)
@@ -138,7 +139,7 @@ def candidates(
     spread_V[names_R] = law.logits_V
     assert law.scale is not None
     scored = gumbel_top(spread_V, 16, key.seed, key.position + step, law.scale)
-    largest = 0.0 if key.law.filters else float(logits_R.max()) * law.scale
+    largest = 0.0 if key.filters else float(logits_R.max()) * law.scale
     return [(token, score + largest) for token, score in scored]
 
 

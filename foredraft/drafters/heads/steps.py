@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import CacheLayers
-from foredraft.core.choices import Choice, DrawnChoices
+from foredraft.core.choices import Choice, DrawKey, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep
-from foredraft.core.sampling import PlainLaw, RowKey
+from foredraft.core.sampling import scale_of
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
@@ -382,12 +382,11 @@ class StepDrafter(BaseDrafter):
 
 def _chain_row(row: DraftRow, request: _Request) -> ChainRow:
     """A row's part of a round, with the noise of its own choices."""
-    read, law = request.unread, PlainLaw.of(row.params)
+    read = request.unread
     assert not isinstance(row.choices, DrawnChoices)
-    key = row.choices.draw_key(0, law.scale)
+    key = row.choices.draw_key(0, scale_of(row.params))
     assert key is not None
-    law = law if key.scale else PlainLaw(0.0)
-    own = RowKey(key.seed, key.position, law)
+    own = DrawKey.of(row.params, key.seed, key.position) if key.scale else key
     return ChainRow(request.slot, read.start, read.following, read.taps, own)
 
 

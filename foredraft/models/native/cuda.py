@@ -35,8 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import Entries
+from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Array
-from foredraft.core.sampling import Law, RowKey
+from foredraft.core.sampling import Law
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import (
     Decoder,
@@ -582,14 +583,14 @@ class RecordedDraws:
         ] = {}
 
     @torch.no_grad()
-    def draw(self, logits_NV: Tensor, keys: Sequence[RowKey]) -> list[Law | None]:
+    def draw(self, logits_NV: Tensor, keys: Sequence[DrawKey]) -> list[Law | None]:
         """A draw from each row of float32 logits; all numbers come in one transfer.
 
         None where the largest logit is not finite or one is NaN.
         """
         from foredraft.models.native.device_draws import drawn, key_numbers, laws_of
 
-        rows, has_cuts = power_of_two(len(keys)), any(key.law.filters for key in keys)
+        rows, has_cuts = power_of_two(len(keys)), any(key.filters for key in keys)
         if rows > _MOST_DRAWN:  # bound by their number, not by launches
             numbers_6N = torch.from_numpy(key_numbers(keys)).to(self._device)
             return laws_of(drawn(logits_NV, numbers_6N, has_cuts), logits_NV, keys)

@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Array
-from foredraft.core.sampling import Law, RowKey
+from foredraft.core.sampling import Law
 
 _CHUNK = 1024
 """Tokens of a program that adds noise."""
@@ -283,7 +284,7 @@ def _cut_kernel(
     tl.store(cuts + row, cut)
 
 
-def laws_of(found_CN: Tensor, logits_NV: Tensor, keys: Sequence[RowKey]) -> list[Law | None]:
+def laws_of(found_CN: Tensor, logits_NV: Tensor, keys: Sequence[DrawKey]) -> list[Law | None]:
     """The laws of these rows with what `drawn` has found for the first ones, in one transfer.
 
     None where the largest logit is not finite or one is NaN.
@@ -295,7 +296,7 @@ def laws_of(found_CN: Tensor, logits_NV: Tensor, keys: Sequence[RowKey]) -> list
         None
         if token < 0
         else Law(
-            *(logits_V, key.law.scale or None, best),
+            *(logits_V, key.scale or None, best),
             *(-math.inf if bits is None else _float(bits), token),
         )
         for key, logits_V, token, best, bits in found
@@ -404,11 +405,10 @@ def _draw(
     )
 
 
-def key_numbers(keys: Sequence[RowKey]) -> Array:
+def key_numbers(keys: Sequence[DrawKey]) -> Array:
     """As `drawn` takes them."""
-    laws = [key.law for key in keys]
-    wholes = [[k.seed for k in keys], [k.position for k in keys], [law.top_k for law in laws]]
-    parts = [[law.scale for law in laws], [law.top_p for law in laws], [law.min_p for law in laws]]
+    wholes = [[k.seed for k in keys], [k.position for k in keys], [k.top_k for k in keys]]
+    parts = [[k.scale for k in keys], [k.top_p for k in keys], [k.min_p for k in keys]]
     both = np.array(wholes, np.uint64), np.array(parts, np.float64).view(np.uint64)
     return np.concatenate(both).ravel().view(np.int64)
 

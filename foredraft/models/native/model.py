@@ -722,7 +722,7 @@ def scored(
 ) -> Scores:
     """Run a plan, and draw what is wanted where the decoder does that."""
     if decoder.draws and wanted:
-        plan = replace(plan, draws=draw_array(wanted))
+        plan = replace(plan, draws=draw_array([(row, key[:3]) for row, key in wanted]))
     logits_NV, tapped = decoder.forward(plan, cache, taps)
     drawn: list[Law | None] | None = None
     if plan.draws:
