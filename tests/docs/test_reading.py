@@ -29,7 +29,8 @@ def test_the_walk_goes_in_the_order_of_the_code() -> None:
     at = [source.index(f"{call}(") for call in calls]
     assert at == sorted(at)
     section = page[page.index("**Allow.**") :]
-    names = [call.split(".")[0].capitalize() + "." + call.split(".")[1] for call in calls]
+    names = [call.removeprefix("drafting.") for call in calls]
+    names = [name[0].upper() + name[1:] if "." in name else name for name in names]
     told = [section.index(f"[`{name}`]") for name in names]
     assert told == sorted(told)
 
