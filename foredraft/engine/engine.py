@@ -499,8 +499,9 @@ class Engine:
     def _open(self, request: Request) -> None:
         """Give a request its slot."""
         slots.begin(self.target.cache, request, self._headroom)
-        self._stats.prefix_tokens += len(request.tokens)
-        self._stats.prefix_cached_tokens += request.num_cached
+        if request.shares or request.num_cached:
+            self._stats.prefix_tokens += len(request.tokens)
+            self._stats.prefix_cached_tokens += request.num_cached
 
     def _close(self, request: Request) -> None:
         """Detach a request's drafter and free its slot."""

@@ -114,9 +114,8 @@ class LiveProof:
                     return None
                 sample = self._samples.popleft()
                 self._current = sample, self._again(sample)
-                engine.add([self._current[1]])
-            for event in engine.step(self._policy):
-                self._take(event)
+                engine.add([self._current[1]], self._take)
+            engine.step(self._policy)
         return 0.0
 
     def _again(self, sample: _Sample) -> Request:
@@ -150,9 +149,7 @@ class LiveProof:
         )
 
     def _take(self, event: Event) -> None:
-        if self._current is None or event.request_id != self._current[1].request_id:
-            return
-        if event.result is None:
+        if self._current is None or event.result is None:
             return
         sample, self._current = self._current[0], None
         if event.result.finish_reason in ("cancelled", "error"):
