@@ -96,7 +96,8 @@ def draws(
     }
 
     def on_device(logits_NV: torch.Tensor, keys: Sequence[DrawKey]) -> list[int]:
-        return [found.drawn for found in recorded.draw(logits_NV, keys) if found]
+        laws = recorded.draw(logits_NV, keys)
+        return [law.drawn for law in laws if law and law.drawn is not None]
 
     def on_host(logits_NV: torch.Tensor, params: SamplingParams) -> list[int]:
         if not params.temperature:
