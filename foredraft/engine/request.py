@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from foredraft.cache.base import Cache
+from foredraft.core.choices import DrawKey
 from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.errors import ConfigError, ForedraftError, NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
@@ -168,6 +169,7 @@ class Request:
         leader: the first of several replies to one prompt, for the others, which share its
             prefilled prompt.
         index: which of these replies it is.
+        first_key: key of its random numbers at the beginning of its text.
         draft_params: the ``params`` that drafters see: all but the seed.
         draft_source: the text of its source, for drafters.
         reader: called with its events, which the step also returns.
@@ -231,6 +233,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.draft_params = replace(self.params, seed=None)
+        plain = self.rules.filters_only
+        self.first_key = DrawKey.of(self.params, self.seed, 0) if plain else DrawKey(self.seed, 0)
         # drafters have encoders of their own
         self.draft_source = self.source and replace(self.source, states_SE=None)
         if self.params.speculation != "auto":

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from foredraft.control.base import NOTHING_ALLOWED
-from foredraft.core.choices import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
@@ -62,10 +61,7 @@ class Turn:
         self._logprobs: list[TokenLogprobs] = []
         prompt = request.prompt_logprobs
         self.wants_prompt_logprobs = prompt is not None and not prompt.is_complete
-        position = len(request.tokens)
-        self.key = DrawKey(request.seed, position)
-        if request.rules.filters_only:
-            self.key = DrawKey.of(request.params, request.seed, position)
+        self.key = request.first_key.ahead(len(request.tokens))
 
     def record(self) -> RowStep:
         """The row's part of the step's record: plain data."""
