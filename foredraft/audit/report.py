@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_SAME, Finding, Level, exit_code
-from foredraft.bench.report import provenance
-from foredraft.core.errors import ConfigError
+from foredraft.bench.report import Report, Table
 
 SCHEMA = 1
 """Version of the JSON file. A field that is removed or changes its meaning makes a new version."""
@@ -77,19 +74,9 @@ class AuditReport:
             ],
         }
 
-    def json(self) -> str:
-        """Figures, command, versions and machine, as one JSON object."""
-        return json.dumps(provenance(self.seed) | self.as_dict(), default=str)
-
-    def write(self, path: str | None) -> None:
-        """Write the JSON to a file, if one is named.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        if path is None:
-            return
-        try:
-            Path(path).write_text(self.json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error}") from error
+    def give(self, output: str | None = None, *, as_json: bool = False) -> None:
+        """Print its levels and the sentence, or the JSON; see `foredraft.bench.report.Report`."""
+        columns = {"level": "{name}", "verdict": "{verdict}", "what was found": "{said}"}
+        tables = [Table("", [*map(vars, self.levels)], columns)]
+        report = Report(tables, self.as_dict(), [self.sentence], self.seed)
+        report.give(output, as_json=as_json)

@@ -120,7 +120,7 @@ def test_an_engine_with_a_fault_is_different(name: str, tmp_path: Path) -> None:
     assert report.exit_code == EXIT_DIFFERENT
     assert "DIFFERENT" in report.sentence
     assert "tamper" not in report.sentence
-    report.write(str(tmp_path / "audit.json"))
+    report.give(str(tmp_path / "audit.json"))
     assert json.loads((tmp_path / "audit.json").read_text())["sentence"] == report.sentence
 
 
