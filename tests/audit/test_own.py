@@ -14,10 +14,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from foredraft.audit.faults import FAULTS, Fault, TokenRule, planted
-from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.own import AuditedReply, OwnAudit, _shortened
 from foredraft.audit.plain import Margins
+from foredraft.audit.report import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
