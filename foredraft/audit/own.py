@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from foredraft.audit.faults import FAULTS, Fault, planted
-from foredraft.audit.levels import Finding, Level
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.plain import Difference, Margins, PlainTarget, difference_of
-from foredraft.audit.report import AuditReport
+from foredraft.audit.report import AuditReport, Finding, Level
 from foredraft.audit.statistics import RARE, Drafted, LawTests, share_below
 from foredraft.bench.prompts import encoded_prompts
 from foredraft.cache.blocks import in_blocks

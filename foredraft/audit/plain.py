@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft.audit.levels import Finding
+from foredraft.audit.report import Finding
 from foredraft.core.noise import gumbel_argmax, gumbel_noise
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules

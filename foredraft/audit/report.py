@@ -1,19 +1,59 @@
-"""The report of an audit: one sentence, its levels, and JSON."""
+"""The report of an audit: its levels, each with a verdict, one sentence for all, and JSON."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_SAME, Finding, Level, exit_code
-from foredraft.bench.report import provenance
-from foredraft.core.errors import ConfigError
+from foredraft.bench.report import Report, Table
 
 SCHEMA = 1
 """Version of the JSON file. A field that is removed or changes its meaning makes a new version."""
+
+
+class Finding(StrEnum):
+    """The verdict of a level."""
+
+    SAME_BITS = "same bits"
+    NEAR_TIES = "same but for near-ties"
+    SAME_LAW = "same law at this power"
+    ALL_FOUND = "all planted faults found"
+    DIFFERENT = "DIFFERENT"
+    INCONCLUSIVE = "inconclusive"
+    NOT_ASKED = "does not apply"
+
+
+EXIT_SAME, EXIT_DIFFERENT, EXIT_INCONCLUSIVE = 0, 1, 3
+"""Exit status of the command; 2 is for what cannot be used."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The result of one kind of test.
+
+    Attributes:
+        name: of the level.
+        said: the finding, or the reason why there is none, in a sentence.
+        figures: counts, statistics and p-values by name.
+        evidence: differences: token, position and size.
+    """
+
+    name: str
+    verdict: Finding
+    said: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Sequence[Mapping[str, Any]] = ()
+
+
+def exit_code(levels: Iterable[Level]) -> int:
+    """Different where any level is; else inconclusive where any is; else the same."""
+    verdicts = {level.verdict for level in levels}
+    if Finding.DIFFERENT in verdicts:
+        return EXIT_DIFFERENT
+    decided = verdicts - {Finding.INCONCLUSIVE, Finding.NOT_ASKED}
+    return EXIT_INCONCLUSIVE if Finding.INCONCLUSIVE in verdicts or not decided else EXIT_SAME
 
 
 @dataclass(frozen=True)
@@ -77,19 +117,9 @@ class AuditReport:
             ],
         }
 
-    def json(self) -> str:
-        """Figures, command, versions and machine, as one JSON object."""
-        return json.dumps(provenance(self.seed) | self.as_dict(), default=str)
-
-    def write(self, path: str | None) -> None:
-        """Write the JSON to a file, if one is named.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        if path is None:
-            return
-        try:
-            Path(path).write_text(self.json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error}") from error
+    def give(self, output: str | None = None, *, as_json: bool = False) -> None:
+        """Print its levels and the sentence, or the JSON; see `foredraft.bench.report.Report`."""
+        columns = {"level": "{name}", "verdict": "{verdict}", "what was found": "{said}"}
+        tables = [Table("", [*map(vars, self.levels)], columns)]
+        report = Report(tables, self.as_dict(), [self.sentence], self.seed)
+        report.give(output, as_json=as_json)

@@ -24,10 +24,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from foredraft.audit.levels import Finding, Level
 from foredraft.audit.options import AuditOptions, ServerOptions
 from foredraft.audit.plain import Margins
-from foredraft.audit.report import AuditReport
+from foredraft.audit.report import AuditReport, Finding, Level
 from foredraft.audit.statistics import Drafted, LawTests, share_below
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError, ForedraftError

@@ -81,7 +81,7 @@ class Report:
             ConfigError: the file cannot be written.
         """
         if as_json:
-            sys.stdout.write(json.dumps(provenance(self.seed) | self.as_dict()) + "\n")
+            sys.stdout.write(_json(self.as_dict(), self.seed) + "\n")
         else:
             self.show()
         if output:
@@ -111,15 +111,16 @@ def _cell(form: str, row: Mapping[str, Any]) -> str:
         return ""
 
 
-def provenance(seed: int) -> dict[str, Any]:
-    """Command, revision, versions, machine, threads, seed and time."""
-    return {
+def _json(figures: Mapping[str, Any], seed: int, indent: int | None = None) -> str:
+    """Figures behind command, revision, versions, machine, threads, seed and time."""
+    made = {
         "command": _command(),
         "revision": _revision(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "machine": describe_machine(),
     }
+    return json.dumps(made | dict(figures), default=str, indent=indent)
 
 
 def _command() -> str:
@@ -161,6 +162,6 @@ def write_json(path: str, figures: dict[str, Any], seed: int) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        Path(path).write_text(json.dumps(provenance(seed) | figures, indent=1) + "\n")
+        Path(path).write_text(_json(figures, seed, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error

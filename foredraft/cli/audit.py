@@ -72,11 +72,7 @@ def audit(
         report = _own(load, params, options)
     else:
         report = _of_server(replace(server, seed=params.seed or 0), options, api_key)
-    if as_json:
-        typer.echo(report.json())
-    else:
-        _show(report)
-    report.write(output)
+    report.give(output, as_json=as_json)
     raise typer.Exit(report.exit_code)
 
 
@@ -103,15 +99,3 @@ def _of_server(server: ServerOptions, options: AuditOptions, api_key: str | None
         plain = Endpoint(connect(server.plain_endpoint, api_key), server.served_model, keeps)
     with RichProgress() as progress:
         return ServerAudit(endpoint, plain, options, server, progress).report()
-
-
-def _show(report: AuditReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    table = Table("level", "verdict", "what was found", box=None, padding=(0, 1, 0, 0))
-    for level in report.levels:
-        table.add_row(level.name, level.verdict, level.said)
-    console.print(table)
-    console.print(report.sentence, markup=False, soft_wrap=True)

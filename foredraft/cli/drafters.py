@@ -165,12 +165,10 @@ def _text_files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file())
-            parts = [each.relative_to(path).parts for each in inside]
-            is_hidden = [any(part.startswith(".") for part in each) for each in parts]
-            found += [
-                each for each, left_out in zip(inside, is_hidden, strict=True) if not left_out
-            ]
+            for inside in sorted(path.rglob("*")):
+                parts = inside.relative_to(path).parts
+                if inside.is_file() and not any(part.startswith(".") for part in parts):
+                    found.append(inside)
         elif path.is_file():
             found.append(path)
         else:

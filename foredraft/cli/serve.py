@@ -124,6 +124,7 @@ def serve(
         with contextlib.suppress(KeyboardInterrupt), cluster.serving(load, settings):
             say(f"Serving {load.model} at {settings.address(settings.port)}/v1", stderr=True)
             threading.Event().wait()  # until Ctrl-C or SIGTERM
+        return
     if log_requests:
         logging.getLogger("foredraft.server.access").setLevel(logging.INFO)
     with o.tracing(trace) as load_llm:

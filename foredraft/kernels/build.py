@@ -77,22 +77,23 @@ def load_library(name: str = "decoder", instructions: str | None = None) -> ctyp
     Raises:
         KernelUnavailable: it is switched off, or cannot be compiled or loaded here.
     """
+    return _chosen(name, instructions)[1]
+
+
+def _chosen(name: str, instructions: str | None = None) -> tuple[InstructionSet, ctypes.CDLL]:
     chosen = choose(instructions)
     if instructions or os.environ.get(SWITCH):
-        return _load(name, chosen)
-    return _load_best(name, tuple(one for one in available() if one.automatic))[1]
+        return chosen, _load(name, chosen)
+    return _load_best(name, tuple(one for one in available() if one.automatic))
 
 
 def describe_instructions() -> dict[str, str | list[str] | None]:
     """What kernels are compiled for here (None: there are none), where, and what is beyond it."""
     try:
-        chosen = choose()
-        if not os.environ.get(SWITCH):
-            chosen, _ = _load_best("decoder", tuple(one for one in available() if one.automatic))
-        library = Path(_load("decoder", chosen)._name)
+        chosen, library = _chosen("decoder")
     except KernelUnavailable:
         return {"instructions": None, "instructions_unused": [], "kernels_from": None}
-    in_package = library.parent == _SOURCES / SHIPPED
+    in_package = Path(library._name).parent == _SOURCES / SHIPPED
     return {
         "instructions": chosen.name,
         "instructions_unused": beyond(chosen),

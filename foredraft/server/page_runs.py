@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -98,7 +99,7 @@ class Lanes:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._made = lru_cache(_MAX_LLMS)(self._make)
+        self._made, self._lock = lru_cache(_MAX_LLMS)(self._make), threading.Lock()
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -113,7 +114,8 @@ class Lanes:
         """
         if spec.drafter is not None and spec.drafter not in self.drafters:
             raise unknown("drafter", spec.drafter, self.drafters)
-        return self._made(spec)
+        with self._lock:  # one of each
+            return self._made(spec)
 
     def info(self) -> dict[str, Any]:
         """The model, its drafters, and the time of a forward of n tokens."""

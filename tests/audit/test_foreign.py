@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from benchmarks.gguf import write_gguf
-from foredraft.audit.levels import EXIT_DIFFERENT, Finding
 from foredraft.audit.options import AuditOptions, ServerOptions
+from foredraft.audit.report import EXIT_DIFFERENT, Finding
 from foredraft.audit.servers import Endpoint, ServerAudit, connect
 from foredraft.models.files.store import resolve_model
 from foredraft.options import DEFAULT_MODEL

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.audit.levels import EXIT_DIFFERENT, exit_code
+from foredraft.audit.report import EXIT_DIFFERENT, exit_code
 from foredraft.audit.servers import Endpoint, ServerAudit, connect
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.choices import DrawKey

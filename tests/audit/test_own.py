@@ -14,10 +14,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from foredraft.audit.faults import FAULTS, Fault, TokenRule, planted
-from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.own import AuditedReply, OwnAudit, _shortened
 from foredraft.audit.plain import Margins
+from foredraft.audit.report import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
@@ -120,7 +120,7 @@ def test_an_engine_with_a_fault_is_different(name: str, tmp_path: Path) -> None:
     assert report.exit_code == EXIT_DIFFERENT
     assert "DIFFERENT" in report.sentence
     assert "tamper" not in report.sentence
-    report.write(str(tmp_path / "audit.json"))
+    report.give(str(tmp_path / "audit.json"))
     assert json.loads((tmp_path / "audit.json").read_text())["sentence"] == report.sentence
 
 

@@ -18,14 +18,14 @@ import httpx
 import pytest
 
 from foredraft.audit.faults import FAULTS, Fault, planted
-from foredraft.audit.levels import (
+from foredraft.audit.options import AuditOptions, ServerOptions
+from foredraft.audit.report import (
     EXIT_DIFFERENT,
     EXIT_INCONCLUSIVE,
     EXIT_SAME,
     Finding,
     exit_code,
 )
-from foredraft.audit.options import AuditOptions, ServerOptions
 from foredraft.audit.servers import Endpoint, ServerAudit, connect
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError, ForedraftError

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
 from foredraft.cli.main import app
-from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
 from foredraft.kernels import build
 from foredraft.kernels.instructions import available
 from foredraft.system.extras import EXTRAS
@@ -99,6 +99,9 @@ def test_more_context_than_the_model_has_is_said(
 ) -> None:
     assert run("generate", "The", "--max-context", "100000", "--max-tokens", "2").exit_code == 0
     assert "max_context is 100000, and the model takes 2048: 2048 it is" in caplog.text
+    longer = run("generate", "The ferry crosses", "--max-context", "2", "--max-tokens", "3")
+    assert isinstance(longer.exception, PromptError)
+    assert "context" in str(longer.exception)
 
 
 def test_no_such_model_directory() -> None:

@@ -67,6 +67,7 @@ def test_a_cluster_gives_the_same_answers(
     """Two engines of Ray; what the file holds already is not asked again."""
     pytest.importorskip("ray", reason="clusters need foredraft[ray]")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token is read as Ray is imported: too late
     asked = {"model": "tiny", "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
     path = write(tmp_path / "in.jsonl", [asked | {"prompt": "The", "seed": i} for i in range(6)])
     here, there = str(tmp_path / "here.jsonl"), str(tmp_path / "there.jsonl")

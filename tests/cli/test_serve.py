@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from foredraft.cli import options
+from foredraft.cli.cluster import ClusterAsked
 from foredraft.core.errors import ConfigError
 from tests.cli.conftest import Run
 
@@ -62,6 +63,18 @@ def test_what_cannot_be_served_with_is_named_as_it_was_given(
 def test_the_environment_is_named_likewise(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_MAX_N", "-3")
     assert str(run("serve").exception).startswith("FOREDRAFT_MAX_N is '-3': ")
+
+
+def test_a_cluster_that_is_interrupted_is_all_that_is_served(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*asked: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ClusterAsked, "serving", interrupted)
+    monkeypatch.setattr(options, "load_llm", None)
+    done = run("serve", "--ray")
+    assert done.exit_code == 0, done.exception
 
 
 def test_bad_keys_are_refused_before_a_cluster_is_asked(

@@ -36,18 +36,22 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train", *arguments])
 
 
+def done(*arguments: str) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
 def test_text_is_written_and_gone_on_with(checkpoint: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"id": f"p{n}", "category": "c", "turns": [f"The river {n}"]} for n in range(5)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     common = ("write-text", "--target", str(checkpoint), "--out", str(tmp_path / "texts"))
     options = ("--prompts", str(prompts), "--max-tokens", "6", "--temperature", "0,1")
-    result = run(*common, *options, "--tokens", "100")
-    assert result.exit_code == 0, (result.output, result.exception)
+    done(*common, *options, "--tokens", "100")
     first = read_texts(tmp_path / "texts")
     assert {text.temperature for text in first} == {0.0, 1.0}
-    result = run(*common, *options, "--tokens", "1k")
-    assert result.exit_code == 0, (result.output, result.exception)
+    done(*common, *options, "--tokens", "1k")
     more = read_texts(tmp_path / "texts")
     assert len(more) > len(first)
     assert len({text.number for text in more}) == len(more)
@@ -61,15 +65,12 @@ def test_a_head_is_trained_and_gone_on_with(
     common = ("hidden_head", "--target", str(checkpoint), "--data", str(tmp_path / "texts"))
     options = ("--out", str(tmp_path / "head"), "--batch-tokens", "512", "--sequence", "64")
     more = ("--depth", "2", "--set", "output_rows=64", "--evaluations", "1")
-    result = run(*common, *options, *more, "--tokens", "2k")
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = done(*common, *options, *more, "--tokens", "2k")
     assert "tokens a step" in result.output
     before = (tmp_path / "head" / "head.json").read_text()
-    result = run(*common, *options, *more, "--tokens", "3k")
-    assert result.exit_code == 0, (result.output, result.exception)
+    done(*common, *options, *more, "--tokens", "3k")
     side_by_side = tmp_path / "heads.json"
-    result = run("compare", str(tmp_path / "head"), "--output", str(side_by_side))
-    assert result.exit_code == 0, (result.output, result.exception)
+    done("compare", str(tmp_path / "head"), "--output", str(side_by_side))
     (head,) = json.loads(side_by_side.read_text())["heads"]
     assert head["kind"] == "hidden_head"
     assert len(head["greedy"]) == 2
@@ -87,12 +88,10 @@ def test_a_table_is_learnt_and_drafted_from(checkpoint: Path, tmp_path: Path) ->
     write_shard(tmp_path / "texts", some_texts())
     common = ("--target", str(checkpoint), "--data", str(tmp_path / "texts"))
     out = str(tmp_path / "table")
-    result = run("table", *common, "--out", out, "--megabytes", "1")
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = done("table", *common, "--out", out, "--megabytes", "1")
     assert "named right" in result.output
     side_by_side = tmp_path / "heads.json"
-    result = run("compare", out, "--output", str(side_by_side))
-    assert result.exit_code == 0, (result.output, result.exception)
+    done("compare", out, "--output", str(side_by_side))
     found = {head["name"]: head for head in json.loads(side_by_side.read_text())["heads"]}
     assert found.keys() == {"table", "copies", "table + copies"}
     assert all(len(head["greedy"]) == 3 for head in found.values())
@@ -155,8 +154,7 @@ def test_a_finished_head_is_refused_or_kept_aside(
     table = run("table", "--target", str(checkpoint), *data, "--out", str(out))
     assert isinstance(table.exception, ConfigError)
     assert (out / "weights.safetensors").read_bytes() == before
-    result = run(*common, "--tokens", "1k", "--replace")
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = done(*common, "--tokens", "1k", "--replace")
     assert "head.old-1" in result.output
     assert (tmp_path / "head.old-1" / "weights.safetensors").read_bytes() == before
 
@@ -172,16 +170,14 @@ def test_a_base_model_is_trained_on_text_of_its_own(
     config.pop("chat_template", None)
     (base / "tokenizer_config.json").write_text(json.dumps(config))
     common = ("hidden_head", "--target", str(base), "--out", str(tmp_path / "head"), *SMALL)
-    result = run(*common, "--text-tokens", "3k", "--tokens", "1k")
-    assert result.exit_code == 0, (result.output, result.exception)
+    done(*common, "--text-tokens", "3k", "--tokens", "1k")
     assert read_texts(tmp_path / "head" / "training" / "texts-self")
     assert (tmp_path / "head" / "head.json").exists()
 
 
 def test_text_is_written_in_a_short_context(checkpoint: Path, tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "texts"), "--tokens", "2k", "--set", "max_context=128")
-    result = run("write-text", "--target", str(checkpoint), *out)
-    assert result.exit_code == 0, (result.output, result.exception)
+    done("write-text", "--target", str(checkpoint), *out)
     assert max(len(text.prompt_ids) for text in read_texts(tmp_path / "texts")) <= 64
 
 
@@ -191,8 +187,7 @@ def test_training_keeps_to_its_minutes(
     """It writes as much text as there is time for, reads it, and learns from it."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     common = ("hidden_head", "--target", str(checkpoint), "--out", str(tmp_path / "head"), *SMALL)
-    result = run(*common, "--minutes", "0.1")
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = done(*common, "--minutes", "0.1")
     assert "same command goes on" not in result.output
     written = sum(len(t.reply_ids) for t in read_texts(tmp_path / "head/training/texts-self"))
     assert 1000 <= written < 1_000_000
@@ -215,8 +210,7 @@ def test_heads_are_compared_within_80_columns(tmp_path: Path) -> None:
     for name in ("a-head", "a-head-with-a-name-of-thirty-chars"):
         copy = tmp_path / name
         shutil.copytree(next(SHIPPED.glob("*/*/head.json")).parent, copy)
-    result = run("compare", *map(str, tmp_path.iterdir()))
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = done("compare", *map(str, tmp_path.iterdir()))
     lines = result.output.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in result.output
@@ -228,8 +222,7 @@ def test_a_head_that_was_not_measured_is_compared_last(tmp_path: Path) -> None:
         shutil.copytree(next(SHIPPED.glob("*/*/head.json")).parent, tmp_path / name)
     meta = tmp_path / "not-measured" / "head.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"measured": {}}))
-    result = run("compare", *(str(tmp_path / name) for name in ("not-measured", "measured")))
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = done("compare", *(str(tmp_path / name) for name in ("not-measured", "measured")))
     assert result.output.index("not-measured") > result.output.index("measured")
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.audit.levels import Finding, Level
-from foredraft.audit.report import AuditReport
+from foredraft.audit.report import AuditReport, Finding, Level
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions

@@ -48,6 +48,11 @@ class Running:
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=20, **options)
 
+    def connect(self) -> socket.socket:
+        """A connection for bytes that no client would send."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=10)
+
     def is_idle(self) -> bool:
         stats = self.context.engine.stats()
         return not (stats.running or stats.waiting or self.context.num_live)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, running
+from tests.server.test_lifecycle import CHAT, HEAD, USER
 
-CHAT = "/v1/chat/completions"
-USER = [{"role": "user", "content": "x"}]
 JSON = {"content-type": "application/json"}
 ROUTES = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
 
 
+LOOK: dict[str, Any] = {"type": "function", "function": {"name": "look"}}
 BROKEN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+"}}}
 """A schema that shows what it is when it is compiled."""
 
@@ -128,6 +127,13 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
             },
             "tools",
         ),
+        # tools
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": [LOOK]}, "tool_choice"),
+        ({"tool_choice": LOOK | {"function": {"name": "leap"}}, "tools": [LOOK]}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": 3}}]}, "tools"),
         # what cannot be honoured is never ignored
         ({"best_of": 3}, "best_of"),
         ({"functions": []}, "functions"),
@@ -309,20 +315,16 @@ def test_large_headers_are_refused(shared: Running, size: int) -> None:
 
 def test_a_client_that_sends_too_much_reads_why(shared: Running) -> None:
     """Its body is read, up to a bound, before the answer comes."""
-    host, port = shared.url.removeprefix("http://").split(":")
     size = 6 << 20
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        connection.sendall(f"{head}content-length: {size}\r\n\r\n".encode() + b" " * size)
+    with shared.connect() as connection:
+        connection.sendall(f"{HEAD}content-length: {size}\r\n\r\n".encode() + b" " * size)
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_a_body_with_two_lengths_is_refused_and_its_connection_closed(shared: Running) -> None:
-    host, port = shared.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    with shared.connect() as connection:
         lengths = "content-length: 4\r\ntransfer-encoding: chunked\r\n"
-        connection.sendall(f"{head}{lengths}\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
+        connection.sendall(f"{HEAD}{lengths}\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
         answer = b""
         while received := connection.recv(1000):  # until it is closed
             answer += received

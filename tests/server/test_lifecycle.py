@@ -37,21 +37,20 @@ from tests.server.events import data_of
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 LONG: dict[str, Any] = {"messages": USER, "max_tokens": 4000, "ignore_eos": True, "seed": 1}
 
 
 def raw_request(server: Running, body: dict[str, Any]) -> socket.socket:
     """A connection on which a request was sent."""
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(request_bytes(body, host))
+    connection = server.connect()
+    connection.sendall(request_bytes(body))
     return connection
 
 
-def request_bytes(body: dict[str, Any], host: str = "127.0.0.1") -> bytes:
+def request_bytes(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+    return f"{HEAD}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -101,8 +100,9 @@ def test_within_one_step(tokenizer_directory: Path, stream: bool) -> None:
 
 
 def test_a_client_that_never_reads_is_cut_off(
-    load: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+    load: Callable[..., LLM], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("foredraft.server.run._SEND_BUFFER", 8192)  # it is full sooner
     with running(load, send_timeout=0.3, max_batch_size=8) as server:
         connections = []
         for _ in range(2):
@@ -121,28 +121,21 @@ def test_a_client_that_never_reads_is_cut_off(
 
 @pytest.mark.parametrize("asked_before", [False, True], ids=["at once", "after a request"])
 def test_headers_that_never_end(load: Callable[..., LLM], asked_before: bool) -> None:
-    with running(load, header_timeout=0.3) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.settimeout(5)
-            if asked_before:
-                connection.sendall(f"GET /health HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
-                reply = b""
-                while not reply.endswith(b"}"):
-                    reply += connection.recv(1000)
-            connection.sendall(b"GET /health HTTP/1.1\r\nx-slow: ")
-            with contextlib.suppress(ConnectionResetError):
-                assert connection.recv(100) == b""
+    with running(load, header_timeout=0.3) as server, server.connect() as connection:
+        if asked_before:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            reply = b""
+            while not reply.endswith(b"}"):
+                reply += connection.recv(1000)
+        connection.sendall(b"GET /health HTTP/1.1\r\nx-slow: ")
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(100) == b""
 
 
 def test_a_body_that_never_ends(load: Callable[..., LLM]) -> None:
-    with running(load, body_timeout=0.3) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-length: 100\r\n\r\n"
-            connection.sendall(head.encode() + b"{")
-            connection.settimeout(5)
-            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+    with running(load, body_timeout=0.3) as server, server.connect() as connection:
+        connection.sendall(f"{HEAD}content-length: 100\r\n\r\n{{".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_a_full_queue_says_when_to_come_again(load: Callable[..., LLM]) -> None:
@@ -163,8 +156,7 @@ def test_a_full_queue_says_when_to_come_again(load: Callable[..., LLM]) -> None:
 
 def test_connections_beyond_the_limit(load: Callable[..., LLM]) -> None:
     with running(load, max_connections=2) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        idle = [socket.create_connection((host, int(port))) for _ in range(2)]
+        idle = [server.connect() for _ in range(2)]
         wait_until(lambda: len(server.server.server_state.connections) == 2)
         with server.client() as client:
             response = client.post(CHAT, json=LONG)

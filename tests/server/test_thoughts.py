@@ -134,7 +134,7 @@ def test_thoughts_are_counted_while_a_server_drains(tokenizer: Tokenizer) -> Non
         next(lines)
         server.loop.call_soon_threadsafe(server.server.end)
         wait_until(lambda: not server.context.is_ready)
-        *_, last, done = [line for line in lines if line]
+        *_, last, done = [line for line in lines if line.startswith("data: ")]
     assert done == "data: [DONE]"
     usage = json.loads(last.removeprefix("data: "))["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] > 0

@@ -62,7 +62,10 @@ def test_who_does_not_trust_it_or_speaks_plainly_gets_nothing(secured: Running) 
         httpx.get(secured.url.replace("https", "http") + "/health")
 
 
-def test_a_client_that_never_reads_is_cut_off(secured: Running, trusting: ssl.SSLContext) -> None:
+def test_a_client_that_never_reads_is_cut_off(
+    secured: Running, trusting: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foredraft.server.run._SEND_BUFFER", 8192)  # it is full sooner
     connection = connect(secured, trusting)
     connection.sendall(request_bytes(LONG | {"stream": True, "n": 8}))
     wait_until(lambda: secured.context.engine.stats().running > 0)

@@ -150,23 +150,6 @@ def test_responses_name_the_tools_that_are_allowed(shared: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "leap"}}}, "tool_choice"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": 3}}]}, "tools"),
-    ],
-)
-def test_malformed_tools(client: httpx.Client, more: dict[str, Any], param: str) -> None:
-    response = client.post("/v1/chat/completions", json=BODY | more)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-
-
-@pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "look"}}], ids=str
 )
 def test_a_call_that_is_asked_for_is_made(shared: Running, choice: Any) -> None:

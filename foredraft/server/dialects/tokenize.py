@@ -55,13 +55,12 @@ async def tokenize(body: TokenizeRequest, context: Context, caller: Called) -> R
 async def detokenize(body: DetokenizeRequest, context: Context, caller: Called) -> Response:
     """The text of token ids, special tokens included."""
     context.check_model(body.model)
-    tokenizer = context.tokenizer
+    tokenizer, size = context.tokenizer, context.tokenizer.vocab_size
 
     def answer() -> Response:  # there may be millions of tokens
         for token in body.tokens:
-            if not 0 <= token < tokenizer.vocab_size:
-                problem = f"tokens: {shown(token)} is no id below {tokenizer.vocab_size}"
-                raise ConfigError(problem, field="tokens")
+            if not 0 <= token < size:
+                raise ConfigError(f"tokens: {shown(token)} is no id below {size}", field="tokens")
         return JsonResponse({"prompt": tokenizer.decode(body.tokens, False)})
 
     return await context.on_thread(caller.size, answer)
