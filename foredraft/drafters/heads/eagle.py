@@ -152,8 +152,25 @@ class EagleModule(HeadModule):
         """State passed to the next token: the layer's output or its norm."""
         return normed if self._returns == "normed" else x
 
-    def runner(self, target: HeadTarget) -> EagleRunner:
-        return EagleRunner(self, target)
+    def runner(self, target: HeadTarget) -> StepRunner:
+        layer, eps = self.to(target.parts.device).eval().layer, self.shape.rms_norm_eps
+        token, state = layer.qkv.weight.chunk(2, 1)
+        tokens = JoinedTokens(target, token * layer.token_norm.weight, eps)
+        join = Joined(target, [layer.get_parameter("attention_norm.weight")], state, eps, tokens)
+        fuse = _Fusion(self, target)
+
+        def inputs(states_TE: Tensor, following: Sequence[int]) -> Tensor:
+            """Residual input beside queries, keys and values; [T, E + Q]."""
+            return torch.cat((layer.added_to(states_TE), join([states_TE], following)), 1)
+
+        def of_text(taps: Sequence[Tensor], following: Sequence[int]) -> Tensor:
+            return inputs(fuse(taps), following)
+
+        def of_own(states_NE: Tensor, drafted: Sequence[int]) -> Tensor:
+            return inputs(self.next_state(states_NE, self.norm(states_NE)), drafted)
+
+        weights = head_weights([layer], self.norm, self.output, self.shape)
+        return StepRunner(target.head_runner(weights), of_text, of_own)
 
 
 def published_taps(num_layers: int) -> tuple[int, ...]:
@@ -199,69 +216,27 @@ class FirstEagleModule(nn.Module):
         self.layer = FirstLayer(shape)
         self.output = nn.Parameter(torch.zeros(shape.vocab_size, hidden))
 
-    def runner(self, target: HeadTarget) -> FirstEagleRunner:
-        return FirstEagleRunner(self, target)
+    def runner(self, target: HeadTarget) -> StepRunner:
+        parts, norm = target.parts, self.target_norm.to(target.parts.device).eval()
+        join_EK, qkv = _weight(self.join.weight, target), _weight(self.layer.qkv.weight, target)
+        bias_E = None if self.join.bias is None else _weight(self.join.bias, target)
 
+        def of_own(states_NE: Tensor, drafted: Sequence[int]) -> Tensor:
+            embeddings_NE = parts.embed(torch.as_tensor(drafted))
+            joined = torch.cat((embeddings_NE, states_NE.to(embeddings_NE)), 1)
+            x_NE = F.linear(joined, join_EK, bias_E)
+            return torch.cat((x_NE, F.linear(x_NE, qkv)), 1)
 
-class FirstEagleRunner(StepRunner):
-    """Makes the inputs of a `FirstEagleModule`'s layer, which the target runs."""
+        def of_text(taps: Sequence[Tensor], following: Sequence[int]) -> Tensor:
+            return of_own(norm(taps[0].to(join_EK.device)), following)
 
-    def __init__(self, module: FirstEagleModule, target: HeadTarget) -> None:
-        weights = {n: _weight(w, target) for n, w in module.layer.weights().items()}
-        output_RE = _weight(module.output, target)
-        super().__init__(target, HeadWeights([weights], None, output_RE, module.shape))
-        self._parts = target.parts
-        self._norm = module.target_norm.to(self._parts.device).eval()
-        bias: Tensor | None = module.join.bias
-        self._join = _weight(module.join.weight, target)
-        self._bias = None if bias is None else _weight(bias, target)
-        self._qkv = _weight(module.layer.qkv.weight, target)
-
-    @torch.no_grad()
-    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self.own_inputs(following, self._norm(taps[0].to(self._join.device)))
-
-    @torch.no_grad()
-    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        embeddings_NE = self._parts.embed(torch.as_tensor(tokens))
-        joined = torch.cat((embeddings_NE, states_NE.to(embeddings_NE)), 1)
-        x_NE = F.linear(joined, self._join, self._bias)
-        return torch.cat((x_NE, F.linear(x_NE, self._qkv)), 1)
+        layer = {name: _weight(w, target) for name, w in self.layer.weights().items()}
+        weights = HeadWeights([layer], None, _weight(self.output, target), self.shape)
+        return StepRunner(target.head_runner(weights), of_text, of_own)
 
 
 def _weight(weight: Tensor, target: HeadTarget) -> Tensor:
     return weight.detach().to(target.parts.device, target.parts.dtype)
-
-
-class EagleRunner(StepRunner):
-    """Makes the inputs of an `EagleModule`'s layer, which the target runs.
-
-    The target's joins compute queries, keys and values in advance.
-    """
-
-    def __init__(self, module: EagleModule, target: HeadTarget) -> None:
-        self._module = module.to(target.parts.device).eval()
-        layer, eps = module.layer, module.shape.rms_norm_eps
-        super().__init__(target, head_weights([layer], module.norm, module.output, module.shape))
-        token, state = layer.qkv.weight.chunk(2, 1)
-        tokens = JoinedTokens(target, token * layer.token_norm.weight, eps)
-        state_norm = layer.get_parameter("attention_norm.weight")
-        self._join = Joined(target, [state_norm], state, eps, tokens)
-        self._fuse = _Fusion(module, target)
-
-    @torch.no_grad()
-    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self._inputs(self._fuse(taps), following)
-
-    @torch.no_grad()
-    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        state_NE = self._module.next_state(states_NE, self._module.norm(states_NE))
-        return self._inputs(state_NE, tokens)
-
-    def _inputs(self, states_TE: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Residual input beside queries, keys and values; [T, E + Q]."""
-        added_to_TE = self._module.layer.added_to(states_TE)
-        return torch.cat((added_to_TE, self._join([states_TE], tokens)), 1)
 
 
 class _Fusion:

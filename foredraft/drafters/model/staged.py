@@ -145,8 +145,7 @@ class StagedDrafter(BaseDrafter, ABC):
         chains = {row.request_id: ChainDraft(row, self._min_confidence) for row in able}
         alike = list(chains.values())
         while alike:
-            prices = self._fit.guess_prices(len(alike))
-            guesses = ((chain, self._guess(chain, prices)) for chain in alike)
+            guesses = zip(alike, self._guesses(alike), strict=True)
             alike = self._extended([each for each in guesses if self._is_worth_more(*each)])
         return [
             self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
@@ -161,8 +160,12 @@ class StagedDrafter(BaseDrafter, ABC):
         if self._guesser:
             self._guesser.end(request_id)
 
+    def _guesses(self, chains: Sequence[ChainDraft]) -> list[TokenTree]:
+        """Guesses of each chain: a forward yields one token in any case, and these behind it."""
+        prices = self._fit.guess_prices(len(chains))
+        return [self._guess(chain, prices) for chain in chains]
+
     def _guess(self, chain: ChainDraft, prices: Prices) -> TokenTree:
-        """What the model may say behind its next token, which a forward yields in any case."""
         most = min(chain.num_left - 1, MOST_GUESSES)
         if self._guesser is None or not most:
             return EMPTY_TREE
