@@ -22,6 +22,7 @@ from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import (
+    KINDS,
     Setup,
     check_budget,
     check_forgets,
@@ -111,6 +112,23 @@ def test_the_draft_is_the_draft_models_own(right: int, coupling: str) -> None:
             assert expected.draft_probs_NV is not None
             assert torch.equal(actual.draft_probs_NV, expected.draft_probs_NV)
         text = [*text, actual.tree.tokens[0], step]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_guessed_tree_does_not_end_a_draft(temperature: float) -> None:
+    """Where a forward of the draft model draws, it does so along a chain alone."""
+    kind = KINDS["native-fused-bf16"]()
+    alone = DraftModelDrafter(kind.new_draft_model())
+    alone.begin(DraftRow.of(0, [3, 1, 4]))
+    at = row([3, 1, 4], 6, temperature=temperature)
+    (expected,) = alone.propose([at])
+    first = expected.tree.tokens[0]
+    tree = TokenTree((first ^ 1, first, expected.tree.tokens[1]), (ROOT, ROOT, 1))
+    cascade = vertical(kind.new_draft_model(), ScriptedDrafter(lambda row: Proposal.chosen(tree)))
+    cascade.begin(DraftRow.of(0, [3, 1, 4]))
+    (proposal,) = cascade.propose([at])
+    assert proposal.tree == expected.tree
+    assert len(proposal.tree) == 6
 
 
 def test_right_guesses_save_forwards() -> None:

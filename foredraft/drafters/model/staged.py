@@ -98,7 +98,6 @@ class StagedDrafter(BaseDrafter, ABC):
         fit: how well the model drafts.
         guesser: guesses for it; None: no token is guessed.
         vocab_size: of the target: other tokens are not drafted.
-        min_confidence: see `ChainDraft`.
         stops: whether it ends chains that it doubts.
     """
 
@@ -107,7 +106,6 @@ class StagedDrafter(BaseDrafter, ABC):
         fit: Fit,
         guesser: GuidedDrafter | None,
         vocab_size: int,
-        min_confidence: float = 0.0,
         stops: bool = False,
     ) -> None:
         chances = (fit.greedy, fit.sampled)
@@ -119,7 +117,7 @@ class StagedDrafter(BaseDrafter, ABC):
             stops=stops,
         )
         self._fit, self._token_share, self._guesser = fit, share, guesser
-        self._vocab_size, self._min_confidence = vocab_size, min_confidence
+        self._vocab_size = vocab_size
 
     @abstractmethod
     def _has_room(self, row: DraftRow) -> bool:
@@ -142,7 +140,7 @@ class StagedDrafter(BaseDrafter, ABC):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         able = [row for row in rows if row.budget and self._has_room(row)]
-        chains = {row.request_id: ChainDraft(row, self._min_confidence) for row in able}
+        chains = {row.request_id: ChainDraft(row) for row in able}
         alike = list(chains.values())
         while alike:
             guesses = zip(alike, self._guesses(alike), strict=True)
@@ -210,7 +208,8 @@ class StagedDrafter(BaseDrafter, ABC):
         )
         scores = self._score(chains, reads)
         for chain, read, span in zip(chains, reads, scores.heads, strict=True):
-            path = chain.follow(read.tree, partial(self._take, chain, scores, span))
+            known = scores if read.draw is not None else replace(scores, draws=None)
+            path = chain.follow(read.tree, partial(self._take, chain, known, span))
             self._keep(chain, read, path)
         return [chain for chain in chains if chain.num_left]
 
