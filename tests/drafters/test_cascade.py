@@ -21,22 +21,11 @@ from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
-from tests.conformance.harness import (
-    KINDS,
-    Setup,
-    check_budget,
-    check_forgets,
-    check_rejections_leave_nothing,
-    is_empty,
-    plain,
-    run,
-    table_kind,
-)
+from tests.conformance.harness import KINDS, is_empty, plain, run, table_kind
 from tests.engine.helpers import ScriptedDrafter, counting_model
 
 KIND = table_kind()
 PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
-STAGES: list[dict[str, Any]] = [{}, {"stages": "ngram,suffix,draft_model"}]
 
 
 class Scripted(ScriptedDrafter):
@@ -184,28 +173,6 @@ def test_no_room_in_the_draft_models_context_means_no_draft() -> None:
         (proposal,) = cascade.propose([row(range(length), 4)])
         assert len(proposal.tree) == expected
         assert (proposal is NOT_READY) == (expected == 0), "it counts as not asked"
-
-
-@pytest.mark.parametrize("options", STAGES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_text_is_the_plain_runs(options: dict[str, Any], temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, seed=17, max_tokens=24)
-    target = KIND.new_target()
-    cascade = build(options, target, KIND.new_draft_model())
-    results = run(target, cascade, PROMPTS, params, 6, max_batch_size=3)
-    assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
-
-
-@pytest.mark.parametrize("options", STAGES)
-@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
-def test_it_conforms(options: dict[str, Any], coupling: Any) -> None:
-    params = SamplingParams(temperature=1.0, seed=17, max_tokens=16, coupling=coupling)
-    target, model = KIND.new_target(), KIND.new_draft_model()
-    check_budget(build(options, target, model), target, PROMPTS, params)
-    check_forgets(Setup(target, build(options, target, model), model), PROMPTS, params, 4)
-    check_rejections_leave_nothing(
-        lambda: build(options, target, KIND.new_draft_model()), target, PROMPTS[2], params, 4
-    )
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,11 @@ from foredraft.drafters.heads.layers import (
     head_weights,
 )
 from foredraft.drafters.heads.published import (
-    CheckpointTensors,
     Count,
     Rope,
     Sizes,
     check_fits,
+    checkpoint_tensors,
     fill,
     final_norm,
     layer_names,
@@ -307,14 +307,13 @@ def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEa
     parts = target.parts
     config, shape = _read_config(directory, target.vocab_size)
     check_fits(shape, target, f"the EAGLE head in {directory}")
-    tensors = CheckpointTensors(directory)
-    layer = next((p for p in LAYER_PREFIXES if any(n.startswith(p) for n in tensors.names)), None)
-    if layer is None or "fc.weight" not in tensors.names:
+    found = checkpoint_tensors(directory)
+    layer = next((p for p in LAYER_PREFIXES if any(n.startswith(p) for n in found)), None)
+    if layer is None or "fc.weight" not in found:
         raise ConfigError(
             f"{directory} holds no EAGLE head: there is no fc.weight beside a layer "
             f"{' or '.join(LAYER_PREFIXES)}*. {_ADVICE}"
         )
-    found = tensors.below("")
     _check_embeddings(found.get(_TARGETS[0]), parts, directory)
     own = {name: tensor for name, tensor in found.items() if name not in _TARGETS}
     shape = replace(shape, num_hidden_layers=len(target.capabilities.taps))
