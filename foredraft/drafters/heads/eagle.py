@@ -14,7 +14,7 @@ Shape legend: B texts, L tokens, E hidden size, P tapped layers, R output rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -152,12 +152,28 @@ class EagleModule(HeadModule):
         """State passed to the next token: the layer's output or its norm."""
         return normed if self._returns == "normed" else x
 
+    def _fusion(self, target: HeadTarget) -> Callable[[Sequence[Tensor]], Tensor]:
+        """`fused` by the target's joins: float32 [T, E]."""
+        eps, weight = self.shape.rms_norm_eps, self.join_taps.weight
+        norms = [norm.get_parameter("weight") for norm in self.tap_norms]
+        join = Joined(target, norms or [weight.new_ones(weight.shape[1])], weight, eps)
+
+        def of_all(taps: Sequence[Tensor]) -> Tensor:
+            x_TK = torch.cat([tap.float() for tap in taps], -1)
+            joined_TE = join([x_TK])
+            if norms:
+                return joined_TE
+            # Joins norm their inputs to a mean square of 1; this head has no norm: it is undone.
+            return joined_TE * (x_TK.square().mean(-1, keepdim=True) + eps).sqrt()
+
+        return join if len(norms) == len(self.taps) else of_all
+
     def runner(self, target: HeadTarget) -> StepRunner:
         layer, eps = self.to(target.parts.device).eval().layer, self.shape.rms_norm_eps
         token, state = layer.qkv.weight.chunk(2, 1)
         tokens = JoinedTokens(target, token * layer.token_norm.weight, eps)
         join = Joined(target, [layer.get_parameter("attention_norm.weight")], state, eps, tokens)
-        fuse = _Fusion(self, target)
+        fuse = self._fusion(target)
 
         def inputs(states_TE: Tensor, following: Sequence[int]) -> Tensor:
             """Residual input beside queries, keys and values; [T, E + Q]."""
@@ -237,28 +253,6 @@ class FirstEagleModule(nn.Module):
 
 def _weight(weight: Tensor, target: HeadTarget) -> Tensor:
     return weight.detach().to(target.parts.device, target.parts.dtype)
-
-
-class _Fusion:
-    """`EagleModule.fused` by the target's joins."""
-
-    def __init__(self, module: EagleModule, target: HeadTarget) -> None:
-        self._eps, weight = module.shape.rms_norm_eps, module.join_taps.weight
-        norms = [norm.get_parameter("weight") for norm in module.tap_norms]
-        self._is_normed, self._joins_first = bool(norms), len(norms) != len(module.taps)
-        no_norm = weight.new_ones(weight.shape[1])
-        self._join = Joined(target, norms or [no_norm], weight, self._eps)
-
-    def __call__(self, taps: Sequence[Tensor]) -> Tensor:
-        """Float32 [T, E]."""
-        if not self._joins_first:
-            return self._join(taps)
-        x_TK = torch.cat([tap.float() for tap in taps], -1)
-        joined_TE = self._join([x_TK])
-        if self._is_normed:
-            return joined_TE
-        # Joins norm their inputs to a mean square of 1; this head has no norm, so it is undone.
-        return joined_TE * (x_TK.square().mean(-1, keepdim=True) + self._eps).sqrt()
 
 
 LAYER_PREFIXES = ("layers.0.", "midlayer.")
