@@ -200,11 +200,11 @@ WITH_HEADS = {
 """Drafters that a trained head turns into others: their names here, and the option that does it."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "draft_model+2,2,1": {"shape": "2,2,1"},
-    "draft_model+1,2": {"shape": "1,2"},
+    "draft_model+tree": {"shape": "2,2,1"},
+    "draft_model+late-tree": {"shape": "1,2"},
     "draft_model+best-first": {"shape": "best-first", "width": 3, "max_depth": 4},
     "cascade+suffix": {"stages": "ngram,suffix,draft_model"},
-    "early_exit+2": {"exit_layer": 2},
+    "early_exit+deep": {"exit_layer": 2},
 }
 """Options that make another drafter of one, by the names that tests have for it."""
 
