@@ -23,7 +23,7 @@ from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.prediction import Alignment, AlignmentConfidence
+from foredraft.drafters.prediction import AlignmentConfidence, PredictedText
 from foredraft.drafters.text.confidence import MatchConfidence, Priors
 from foredraft.drafters.text.confidence import priors as known_priors
 from foredraft.drafters.text.suffix import NO_MATCH, SEPARATOR, SearchedText, SuffixAutomaton
@@ -100,9 +100,10 @@ def _match_earlier(reply: SeenReply, earlier: SuffixAutomaton, confidence: Match
 def _align(reply: SeenReply, confidence: AlignmentConfidence) -> None:
     if not reply.expected:
         return
-    alignment = Alignment(reply.expected, confidence)
+    text = PredictedText(lambda: reply.expected, confidence)
     for token in reply.output:
-        alignment.commit(token)
+        text.commit(token)
+    text.align()
 
 
 def _recycle(target: Target, reply: SeenReply, confidence: RankConfidence) -> None:

@@ -22,7 +22,7 @@ from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory, check_fits, checked_memory
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
-from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_draft_model
+from foredraft.drafters import check_draft_model, check_options, drafter_key, drafter_spec
 from foredraft.drafters.trained import shipped_head, shipped_head_of_files
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
@@ -466,8 +466,7 @@ def resolve_drafter(
         comes_with = partial(_comes_with, target=target)
         name = chosen_drafter(has_draft_model, has_encoder, may_be_head, comes_with)
     spec = drafter_spec(name)
-    if spec.lacks_draft_model(has_draft_model):
-        raise needs_draft_model(name)
+    check_draft_model(name, has_draft_model)
     if has_draft_model and spec.draft_model == "none":
         raise ConfigError(
             f"drafter {name!r} uses no draft model, but "

@@ -8,24 +8,24 @@ drafters included. See docs/extend/add-a-drafter.md.
 
 from foredraft.drafters.registry import (
     build_drafter,
+    check_draft_model,
     check_options,
     check_parts,
     drafter_key,
     drafter_names,
     drafter_spec,
-    needs_draft_model,
     ready_drafters,
     usable_specs,
 )
 
 __all__ = [
     "build_drafter",
+    "check_draft_model",
     "check_options",
     "check_parts",
     "drafter_key",
     "drafter_names",
     "drafter_spec",
-    "needs_draft_model",
     "ready_drafters",
     "usable_specs",
 ]

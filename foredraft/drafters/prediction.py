@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
@@ -30,6 +31,7 @@ _MAX_OCCURRENCES = 8
 
 _Place = tuple[int, int]
 """Position of the next expected token, and how many tokens have agreed before it."""
+_NOWHERE: _Place = (1 << 62, 0)
 
 
 class AlignmentConfidence:
@@ -43,8 +45,8 @@ class AlignmentConfidence:
         self.inserted = MatchConfidence(known.inserted)
 
 
-class Alignment:
-    """Alignment of a growing output with the expected text.
+class PredictedText(Guide):
+    """One request's output, aligned with the text that it is expected to repeat.
 
     While the two agree, one position is followed. When they part, up to three guesses are kept:
     the expected text goes on where it was left (the output inserted something); it goes on after
@@ -53,26 +55,47 @@ class Alignment:
     place of parting forgotten: a common phrase must not carry the alignment off for good.
 
     Args:
-        expected: the expected text.
+        expected: makes the ids of that text; called when something is drafted for the first time.
         confidence: hit rates of such guesses; the priors alone when None.
     """
 
+    place: _Place | None = None
+
     def __init__(
-        self, expected: Sequence[int], confidence: AlignmentConfidence | None = None
+        self,
+        expected: Callable[[], Sequence[int]],
+        confidence: AlignmentConfidence | None = None,
     ) -> None:
-        self._expected = expected
-        self._known = confidence or AlignmentConfidence()
-        self._positions: dict[tuple[int, ...], list[int]] = {}  # where 1- and 2-grams end
-        for position, token in enumerate(expected):
-            self._positions.setdefault((token,), []).append(position)
-            if position:
-                self._positions.setdefault((expected[position - 1], token), []).append(position)
+        self._make_expected, self._known = expected, confidence or AlignmentConfidence()
+        self._waiting: list[int] = []  # committed and not aligned yet
         self._output: list[int] = []
         self._next, self._agreed = 0, 0  # the position followed, tokens agreed before it
         self._left_at, self._num_apart = 0, 0  # where the texts parted, tokens written since
 
+    @cached_property
+    def _expected(self) -> Sequence[int]:
+        return self._make_expected()
+
+    @cached_property
+    def _positions(self) -> dict[tuple[int, ...], list[int]]:
+        """Where n-grams of one and two tokens end in the expected text."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for position, token in enumerate(self._expected):
+            found.setdefault((token,), []).append(position)
+            if position:
+                found.setdefault((self._expected[position - 1], token), []).append(position)
+        return found
+
     def commit(self, token: int) -> None:
-        """Append a committed token to the output."""
+        self._waiting.append(token)
+
+    def align(self) -> None:
+        """Follow the tokens that were committed since the last call."""
+        for token in self._waiting:
+            self._align(token)
+        self._waiting.clear()
+
+    def _align(self, token: int) -> None:
         for position, confidence, length in self._guesses():
             confidence.record(length, self._expected[position] == token)
         self._output.append(token)
@@ -137,54 +160,19 @@ class Alignment:
                 guesses.append((self._next, self._known.met, abs(self._next - self._left_at)))
         return [guess for guess in guesses if guess[0] < len(self._expected)]
 
-    def start(self) -> Iterator[tuple[int, float, _Place]]:
-        """Tokens that may come next, likeliest first."""
-        found: dict[int, tuple[int, float, _Place]] = {}
-        for position, confidence, length in self._guesses():
-            token, prob = self._expected[position], confidence[length]
-            if token not in found or prob > found[token][1]:
-                found[token] = (token, prob, (position + 1, self._agreed + 1))
-        yield from sorted(found.values(), key=lambda candidate: -candidate[1])
-
     def successors(self, place: _Place | None) -> Iterator[tuple[int, float, _Place]]:
-        """Tokens that may come at ``place``; None is the end of the output."""
+        """Tokens that may come at ``place``, likeliest first; None is the end of the output."""
+        self.align()
         if place is None:
-            yield from self.start()
+            found: dict[int, tuple[int, float, _Place]] = {}
+            for position, confidence, length in self._guesses():
+                token, prob = self._expected[position], confidence[length]
+                if token not in found or prob > found[token][1]:
+                    found[token] = (token, prob, (position + 1, self._agreed + 1))
+            yield from sorted(found.values(), key=lambda candidate: -candidate[1])
         elif place[0] < len(self._expected):
             position, agreed = place
             yield self._expected[position], self._known.followed[agreed], (position + 1, agreed + 1)
-
-
-_NOWHERE: _Place = (1 << 62, 0)
-
-
-class PredictedText(Guide):
-    """One request's output beside the text that it is expected to repeat.
-
-    Args:
-        expected: makes the ids of that text; called when something is drafted for the first time.
-    """
-
-    place: _Place | None = None
-
-    def __init__(self, expected: Callable[[], Sequence[int]]) -> None:
-        self._expected = expected
-        self._alignment: Alignment | None = None
-        self._waiting: list[int] = []  # committed before the alignment was made
-
-    def commit(self, token: int) -> None:
-        if self._alignment is None:
-            self._waiting.append(token)
-        else:
-            self._alignment.commit(token)
-
-    def successors(self, place: _Place | None) -> Iterator[tuple[int, float, _Place]]:
-        """Tokens that may come at ``place``; None is the end of the output."""
-        if self._alignment is None:
-            self._alignment = Alignment(self._expected())
-            for token in self._waiting:
-                self._alignment.commit(token)
-        return self._alignment.successors(place)
 
     def advance(self, place: _Place | None, token: int) -> _Place:
         """The cursor after ``token``; an unexpected token has no successors."""

@@ -179,8 +179,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     key = drafter_key(name)
     spec = drafter_spec(key)
     check_options(key, context.options)
-    if spec.lacks_draft_model(context.draft_model is not None):
-        raise needs_draft_model(key)
+    check_draft_model(key, context.draft_model is not None)
     _check_encoders(context)
     if missing := spec.missing_capabilities(context.target):
         needed = spec.needs_in_words or f"a target with {' and '.join(missing)}"
@@ -278,9 +277,14 @@ def check_options(name: str, options: Iterable[str], asked: str | None = None) -
             raise unknown(f"option of drafter {drafter_key(name)!r}{chosen}", option, known)
 
 
-def needs_draft_model(name: str) -> ConfigError:
-    """The error for a drafter whose draft model was not named."""
-    return ConfigError(
-        f"drafter {name!r} needs a draft model: a smaller model of the same vocabulary "
-        "(draft_model=… or --draft-model …)"
-    )
+def check_draft_model(name: str, has_one: bool) -> None:
+    """Refuse a drafter whose draft model was not named.
+
+    Raises:
+        ConfigError: it needs one.
+    """
+    if drafter_spec(name).needs_draft_model and not has_one:
+        raise ConfigError(
+            f"drafter {name!r} needs a draft model: a smaller model of the same vocabulary "
+            "(draft_model=… or --draft-model …)"
+        )

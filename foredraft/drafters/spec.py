@@ -63,10 +63,6 @@ class DrafterContext:
         return self.tokenizer.fingerprint if self.tokenizer else None
 
 
-class DrafterFactory(Protocol):
-    def __call__(self, context: DrafterContext) -> Drafter: ...
-
-
 @dataclass(frozen=True)
 class DrafterSpec:
     """How the registry knows a drafter. Each drafter file ends with one, named ``DRAFTER``.
@@ -93,7 +89,7 @@ class DrafterSpec:
         is_models_own: whether some models bring it.
     """
 
-    build: DrafterFactory
+    build: Callable[[DrafterContext], Drafter]
     summary: str
     options: Mapping[str, str] = field(default_factory=dict)
     num_draft_tokens: int = 4
@@ -115,10 +111,6 @@ class DrafterSpec:
     @property
     def needs_draft_model(self) -> bool:
         return self.draft_model in ("required", "any vocabulary")
-
-    def lacks_draft_model(self, has_one: bool) -> bool:
-        """Whether it cannot be built for want of a draft model."""
-        return self.needs_draft_model and not has_one
 
     def uses_prediction(self, options: Mapping[str, Any]) -> bool:
         """Whether it drafts from a request's prediction, with these options."""
@@ -147,14 +139,14 @@ def checked_flag(name: str, value: object) -> bool:
     return flag
 
 
-def checked_count(name: str, value: object, low: int = 1) -> int:
+def checked_count(name: str, value: object) -> int:
     """``value`` as a whole number.
 
     Raises:
-        ConfigError: it is not one, or below ``low``.
+        ConfigError: it is not one, or below 1.
     """
-    if type(value) is not int or value < low:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
     return value
 
 

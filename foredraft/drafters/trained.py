@@ -321,7 +321,6 @@ def load_head(
     target: TargetIdentity,
     *,
     sizes: tuple[int, int, int] | None = None,
-    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> M:
     """A trained head, checked: kind, target, shapes and weights.
@@ -330,7 +329,6 @@ def load_head(
         module: the class of the kind.
         target: that it drafts for; see `identify`.
         sizes: of the target, see `sizes_of`; None: they are not compared.
-        dtype: of the weights.
         device: of the weights.
 
     Raises:
@@ -341,7 +339,7 @@ def load_head(
     check_kind(info, module.kind, directory)
     check_target(info, target, directory)
     _check_sizes(info.shape, sizes, directory / META)
-    head = read_head(directory, module, info).to(device=device, dtype=dtype)
+    head = read_head(directory, module, info).to(device)
     head.promise = info.promise
     return head
 
@@ -379,23 +377,17 @@ SHIPPED = Path(__file__).parents[1] / "heads"
 _EMBEDDINGS = "model.embed_tokens.weight"
 
 
-def shipped_head(kind: str, target: Target, shipped: Path = SHIPPED) -> Path | None:
-    """The directory of a head of this kind for this very target; None: there is none.
-
-    Args:
-        shipped: the folder of heads to search.
-    """
+def shipped_head(kind: str, target: Target) -> Path | None:
+    """The directory of a head of this kind for this very target; None: there is none."""
     if not target.capabilities.parts:
         return None
-    return _of_fingerprint(kind, identify(target).fingerprint, shipped)
+    return _shipped_for(identify(target).fingerprint).get(kind)
 
 
-def shipped_head_of_files(
-    kind: str, checkpoint: Checkpoint, shipped: Path = SHIPPED
-) -> Path | None:
+def shipped_head_of_files(kind: str, checkpoint: Checkpoint) -> Path | None:
     """The same from the target's files, of which it reads a few rows of the embeddings."""
     found = fingerprint_of_files(checkpoint)
-    return None if found is None else _of_fingerprint(kind, found, shipped)
+    return None if found is None else _shipped_for(found).get(kind)
 
 
 def fingerprint_of_files(checkpoint: Checkpoint) -> str | None:
@@ -407,18 +399,14 @@ def fingerprint_of_files(checkpoint: Checkpoint) -> str | None:
     return fingerprint(sizes, lambda ids: read_rows(stored, _EMBEDDINGS, ids))
 
 
-def _of_fingerprint(kind: str, fingerprint: str, shipped: Path) -> Path | None:
-    return dict(_shipped_for(fingerprint, shipped)).get(kind)
-
-
-def _shipped_for(fingerprint: str, shipped: Path) -> list[tuple[str, Path]]:
-    """Heads for a target, each with its kind."""
-    metas = [(path, json.loads(path.read_text())) for path in sorted(shipped.glob(f"*/*/{META}"))]
-    return [
-        (meta["kind"], path.parent)
+def _shipped_for(fingerprint: str) -> dict[str, Path]:
+    """Heads that come with the package for a target, by kind."""
+    metas = [(path, json.loads(path.read_text())) for path in sorted(SHIPPED.glob(f"*/*/{META}"))]
+    return {
+        meta["kind"]: path.parent
         for path, meta in metas
         if meta["target"]["fingerprint"] == fingerprint
-    ]
+    }
 
 
 HEAD_OPTION = MappingProxyType(
@@ -445,30 +433,27 @@ def named_folder(context: DrafterContext, drafter: str, option: str) -> Path | N
 def _what_comes_along(target: Target) -> str:
     """For messages: the kinds of heads that come with the package for a target."""
     fingerprint = identify(target).fingerprint
-    kinds = [kind for kind, _ in _shipped_for(fingerprint, SHIPPED)]
+    kinds = _shipped_for(fingerprint)
     named = " and ".join(map(repr, kinds))
     return f". With this model comes {named}: drafter {named} needs no option" if kinds else ""
 
 
-def trained_head(context: DrafterContext, module: type[M], option: str = "head") -> M:
+def trained_head(context: DrafterContext, module: type[M]) -> M:
     """The head that the user named, or that comes with the package, checked against the target.
 
     Args:
         module: the class of its kind.
-        option: the option that names its directory.
 
     Raises:
         ConfigError: none was named, it is not there, or it is of another kind or target.
         ModelLoadError: it is damaged.
     """
-    given = named_folder(context, module.kind, option)
-    if given is None and option == "head":
-        given = shipped_head(module.kind, context.target)
+    given = named_folder(context, module.kind, "head") or shipped_head(module.kind, context.target)
     if given is None:
         raise ConfigError(
             f"drafter {module.kind!r} needs a trained head. Train one with 'foredraft train "
             f"{module.kind} --target MODEL --out DIR', and name its directory with the drafter "
-            f"option {option}{_what_comes_along(context.target)}"
+            f"option head{_what_comes_along(context.target)}"
         )
     identity = identify(context.target, None, context.fingerprint)
     device = offered(context.target.capabilities.parts).device

@@ -106,7 +106,6 @@ class AcceptanceCount:
             head_RE: float32 rows of the target's head for the head's output rows.
             row_of_V: output row of each token; -1: none.
         """
-        predictions = by_depth(predictions, self._depth)
         greedy_B = batch.temperatures_B == 0
         self._add_greedy(predictions, batch, greedy_B, row_of_V)
         sampled_B = ~greedy_B if self._has_sampled else greedy_B
@@ -127,7 +126,7 @@ class AcceptanceCount:
             alive_N &= inside_N
             texts, at = places[alive_N, 0], places[alive_N, 1]
             labels = row_of_V[batch.texts.tokens_BL[texts, at + k + 2]]
-            logits = _logits(prediction, texts, at + 2 + k - prediction.shift)
+            logits = _logits(prediction, texts, at)
             best = [piece.argmax(-1) for piece in logits]
             right = torch.cat(best) == labels if best else labels == -2
             self._tried[k] += len(right)
@@ -144,7 +143,7 @@ class AcceptanceCount:
         for k, prediction in enumerate(predictions):
             rows = batch.teacher.rows_BL[texts, at + k + 2]
             target = _target_probs(batch, rows, head_RE)
-            draft = _logits(prediction, texts, at + 2 + k - prediction.shift)
+            draft = _logits(prediction, texts, at)
             measures = [
                 (gumbel_acceptance(p, q), torch.minimum(p, q).sum(-1), p.sum(-1))
                 for p, q in zip(target, (x.softmax(-1) for x in draft), strict=True)
@@ -200,16 +199,6 @@ def shares_by_depth(rights: Iterable[Sequence[bool]], depth: int) -> list[float]
                 if not is_right:
                     break
     return [r / max(1, t) for r, t in zip(right, tried, strict=True)]
-
-
-def by_depth(predictions: Sequence[Prediction], depth: int) -> list[Prediction]:
-    """One for each depth. A head that predicts the next token says the same at every depth."""
-    predicted = {prediction.depth: prediction for prediction in predictions}
-    first = predicted[1]
-    for k in range(1, depth + 1):
-        if k not in predicted and first.shift == 1:
-            predicted[k] = Prediction(first.states_BLK, first.output_RK, 1, k)
-    return [predicted[k] for k in sorted(predicted)[:depth]]
 
 
 def anchors(batch: TrainBatch, texts_B: Tensor, depth: int) -> Tensor:

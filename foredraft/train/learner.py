@@ -23,9 +23,8 @@ from foredraft.train.batches import TrainBatch
 from foredraft.train.folder import Counters
 from foredraft.train.heads.base import Prediction, training_of
 from foredraft.train.losses import Goal, loss_named, product_loss
-from foredraft.train.optimiser import Optimiser, rate_share
+from foredraft.train.optimiser import Optimiser, product_dtype, rate_share
 from foredraft.train.options import TrainOptions
-from foredraft.train.products import product_dtype
 from foredraft.train.target import TrainingTarget
 
 _SURVIVAL_KEPT = 0.95

@@ -18,6 +18,22 @@ _LAST_RATE = 0.02
 """Share of the rate that is left at the end."""
 
 
+def product_dtype(device: torch.device, float32: bool = False) -> torch.dtype:
+    """The type of all products of training: bfloat16 where it is fast, else float32.
+
+    CPUs without bfloat16 instructions emulate its products: the optimiser's alone took 17 s a step
+    in bfloat16 and take half a second in float32 (AVX2, two cores, eagle for a model of 135M
+    parameters).
+
+    Args:
+        float32: take that in any case.
+    """
+    if float32:
+        return torch.float32
+    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _MOMENTUM, _NUM_ITERATIONS = 0.95, 5
 

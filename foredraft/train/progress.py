@@ -82,11 +82,14 @@ def expected(status: Status, num_steps: int, now: float) -> str:
     )
 
 
+_EVERY_S = 10.0
+"""Seconds of steps that means are of."""
+
+
 class Recent:
     """Means over the last steps."""
 
-    def __init__(self, every_s: float = 10.0) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self.loss, self.tokens_per_s = math.nan, 0.0
         self.overlap: tuple[float, ...] = ()
         self.restart()
@@ -109,4 +112,4 @@ class Recent:
         self.tokens_per_s = self._tokens / max(1e-9, self._seconds)
 
     def is_due(self) -> bool:
-        return time.monotonic() - self._began >= self._every_s
+        return time.monotonic() - self._began >= _EVERY_S

@@ -319,13 +319,14 @@ def train_table(
     trained, held_out = split_texts(whole)
     learnt = [whole[n] for n in trained]
     tested = [whole[n] for n in held_out][:_HELD_OUT_TEXTS]
-    progress.stage(f"Counting {sum(map(_num_reply, learnt))} tokens of replies")
+    num_tokens = sum(len(text.reply_ids) for text in learnt)
+    progress.stage(f"Counting {num_tokens} tokens of replies")
     table = learn_table(learnt, target.shape.vocab_size, options)
     progress.stage("Measuring on held-out replies")
     measured, shares = measure(table, tested, progress)
     if kept is not None:
         _check_no_worse(measured, measure(kept, tested, progress)[0], out)
-    made = {**provenance, "texts": len(learnt), "reply tokens": sum(map(_num_reply, learnt))}
+    made = {**provenance, "texts": len(learnt), "reply tokens": num_tokens}
     made |= {"contexts": len(table), "min_count": options.min_count, "foredraft": __version__}
     info = HeadInfo(KIND, {"shares": shares}, target.shape, target.identity, made, measured)
     card = _card(target.identity, measured, made)
@@ -356,10 +357,6 @@ def _check_no_worse(new: Mapping[str, Any], kept: Mapping[str, Any], out: Path) 
             f"of the tokens right, and the new one {score(new):.3f}. It was left as it is; give "
             "more text, another --out, or --replace"
         )
-
-
-def _num_reply(text: Text) -> int:
-    return len(text.reply_ids)
 
 
 def _card(target: TargetIdentity, measured: Mapping[str, Any], made: Mapping[str, Any]) -> str:

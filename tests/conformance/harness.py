@@ -199,9 +199,18 @@ WITH_HEADS = {
 }
 """Drafters that a trained head turns into others: their names here, and the option that does it."""
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "draft_model+tree": {"shape": "2,2,1"},
+    "draft_model+late-tree": {"shape": "1,2"},
+    "draft_model+best-first": {"shape": "best-first", "width": 3, "max_depth": 4},
+    "cascade+suffix": {"stages": "ngram,suffix,draft_model"},
+    "early_exit+deep": {"exit_layer": 2},
+}
+"""Options that make another drafter of one, by the names that tests have for it."""
+
 
 def spec_of(name: str) -> DrafterSpec:
-    """The drafter's traits; see `WITH_HEADS`."""
+    """The drafter's traits; see `WITH_HEADS` and `VARIANTS`."""
     return drafter_spec(name.partition("+")[0])
 
 
@@ -222,7 +231,9 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     codec = kind.new_codec()
     built = name.partition("+")[0]
     comes_along = option == "head" and shipped_head(head_kind(built), target) is not None
-    options = {option: saved_head(built)} if option and not comes_along else {}
+    options = VARIANTS.get(name, {})
+    if option and not comes_along:
+        options = {option: saved_head(built)}
     if option == "table":
         options = {"head": saved_head(built), "table": saved_table()}
     if built == "self_draft":  # by itself it takes what is faster, which varies on a tiny model

@@ -17,6 +17,7 @@ from foredraft.drafters.base import BaseDrafter
 from foredraft.drafters.heads.steps import Reliability
 from tests.conformance.harness import (
     KINDS,
+    VARIANTS,
     WITH_HEADS,
     Kind,
     NeverRight,
@@ -74,7 +75,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=[*drafter_names(), *WITH_HEADS])
+@pytest.fixture(params=[*drafter_names(), *WITH_HEADS, *VARIANTS])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

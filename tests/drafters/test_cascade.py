@@ -21,21 +21,11 @@ from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
-from tests.conformance.harness import (
-    Setup,
-    check_budget,
-    check_forgets,
-    check_rejections_leave_nothing,
-    is_empty,
-    plain,
-    run,
-    table_kind,
-)
+from tests.conformance.harness import KINDS, is_empty, plain, run, table_kind
 from tests.engine.helpers import ScriptedDrafter, counting_model
 
 KIND = table_kind()
 PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
-STAGES: list[dict[str, Any]] = [{}, {"stages": "ngram,suffix,draft_model"}]
 
 
 class Scripted(ScriptedDrafter):
@@ -113,6 +103,23 @@ def test_the_draft_is_the_draft_models_own(right: int, coupling: str) -> None:
         text = [*text, actual.tree.tokens[0], step]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_guessed_tree_does_not_end_a_draft(temperature: float) -> None:
+    """Where a forward of the draft model draws, it does so along a chain alone."""
+    kind = KINDS["native-fused-bf16"]()
+    alone = DraftModelDrafter(kind.new_draft_model())
+    alone.begin(DraftRow.of(0, [3, 1, 4]))
+    at = row([3, 1, 4], 6, temperature=temperature)
+    (expected,) = alone.propose([at])
+    first = expected.tree.tokens[0]
+    tree = TokenTree((first ^ 1, first, expected.tree.tokens[1]), (ROOT, ROOT, 1))
+    cascade = vertical(kind.new_draft_model(), ScriptedDrafter(lambda row: Proposal.chosen(tree)))
+    cascade.begin(DraftRow.of(0, [3, 1, 4]))
+    (proposal,) = cascade.propose([at])
+    assert proposal.tree == expected.tree
+    assert len(proposal.tree) == 6
+
+
 def test_right_guesses_save_forwards() -> None:
     for right, num_forwards in ((9, 1), (3, 2), (1, 4), (0, 8)):
         model = Watched()
@@ -166,28 +173,6 @@ def test_no_room_in_the_draft_models_context_means_no_draft() -> None:
         (proposal,) = cascade.propose([row(range(length), 4)])
         assert len(proposal.tree) == expected
         assert (proposal is NOT_READY) == (expected == 0), "it counts as not asked"
-
-
-@pytest.mark.parametrize("options", STAGES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_text_is_the_plain_runs(options: dict[str, Any], temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, seed=17, max_tokens=24)
-    target = KIND.new_target()
-    cascade = build(options, target, KIND.new_draft_model())
-    results = run(target, cascade, PROMPTS, params, 6, max_batch_size=3)
-    assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
-
-
-@pytest.mark.parametrize("options", STAGES)
-@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
-def test_it_conforms(options: dict[str, Any], coupling: Any) -> None:
-    params = SamplingParams(temperature=1.0, seed=17, max_tokens=16, coupling=coupling)
-    target, model = KIND.new_target(), KIND.new_draft_model()
-    check_budget(build(options, target, model), target, PROMPTS, params)
-    check_forgets(Setup(target, build(options, target, model), model), PROMPTS, params, 4)
-    check_rejections_leave_nothing(
-        lambda: build(options, target, KIND.new_draft_model()), target, PROMPTS[2], params, 4
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,21 +13,11 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
-from foredraft.drafters.shapes import BestFirstShape, FixedShape, TreeShape
+from foredraft.drafters.shapes import BestFirstShape, FixedShape
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores
 from foredraft.models.table import TableModel
-from tests.conformance.harness import (
-    KINDS,
-    Kind,
-    NeverRight,
-    Setup,
-    check_budget,
-    check_forgets,
-    check_rejections_leave_nothing,
-    plain,
-    run,
-)
+from tests.conformance.harness import run, table_kind
 from tests.core.reference import logits_to_probs
 from tests.drafters.prices import FREE_NODES
 
@@ -159,11 +148,6 @@ def test_refuses_a_model_that_cannot_draft_for_the_target(model: Watched) -> Non
 
 # ------------------------------------------------------------------------------------- trees
 
-SHAPES: dict[str, TreeShape] = {
-    "2,2,1": FixedShape((2, 2, 1)),
-    "1,2": FixedShape((1, 2)),
-    "best-first": BestFirstShape(width=3, max_depth=4),
-}
 PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
 
 
@@ -264,61 +248,8 @@ def test_a_tree_needs_tree_attention_on_both_sides() -> None:
             build_drafter("draft-model", DrafterContext(models[0], models[1], {"shape": "2,1"}))
 
 
-@functools.cache
-def kind_of(name: str) -> Kind:
-    return KINDS[name]()
-
-
-@pytest.fixture(params=["table", "native-eager", "native-fused-bf16", "hf"])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return kind_of(request.param)
-
-
-@pytest.fixture(params=SHAPES)
-def shape(request: pytest.FixtureRequest) -> TreeShape:
-    return SHAPES[request.param]
-
-
-def set_up(kind: Kind, shape: TreeShape) -> Setup:
-    draft_model = kind.new_draft_model()
-    return Setup(kind.new_target(), DraftTreeDrafter(draft_model, shape), draft_model)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_leave_the_text_as_it_is(kind: Kind, shape: TreeShape, temperature: float) -> None:
-    params = sampling(temperature)
-    expected = plain(kind.new_target(), PROMPTS, params)
-    setup = set_up(kind, shape)
-    for num_draft_tokens in (1, 3, 7, 12):
-        results = run(setup.target, setup.drafter, PROMPTS, params, num_draft_tokens, 3)
-        assert [result.token_ids for result in results] == expected
-        assert sum(result.stats.accepted for result in results) > 0
-
-
-@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
-def test_trees_keep_what_the_seam_promises(kind: Kind, shape: TreeShape, coupling: str) -> None:
-    params = sampling(1.0, coupling=coupling)
-    setup = set_up(kind, shape)
-    check_budget(setup.drafter, setup.target, PROMPTS, params)
-    check_forgets(set_up(kind, shape), PROMPTS, params, 7)
-    result = check_rejections_leave_nothing(
-        lambda: set_up(kind, shape).drafter, kind.new_target(), PROMPTS[2], params, 7
-    )
-    assert result.stats.drafted > 0
-
-
-def test_trees_survive_being_wrong_all_the_time(kind: Kind, shape: TreeShape) -> None:
-    params = sampling(0.0)
-    setup = set_up(kind, shape)
-    (expected,) = plain(setup.target, PROMPTS[2:3], params)
-    wrong = NeverRight(setup.drafter, [*PROMPTS[2], *expected], setup.target.vocab_size)
-    (result,) = run(setup.target, wrong, PROMPTS[2:3], params, 6)
-    assert (result.token_ids, result.stats.accepted) == (expected, 0)
-
-
 def test_a_wider_tree_is_accepted_more_often() -> None:
-    kind = kind_of("table")
-    steps = []
+    kind, steps = table_kind(), []
     for drafter, num_draft_tokens in (
         (DraftModelDrafter(kind.new_draft_model()), 3),
         (DraftTreeDrafter(kind.new_draft_model(), FixedShape((3, 2, 1))), 15),

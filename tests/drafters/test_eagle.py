@@ -18,9 +18,7 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import (
     EagleModule,
-    EagleRunner,
     FirstEagleModule,
-    FirstEagleRunner,
     names_of,
     published_taps,
     read_published,
@@ -179,7 +177,7 @@ def test_each_layout_is_read(layout: str, output_ids: list[int] | None, tmp_path
     assert found.config == module.config
     drafter = build_drafter("eagle", DrafterContext(TARGET, options={"head": str(tmp_path)}))
     assert isinstance(drafter, StepDrafter)
-    assert isinstance(drafter._runner, EagleRunner)
+    assert drafter.taps == module.taps
 
 
 VARIANTS = [
@@ -261,7 +259,7 @@ def test_the_first_eagle_is_read_and_drafts_as_it_predicts(has_bias: bool, tmp_p
     assert isinstance(module, FirstEagleModule)
     drafter = build_drafter("eagle", DrafterContext(TARGET, options={"head": str(tmp_path)}))
     assert isinstance(drafter, StepDrafter)
-    assert isinstance(drafter._runner, FirstEagleRunner)
+    assert drafter.taps == module.taps == (2,)
     assert_drafts_as_it_predicts(module, StepDrafter(module, TARGET, CHAIN))
 
 

@@ -17,7 +17,7 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
-from tests.conformance.harness import checkpoint, plain, run
+from tests.conformance.harness import checkpoint, plain
 from tests.engine.helpers import drain, engine_of, finish
 from tests.models.test_shallow import Spy, calls
 
@@ -93,18 +93,6 @@ def test_a_long_prompt_is_read_before_anything_is_drafted(target: NativeTarget) 
     (proposal,) = early_exit(target).propose([row])
     assert len(proposal.tree) == 0
     assert calls(target) == []
-
-
-@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
-@pytest.mark.parametrize("options", [{}, {"exit_layer": 2}])
-def test_every_exit_serves_a_batch(
-    target: NativeTarget, options: dict[str, Any], coupling: Any
-) -> None:
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, coupling=coupling)
-    results = run(target, early_exit(target, **options), PROMPTS, params, 4)
-    assert sum(result.stats.drafted for result in results) > 0
-    if coupling == "seeded":
-        assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
 
 
 def test_confidence_ends_the_draft(target: NativeTarget) -> None:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from foredraft.core.errors import CapabilityError
 from foredraft.core.params import SamplingParams
-from foredraft.drafters.heads.mtp import OwnMtpRunner
+from foredraft.drafters.heads.mtp import OwnMtp
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.llm import LLM
 from foredraft.load import plan_models, resolve_drafter
@@ -142,7 +142,7 @@ def new_target(made: Made, decoder: Callable[..., Any] = FusedDecoder, **more: A
 @pytest.mark.parametrize("decoder", [EagerDecoder, FusedDecoder])
 def test_it_computes_what_its_makers_publish(made: Made, decoder: Callable[..., Any]) -> None:
     target = new_target(made, decoder)
-    runner, slot = OwnMtpRunner(target), target.cache.allocate()
+    runner, slot = OwnMtp(target).runner(target), target.cache.allocate()
     scores = target.score([ScoreRow(slot, TOKENS)], (target.num_layers - 1,))
     target.cache.keep(slot, len(TOKENS), ())
     next_token = int(scores[0].logits_NV[0].argmax())

@@ -61,9 +61,7 @@ class LinearTraining(HeadTraining[LinearHead]):
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
         module, following = self.module, batch.embeddings_BLE.roll(-1, 1)
         x = torch.cat((batch.taps[module.taps[0]], following), -1)
-        return [
-            Prediction(module.joins[k](x), module.output.weight, k + 2, k + 1) for k in range(depth)
-        ]
+        return [Prediction(module.joins[k](x), module.output.weight, k + 1) for k in range(depth)]
 
 
 TRAINING = LinearTraining

@@ -235,7 +235,7 @@ class PoisonedTraining(LinearTraining):
         self.steps += self.module.training
         if self.steps < 3:
             return found
-        return [Prediction(p.states_BLK * torch.nan, p.output_RK, p.shift, p.depth) for p in found]
+        return [Prediction(p.states_BLK * torch.nan, p.output_RK, p.depth) for p in found]
 
 
 TRAINING = PoisonedTraining

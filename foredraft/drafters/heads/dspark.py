@@ -135,36 +135,6 @@ class DsparkModule(HeadModule):
         return logits * self.confidence_scale_S[place]
 
 
-class Injection:
-    """Keys and values of all layers from the backbone's context, in one product.
-
-    Args:
-        module: a trained head.
-        target: its kernel multiplies.
-    """
-
-    def __init__(self, module: DsparkModule, target: HeadTarget) -> None:
-        self._shape = shape = module.shape
-        num_queries = shape.num_attention_heads * shape.head_dim
-        ones_E = torch.ones(shape.hidden_size)
-        parts = []
-        for layer in module.layers:
-            weights = cast(LlamaLayer, layer).weights()
-            # The norm's weights go into the matrix, so that all layers share what is left of it.
-            parts.append(weights["qkv.weight"][num_queries:] * weights["attention_norm.weight"])
-        both, eps = torch.cat(parts), shape.rms_norm_eps
-        self._product = Joined(target, [ones_E.to(both.device)], both, eps)
-
-    def __call__(self, context_TE: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [L, G, T, D] of tokens at positions from ``start`` on."""
-        shape, length = self._shape, len(context_TE)
-        heads = (2, shape.num_key_value_heads, shape.head_dim)
-        both = self._product([context_TE]).view(length, -1, *heads)
-        keys, values = both.permute(2, 1, 3, 0, 4)
-        positions_T = torch.arange(start, start + length, device=both.device)
-        return rotate(keys, *rotary(shape, positions_T)), values
-
-
 class DsparkDrafter(BaseDrafter):
     """See the module docstring.
 
@@ -177,9 +147,15 @@ class DsparkDrafter(BaseDrafter):
         self._parts = target.parts
         weights = head_weights(module.layers, module.norm, module.output, module.shape)
         self._runner = target.head_runner(weights)
-        self._inject = Injection(module, target)
+        eps, num_queries = module.shape.rms_norm_eps, module.shape.num_attention_heads
+        num_queries *= module.shape.head_dim
+        parts = [cast(LlamaLayer, layer).weights() for layer in module.layers]
+        # A layer's norm goes into its matrix, so that one product makes keys and values of all.
+        injected = [w["qkv.weight"][num_queries:] * w["attention_norm.weight"] for w in parts]
+        ones_E = torch.ones(module.shape.hidden_size).to(injected[0].device)
+        self._product = Joined(target, [ones_E], torch.cat(injected), eps)
         norms = [norm.get_parameter("weight") for norm in module.tap_norms]
-        self._context = Joined(target, norms, module.fuse.weight, module.shape.rms_norm_eps)
+        self._context = Joined(target, norms, module.fuse.weight, eps)
         self._module = module.to(self._parts.device, self._parts.dtype).eval()
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self.taps, self.layers = module.taps, (self._runner.layers,)
@@ -206,6 +182,15 @@ class DsparkDrafter(BaseDrafter):
             for layer in range(self._module.num_layers):
                 layers.write(layer, slot, start, keys[layer], values[layer])
             self._ends[seen.request_id] = seen.end
+
+    def _inject(self, context_TE: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [L, G, T, D] of tokens at positions from ``start`` on, in all layers."""
+        shape, length = self._module.shape, len(context_TE)
+        heads = (2, shape.num_key_value_heads, shape.head_dim)
+        both = self._product([context_TE]).view(length, -1, *heads)
+        keys, values = both.permute(2, 1, 3, 0, 4)
+        positions_T = torch.arange(start, start + length, device=both.device)
+        return rotate(keys, *rotary(shape, positions_T)), values
 
     @torch.no_grad()
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:

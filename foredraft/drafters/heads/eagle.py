@@ -14,7 +14,7 @@ Shape legend: B texts, L tokens, E hidden size, P tapped layers, R output rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -38,11 +38,11 @@ from foredraft.drafters.heads.layers import (
     head_weights,
 )
 from foredraft.drafters.heads.published import (
-    CheckpointTensors,
     Count,
     Rope,
     Sizes,
     check_fits,
+    checkpoint_tensors,
     fill,
     final_norm,
     layer_names,
@@ -152,8 +152,41 @@ class EagleModule(HeadModule):
         """State passed to the next token: the layer's output or its norm."""
         return normed if self._returns == "normed" else x
 
-    def runner(self, target: HeadTarget) -> EagleRunner:
-        return EagleRunner(self, target)
+    def _fusion(self, target: HeadTarget) -> Callable[[Sequence[Tensor]], Tensor]:
+        """`fused` by the target's joins: float32 [T, E]."""
+        eps, weight = self.shape.rms_norm_eps, self.join_taps.weight
+        norms = [norm.get_parameter("weight") for norm in self.tap_norms]
+        join = Joined(target, norms or [weight.new_ones(weight.shape[1])], weight, eps)
+
+        def of_all(taps: Sequence[Tensor]) -> Tensor:
+            x_TK = torch.cat([tap.float() for tap in taps], -1)
+            joined_TE = join([x_TK])
+            if norms:
+                return joined_TE
+            # Joins norm their inputs to a mean square of 1; this head has no norm: it is undone.
+            return joined_TE * (x_TK.square().mean(-1, keepdim=True) + eps).sqrt()
+
+        return join if len(norms) == len(self.taps) else of_all
+
+    def runner(self, target: HeadTarget) -> StepRunner:
+        layer, eps = self.to(target.parts.device).eval().layer, self.shape.rms_norm_eps
+        token, state = layer.qkv.weight.chunk(2, 1)
+        tokens = JoinedTokens(target, token * layer.token_norm.weight, eps)
+        join = Joined(target, [layer.get_parameter("attention_norm.weight")], state, eps, tokens)
+        fuse = self._fusion(target)
+
+        def inputs(states_TE: Tensor, following: Sequence[int]) -> Tensor:
+            """Residual input beside queries, keys and values; [T, E + Q]."""
+            return torch.cat((layer.added_to(states_TE), join([states_TE], following)), 1)
+
+        def of_text(taps: Sequence[Tensor], following: Sequence[int]) -> Tensor:
+            return inputs(fuse(taps), following)
+
+        def of_own(states_NE: Tensor, drafted: Sequence[int]) -> Tensor:
+            return inputs(self.next_state(states_NE, self.norm(states_NE)), drafted)
+
+        weights = head_weights([layer], self.norm, self.output, self.shape)
+        return StepRunner(target.head_runner(weights), of_text, of_own)
 
 
 def published_taps(num_layers: int) -> tuple[int, ...]:
@@ -199,91 +232,27 @@ class FirstEagleModule(nn.Module):
         self.layer = FirstLayer(shape)
         self.output = nn.Parameter(torch.zeros(shape.vocab_size, hidden))
 
-    def runner(self, target: HeadTarget) -> FirstEagleRunner:
-        return FirstEagleRunner(self, target)
+    def runner(self, target: HeadTarget) -> StepRunner:
+        parts, norm = target.parts, self.target_norm.to(target.parts.device).eval()
+        join_EK, qkv = _weight(self.join.weight, target), _weight(self.layer.qkv.weight, target)
+        bias_E = None if self.join.bias is None else _weight(self.join.bias, target)
 
+        def of_own(states_NE: Tensor, drafted: Sequence[int]) -> Tensor:
+            embeddings_NE = parts.embed(torch.as_tensor(drafted))
+            joined = torch.cat((embeddings_NE, states_NE.to(embeddings_NE)), 1)
+            x_NE = F.linear(joined, join_EK, bias_E)
+            return torch.cat((x_NE, F.linear(x_NE, qkv)), 1)
 
-class FirstEagleRunner(StepRunner):
-    """Makes the inputs of a `FirstEagleModule`'s layer, which the target runs."""
+        def of_text(taps: Sequence[Tensor], following: Sequence[int]) -> Tensor:
+            return of_own(norm(taps[0].to(join_EK.device)), following)
 
-    def __init__(self, module: FirstEagleModule, target: HeadTarget) -> None:
-        weights = {n: _weight(w, target) for n, w in module.layer.weights().items()}
-        output_RE = _weight(module.output, target)
-        super().__init__(target, HeadWeights([weights], None, output_RE, module.shape))
-        self._parts = target.parts
-        self._norm = module.target_norm.to(self._parts.device).eval()
-        bias: Tensor | None = module.join.bias
-        self._join = _weight(module.join.weight, target)
-        self._bias = None if bias is None else _weight(bias, target)
-        self._qkv = _weight(module.layer.qkv.weight, target)
-
-    @torch.no_grad()
-    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self.own_inputs(following, self._norm(taps[0].to(self._join.device)))
-
-    @torch.no_grad()
-    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        embeddings_NE = self._parts.embed(torch.as_tensor(tokens))
-        joined = torch.cat((embeddings_NE, states_NE.to(embeddings_NE)), 1)
-        x_NE = F.linear(joined, self._join, self._bias)
-        return torch.cat((x_NE, F.linear(x_NE, self._qkv)), 1)
+        layer = {name: _weight(w, target) for name, w in self.layer.weights().items()}
+        weights = HeadWeights([layer], None, _weight(self.output, target), self.shape)
+        return StepRunner(target.head_runner(weights), of_text, of_own)
 
 
 def _weight(weight: Tensor, target: HeadTarget) -> Tensor:
     return weight.detach().to(target.parts.device, target.parts.dtype)
-
-
-class EagleRunner(StepRunner):
-    """Makes the inputs of an `EagleModule`'s layer, which the target runs.
-
-    The target's joins compute queries, keys and values in advance.
-    """
-
-    def __init__(self, module: EagleModule, target: HeadTarget) -> None:
-        self._module = module.to(target.parts.device).eval()
-        layer, eps = module.layer, module.shape.rms_norm_eps
-        super().__init__(target, head_weights([layer], module.norm, module.output, module.shape))
-        token, state = layer.qkv.weight.chunk(2, 1)
-        tokens = JoinedTokens(target, token * layer.token_norm.weight, eps)
-        state_norm = layer.get_parameter("attention_norm.weight")
-        self._join = Joined(target, [state_norm], state, eps, tokens)
-        self._fuse = _Fusion(module, target)
-
-    @torch.no_grad()
-    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self._inputs(self._fuse(taps), following)
-
-    @torch.no_grad()
-    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        state_NE = self._module.next_state(states_NE, self._module.norm(states_NE))
-        return self._inputs(state_NE, tokens)
-
-    def _inputs(self, states_TE: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Residual input beside queries, keys and values; [T, E + Q]."""
-        added_to_TE = self._module.layer.added_to(states_TE)
-        return torch.cat((added_to_TE, self._join([states_TE], tokens)), 1)
-
-
-class _Fusion:
-    """`EagleModule.fused` by the target's joins."""
-
-    def __init__(self, module: EagleModule, target: HeadTarget) -> None:
-        self._eps, weight = module.shape.rms_norm_eps, module.join_taps.weight
-        norms = [norm.get_parameter("weight") for norm in module.tap_norms]
-        self._is_normed, self._joins_first = bool(norms), len(norms) != len(module.taps)
-        no_norm = weight.new_ones(weight.shape[1])
-        self._join = Joined(target, norms or [no_norm], weight, self._eps)
-
-    def __call__(self, taps: Sequence[Tensor]) -> Tensor:
-        """Float32 [T, E]."""
-        if not self._joins_first:
-            return self._join(taps)
-        x_TK = torch.cat([tap.float() for tap in taps], -1)
-        joined_TE = self._join([x_TK])
-        if self._is_normed:
-            return joined_TE
-        # Joins norm their inputs to a mean square of 1; this head has no norm, so it is undone.
-        return joined_TE * (x_TK.square().mean(-1, keepdim=True) + self._eps).sqrt()
 
 
 LAYER_PREFIXES = ("layers.0.", "midlayer.")
@@ -332,14 +301,13 @@ def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEa
     parts = target.parts
     config, shape = _read_config(directory, target.vocab_size)
     check_fits(shape, target, f"the EAGLE head in {directory}")
-    tensors = CheckpointTensors(directory)
-    layer = next((p for p in LAYER_PREFIXES if any(n.startswith(p) for n in tensors.names)), None)
-    if layer is None or "fc.weight" not in tensors.names:
+    found = checkpoint_tensors(directory)
+    layer = next((p for p in LAYER_PREFIXES if any(n.startswith(p) for n in found)), None)
+    if layer is None or "fc.weight" not in found:
         raise ConfigError(
             f"{directory} holds no EAGLE head: there is no fc.weight beside a layer "
             f"{' or '.join(LAYER_PREFIXES)}*. {_ADVICE}"
         )
-    found = tensors.below("")
     _check_embeddings(found.get(_TARGETS[0]), parts, directory)
     own = {name: tensor for name, tensor in found.items() if name not in _TARGETS}
     shape = replace(shape, num_hidden_layers=len(target.capabilities.taps))

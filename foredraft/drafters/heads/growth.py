@@ -139,16 +139,13 @@ class Growth:
         """The guide's successors of a node (or `ROOT`), before any noise."""
         if self.guide is None:
             return []
-        if node == ROOT:
-            return [
-                Choice(token, prob) for token, prob, _ in self.guide.successors(self.guide.place)
-            ]
-        found = self._nodes[node]
-        if found.copied is None:
-            found.copied = [
-                Choice(token, prob) for token, prob, _ in self.guide.successors(self._where(node))
-            ]
-        return found.copied
+        known = None if node == ROOT else self._nodes[node].copied
+        if known is None:
+            found = self.guide.successors(self._where(node))
+            known = [Choice(token, prob) for token, prob, _ in found]
+            if node != ROOT:
+                self._nodes[node].copied = known
+        return known
 
     def build(self) -> Proposal:
         """The nodes that are worth their time."""

@@ -63,28 +63,15 @@ class HiddenHeadModule(HeadModule):
         rows: Tensor = self.output.weight
         return rows
 
-    def runner(self, target: HeadTarget) -> HiddenHeadRunner:
-        return HiddenHeadRunner(self, target)
-
-
-class HiddenHeadRunner(StepRunner):
-    """Makes the inputs of a `HiddenHeadModule`'s layer, which the target runs."""
-
-    def __init__(self, module: HiddenHeadModule, target: HeadTarget) -> None:
-        shape, eps = module.shape, module.shape.rms_norm_eps
-        super().__init__(target, head_weights([module.layer], module.norm, module.rows, shape))
-        token = module.join_embedding.weight * module.embedding_norm.weight
+    def runner(self, target: HeadTarget) -> StepRunner:
+        eps = self.shape.rms_norm_eps
+        token = self.join_embedding.weight * self.embedding_norm.weight
         tokens = JoinedTokens(target, token, eps)
-        norms = [norm.get_parameter("weight") for norm in module.tap_norms]
-        self._join_taps = Joined(target, norms, module.join_taps.weight, eps, tokens)
-        own_norms = [module.own_norm.weight]
-        self._join_own = Joined(target, own_norms, module.join_own.weight, eps, tokens)
-
-    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self._join_taps(taps, following)
-
-    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        return self._join_own([states_NE], tokens)
+        norms = [norm.get_parameter("weight") for norm in self.tap_norms]
+        join_taps = Joined(target, norms, self.join_taps.weight, eps, tokens)
+        join_own = Joined(target, [self.own_norm.weight], self.join_own.weight, eps, tokens)
+        weights = head_weights([self.layer], self.norm, self.rows, self.shape)
+        return StepRunner(target.head_runner(weights), join_taps, join_own.of_one)
 
 
 DRAFTER = stepwise_drafter(

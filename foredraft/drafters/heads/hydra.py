@@ -26,7 +26,7 @@ from foredraft.drafters.heads.base import (
 )
 from foredraft.drafters.heads.layers import Joined, JoinedTokens, RMSNorm, head_weights
 from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
-from foredraft.models.base import HeadRow, HeadTarget, ModelShape
+from foredraft.models.base import HeadTarget, ModelShape
 
 
 class FeedForward(nn.Module):
@@ -75,38 +75,20 @@ class HydraModule(HeadModule):
         self.layer = FeedForward(hidden, self.width, eps)
         self.norm = RMSNorm(hidden, eps)
 
-    def runner(self, target: HeadTarget) -> HydraRunner:
-        return HydraRunner(self, target)
-
-
-class HydraRunner(StepRunner):
-    """Makes the inputs of a `HydraModule`'s layer, which the target runs."""
-
-    def __init__(self, module: HydraModule, target: HeadTarget) -> None:
-        shape = replace(module.shape, intermediate_size=module.width)
-        super().__init__(target, head_weights([module.layer], module.norm, module.output, shape))
-        self.layers = ()
-        self._parts, eps = target.parts, shape.rms_norm_eps
-        token_norm = module.token_norm.weight
-        norms = [module.hidden_norm.weight, token_norm]
-        self._join_hidden = Joined(target, norms, module.join_hidden.weight, eps)
-        state, token = module.join_own.weight.chunk(2, 1)
+    def runner(self, target: HeadTarget) -> StepRunner:
+        shape, parts = replace(self.shape, intermediate_size=self.width), target.parts
+        eps, token_norm = shape.rms_norm_eps, self.token_norm.weight
+        norms = [self.hidden_norm.weight, token_norm]
+        join_hidden = Joined(target, norms, self.join_hidden.weight, eps)
+        state, token = self.join_own.weight.chunk(2, 1)
         tokens = JoinedTokens(target, token * token_norm, eps)
-        self._join_own = Joined(target, [module.own_norm.weight], state, eps, tokens)
+        join_own = Joined(target, [self.own_norm.weight], state, eps, tokens)
 
-    @torch.no_grad()
-    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        embedded_TE = self._parts.embed(torch.tensor(following))
-        return self._join_hidden([taps[0], embedded_TE], following)
+        def of_text(taps: Sequence[Tensor], following: Sequence[int]) -> Tensor:
+            return join_hidden([taps[0], parts.embed(torch.tensor(following))], following)
 
-    @torch.no_grad()
-    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        return self._join_own([states_NE], tokens)
-
-    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        # Nothing attends, so it does not matter where the tokens stand.
-        alone = [HeadRow(row.slot, 0, row.num_wanted, num_wanted=row.num_wanted) for row in rows]
-        return super().run(alone, inputs_TE)
+        weights = head_weights([self.layer], self.norm, self.output, shape)
+        return StepRunner(target.head_runner(weights), of_text, join_own.of_one, attends=False)
 
 
 DRAFTER = stepwise_drafter(

@@ -173,3 +173,7 @@ class Joined:
         if self._tokens is None or self._tokens.table_VE is not None:  # they are in it
             return joined
         return joined + self._tokens(tokens)
+
+    def of_one(self, states_NE: Tensor, tokens: Sequence[int]) -> Tensor:
+        """Float32 [N, R] from a single state [N, E] of each token."""
+        return self([states_NE], tokens)

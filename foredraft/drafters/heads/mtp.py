@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -69,29 +68,21 @@ class MtpModule(HeadModule):
         """State passed to the next token: the layer's output or its norm."""
         return normed if self._returns == "normed" else x
 
-    def runner(self, target: HeadTarget) -> MtpRunner:
-        return MtpRunner(self, target)
+    def runner(self, target: HeadTarget) -> StepRunner:
+        self.to(target.parts.device).eval()
+        token, state = self.join.weight.chunk(2, 1)
+        eps = self.shape.rms_norm_eps
+        tokens = JoinedTokens(target, token * self.embedding_norm.weight, eps)
+        join = Joined(target, [self.hidden_norm.weight], state, eps, tokens)
 
+        def of_text(taps: Sequence[Tensor], following: Sequence[int]) -> Tensor:
+            return join([self.first_state(taps[0])], following)
 
-class MtpRunner(StepRunner):
-    """Makes the inputs of an `MtpModule`'s layer, which the target runs."""
+        def of_own(states_NE: Tensor, drafted: Sequence[int]) -> Tensor:
+            return join([self.next_state(states_NE, self.norm(states_NE))], drafted)
 
-    def __init__(self, module: MtpModule, target: HeadTarget) -> None:
-        self._module, shape = module.to(target.parts.device).eval(), module.shape
-        super().__init__(target, head_weights([module.layer], module.norm, module.output, shape))
-        token, state = module.join.weight.chunk(2, 1)
-        eps = shape.rms_norm_eps
-        tokens = JoinedTokens(target, token * module.embedding_norm.weight, eps)
-        self._join = Joined(target, [module.hidden_norm.weight], state, eps, tokens)
-
-    @torch.no_grad()
-    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self._join([self._module.first_state(taps[0])], following)
-
-    @torch.no_grad()
-    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        state_NE = self._module.next_state(states_NE, self._module.norm(states_NE))
-        return self._join([state_NE], tokens)
+        weights = head_weights([self.layer], self.norm, self.output, self.shape)
+        return StepRunner(target.head_runner(weights), of_text, of_own)
 
 
 class OwnMtp:
@@ -107,29 +98,19 @@ class OwnMtp:
     def __init__(self, target: HeadTarget) -> None:
         self.taps: tuple[int, ...] = (target.capabilities.taps[-1],)
 
-    def runner(self, target: HeadTarget) -> OwnMtpRunner:
-        return OwnMtpRunner(target)
-
-
-class OwnMtpRunner(StepRunner):
-    """Makes the inputs of a model's own layer."""
-
-    def __init__(self, target: HeadTarget) -> None:
-        own = self._own = target.own_layers()
-        self._runner, self._parts = own.runner, target.parts
-        self.layers = (own.runner.layers,)
+    def runner(self, target: HeadTarget) -> StepRunner:
+        own, parts = target.own_layers(), target.parts
         tokens = JoinedTokens(target, own.token_EE, own.eps)
-        self._join = Joined(target, [own.state_norm_E], own.state_EE, own.eps, tokens)
+        join = Joined(target, [own.state_norm_E], own.state_EE, own.eps, tokens)
 
-    @torch.no_grad()
-    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self._join([self._parts.norm(taps[0].to(self._parts.dtype))], following)
+        def of_text(taps: Sequence[Tensor], following: Sequence[int]) -> Tensor:
+            return join([parts.norm(taps[0].to(parts.dtype))], following)
 
-    @torch.no_grad()
-    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        own = self._own
-        normed_NE = F.rms_norm(states_NE.float(), states_NE.shape[-1:], own.norm_E, own.eps)
-        return self._join([normed_NE], tokens)
+        def of_own(states_NE: Tensor, drafted: Sequence[int]) -> Tensor:
+            normed_NE = F.rms_norm(states_NE.float(), states_NE.shape[-1:], own.norm_E, own.eps)
+            return join([normed_NE], drafted)
+
+        return StepRunner(own.runner, of_text, of_own)
 
 
 DRAFTER = stepwise_drafter(

@@ -8,7 +8,7 @@ Shape legend: E hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -39,40 +39,26 @@ def is_checkpoint(directory: Path) -> bool:
     return (directory / "config.json").is_file() and not (directory / "head.json").is_file()
 
 
-class CheckpointTensors:
-    """All tensors of a checkpoint's files by name, read when asked for.
+def checkpoint_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's files by name, but for those that are computed here.
 
     Raises:
         ModelLoadError: a file is damaged, or there are weights in a pickle only.
     """
-
-    def __init__(self, directory: Path) -> None:
-        paths = sorted(directory.glob("*.safetensors"))
-        self._files = {name: path for path in paths for name in check_safetensors(path)}
-        pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt"))
-        if not self._files and pickles:
-            raise ModelLoadError(
-                f"the weights in {directory} are a pickle ({pickles[0].name}), which may run any "
-                "code and is never read; convert it to safetensors where you trust it"
-            )
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._files)
-
-    def below(self, prefix: str, without: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Those whose name begins so, by the rest of it."""
-        rest = {name: name.removeprefix(prefix) for name in self._files if name.startswith(prefix)}
-        return {
-            short: self._read(name)
-            for name, short in rest.items()
-            if short not in without and not short.endswith(_NEVER_NEEDED)
-        }
-
-    def _read(self, name: str) -> Tensor:
-        with safe_open(str(self._files[name]), framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+    paths = sorted(directory.glob("*.safetensors"))
+    files = {name: path for path in paths for name in check_safetensors(path)}
+    pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt"))
+    if not files and pickles:
+        raise ModelLoadError(
+            f"the weights in {directory} are a pickle ({pickles[0].name}), which may run any "
+            "code and is never read; convert it to safetensors where you trust it"
+        )
+    found = dict[str, Tensor]()
+    for name, path in files.items():
+        if not name.endswith(_NEVER_NEEDED):
+            with safe_open(str(path), framework="pt") as file:
+                found[name] = file.get_tensor(name)
+    return found
 
 
 def layer_names(prefix: str) -> dict[str, tuple[str, ...]]:

@@ -8,7 +8,6 @@ Shape legend: T tokens, E hidden size, R output rows, N scored nodes.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,8 +36,8 @@ from foredraft.models.base import (
     ChainRow,
     HeadChain,
     HeadRow,
+    HeadRunner,
     HeadTarget,
-    HeadWeights,
     ScoredTokens,
     offered,
 )
@@ -52,41 +51,45 @@ many have accumulated. A request that it follows without drafting therefore cost
 and it can start to draft at any moment."""
 
 
-class StepRunner(ABC):
-    """A head's layers, which the target runs; a subclass makes their inputs.
+class StepRunner:
+    """A head's layers, which the target runs, and the inputs of the first one.
 
     Args:
-        target: runs them.
-        weights: of the layers.
+        runner: runs the layers.
+        of_text: layer inputs [T, E] from the target's states, [T, E] of each layer that the head
+            taps, and the token after each.
+        of_own: layer inputs [N, E] from the states [N, E] of the parents of drafted tokens, and
+            these tokens.
+        attends: whether the layers read entries of the text; else each token is run alone.
 
     Attributes:
         layers: cache layers with the entries of the text; empty for heads without attention.
     """
 
-    layers: Sequence[CacheLayers]
+    def __init__(
+        self,
+        runner: HeadRunner,
+        of_text: Callable[[Sequence[Tensor], Sequence[int]], Tensor],
+        of_own: Callable[[Tensor, Sequence[int]], Tensor],
+        attends: bool = True,
+    ) -> None:
+        self._runner, self._of_text, self._of_own = runner, of_text, of_own
+        self.layers: Sequence[CacheLayers] = (runner.layers,) if attends else ()
 
-    def __init__(self, target: HeadTarget, weights: HeadWeights) -> None:
-        self._runner = target.head_runner(weights)
-        self.layers = (self._runner.layers,)
-
-    def begin(self, slot: int) -> None:  # noqa: B027 - most keep nothing for a slot
-        """Start another request in a slot; does nothing by default."""
-
-    @abstractmethod
+    @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        """Layer inputs [T, E] for tokens that the target has read.
+        """Layer inputs [T, E] for tokens that the target has read, from the token after each."""
+        return self._of_text(taps, following)
 
-        Args:
-            following: the token after each.
-            taps: [T, E] of each layer that the head taps.
-        """
-
-    @abstractmethod
+    @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
         """Layer inputs [N, E] for drafted tokens and the states of their parents."""
+        return self._of_own(states_NE, tokens)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `foredraft.models.base.HeadRunner.run`."""
+        if not self.layers:  # nothing attends, so it does not matter where the tokens stand
+            rows = [HeadRow(r.slot, 0, r.num_wanted, num_wanted=r.num_wanted) for r in rows]
         return self._runner.run(rows, inputs_TE)
 
     def new_chain(self, ids_R: Tensor, num_taps: int) -> HeadChain | None:
@@ -202,7 +205,6 @@ class StepDrafter(BaseDrafter):
         self._reliabilities: dict[float, Reliability] = {}
 
     def begin(self, row: DraftRow) -> None:
-        self._runner.begin(row.slot)
         # Requests are as like as their temperatures are, to a tenth; few such values occur.
         temperature = round(min(row.params.temperature, _HOTTEST), 1)
         reliability = self._reliabilities.setdefault(temperature, Reliability())

@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
-from torch import Tensor
-
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
@@ -25,12 +22,13 @@ from foredraft.drafters.base import (
     Drafter,
     DraftRow,
 )
-from foredraft.drafters.model.chain import ChainDraft, DraftCache
+from foredraft.drafters.model.chain import ChainDraft
+from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.models.base import ScoreRow, Target
+from foredraft.models.base import Target
 
 
-class VerticalCascade:
+class VerticalCascade(DraftModelDrafter):
     """Cheap stages draft for a draft model. Rows that still draft share a forward of it.
 
     Every stage sees every request and every step.
@@ -41,17 +39,17 @@ class VerticalCascade:
     """
 
     def __init__(self, guessers: Sequence[Drafter], model: Target) -> None:
+        super().__init__(model)
         self._guessers = tuple(guessers)
         self.taps: Sequence[int] = sorted({tap for each in guessers for tap in each.taps})
         self.layers = tuple(layers for each in guessers for layers in each.layers)
         skips_gaps = all(each.traits.skips_gaps for each in guessers if each.layers)
         self.traits = DrafterTraits(skips_gaps=skips_gaps, reads=True)
-        self._model, self._cache = model, DraftCache(model)
 
     def begin(self, row: DraftRow) -> None:
         for guesser in self._guessers:
             guesser.begin(row)
-        self._cache.begin(row)
+        super().begin(row)
 
     def observe(self, observations: Sequence[RowStep]) -> None:
         for guesser in self._guessers:
@@ -59,36 +57,18 @@ class VerticalCascade:
 
     def end(self, request_id: int) -> None:
         with contextlib.ExitStack() as ends:  # all of them, whatever one of them raises
-            ends.callback(self._cache.end, request_id)
+            ends.callback(super().end, request_id)
             for guesser in self._guessers:
                 ends.callback(guesser.end, request_id)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        chains = [ChainDraft(row) for row in rows]
-        active = able = [chain for chain in chains if chain.num_left and self._has_room(chain.row)]
-        while active:
-            self._forward(active, self._guess(active))
-            active = [chain for chain in active if chain.num_left]
-        return [chain.build() if chain in able else NOT_READY for chain in chains]
-
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
-        return self._cache.read(rows, most_tokens)
-
-    def _has_room(self, row: DraftRow) -> bool:
-        return self._cache.has_room(row, row.budget)
-
-    def _guess(self, chains: Sequence[ChainDraft]) -> dict[int, TokenTree]:
-        """What the draft model may say next, by request.
-
-        A forward always yields one token of the draft model's own, so one fewer is guessed.
-        """
+    def _guesses(self, chains: Sequence[ChainDraft]) -> list[TokenTree]:
         found: dict[int, TokenTree] = {}
         for guesser in self._guessers:
             asking = [c for c in chains if c.num_left > 1 and c.row.request_id not in found]
             for chain, offer in zip(asking, _offers(guesser, asking), strict=True):
                 if offer.tree.tokens:
                     found[chain.row.request_id] = self._fitted(offer.tree)
-        return found
+        return [found.get(chain.row.request_id, EMPTY_TREE) for chain in chains]
 
     def _fitted(self, tree: TokenTree) -> TokenTree:
         """The tree, or its first branch where the draft model has no tree attention."""
@@ -96,21 +76,6 @@ class VerticalCascade:
             return tree
         branch = max(tree.paths, key=len)
         return TokenTree.chain(tree.tokens[node] for node in branch)
-
-    def _forward(self, chains: Sequence[ChainDraft], guesses: Mapping[int, TokenTree]) -> None:
-        """One forward of the draft model: each chain grows by one token at least."""
-        reads = [self._read(chain, guesses) for chain in chains]
-        scores = self._model.score(reads)
-        for chain, read, score in zip(chains, reads, scores, strict=True):
-            # Tokens, and with coupling "drawn" their laws, are the draft model's in any case.
-            path = chain.follow(read.tree, partial(_extend, chain, score.logits_NV))
-            self._cache.keep(chain.row.request_id, read.pending, read.tree, path)
-
-    def _read(self, chain: ChainDraft, guesses: Mapping[int, TokenTree]) -> ScoreRow:
-        row, request_id = chain.row, chain.row.request_id
-        pending = chain.tokens[-1:] or self._cache.catch_up(row)
-        tree = guesses.get(request_id, EMPTY_TREE)
-        return ScoreRow(self._cache.slot(request_id), pending, tree, source=row.source)
 
 
 def _offers(guesser: Drafter, chains: Sequence[ChainDraft]) -> list[Proposal]:
@@ -129,10 +94,6 @@ def _offers(guesser: Drafter, chains: Sequence[ChainDraft]) -> list[Proposal]:
         else:
             offers.append(following.propose_after(row, chain.tokens) if following else NO_PROPOSAL)
     return offers
-
-
-def _extend(chain: ChainDraft, logits_NV: Tensor, place: int) -> int | None:
-    return chain.extend(logits_NV[place])
 
 
 def _stage_names(options: Mapping[str, Any]) -> list[str]:

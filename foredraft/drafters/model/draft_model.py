@@ -61,7 +61,6 @@ class DraftModelDrafter(StagedDrafter):
         fit: how well it drafts.
         guesser: see `StagedDrafter`.
         vocab_size: of the target; None: the draft model's own.
-        min_confidence: see `foredraft.drafters.model.chain.ChainDraft`.
         stops: see `StagedDrafter`.
     """
 
@@ -71,11 +70,10 @@ class DraftModelDrafter(StagedDrafter):
         fit: Fit = _USUAL_FIT,
         guesser: GuidedDrafter | None = None,
         vocab_size: int | None = None,
-        min_confidence: float = 0.0,
         stops: bool = False,
     ) -> None:
         vocab_size = vocab_size or model.vocab_size
-        super().__init__(fit, guesser, vocab_size, min_confidence, stops)
+        super().__init__(fit, guesser, vocab_size, stops)
         # How often it is right is not known yet: what is expected of a pair stands in for it.
         self.traits = replace(self.traits, reads=True, promise=None)
         self._model, self._cache = model, DraftCache(model, rewrites=guesser is None)
@@ -100,7 +98,8 @@ class DraftModelDrafter(StagedDrafter):
         row = chain.row
         pending = chain.tokens[-1:] or self._cache.catch_up(row)
         slot = self._cache.slot(row.request_id)
-        return ScoreRow(slot, pending, guess, draw=chain.draw_key, source=row.source)
+        draw = chain.draw_key if guess.is_chain else None  # beside a branch nothing is drawn
+        return ScoreRow(slot, pending, guess, draw=draw, source=row.source)
 
     def _score(self, chains: Sequence[ChainDraft], reads: Sequence[ScoreRow]) -> Scores:
         return self._model.score(reads)

@@ -97,7 +97,6 @@ class StagedDrafter(BaseDrafter, ABC):
         fit: how well the model drafts.
         guesser: guesses for it; None: no token is guessed.
         vocab_size: of the target: other tokens are not drafted.
-        min_confidence: see `ChainDraft`.
         stops: whether it ends chains that it doubts.
     """
 
@@ -106,7 +105,6 @@ class StagedDrafter(BaseDrafter, ABC):
         fit: Fit,
         guesser: GuidedDrafter | None,
         vocab_size: int,
-        min_confidence: float = 0.0,
         stops: bool = False,
     ) -> None:
         chances = (fit.greedy, fit.sampled)
@@ -118,7 +116,7 @@ class StagedDrafter(BaseDrafter, ABC):
             stops=stops,
         )
         self._fit, self._token_share, self._guesser = fit, share, guesser
-        self._vocab_size, self._min_confidence = vocab_size, min_confidence
+        self._vocab_size = vocab_size
 
     @abstractmethod
     def _has_room(self, row: DraftRow) -> bool:
@@ -141,11 +139,10 @@ class StagedDrafter(BaseDrafter, ABC):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         able = [row for row in rows if row.budget and self._has_room(row)]
-        chains = {row.request_id: ChainDraft(row, self._min_confidence) for row in able}
+        chains = {row.request_id: ChainDraft(row) for row in able}
         alike = list(chains.values())
         while alike:
-            prices = self._fit.guess_prices(len(alike))
-            guesses = ((chain, self._guess(chain, prices)) for chain in alike)
+            guesses = zip(alike, self._guesses(alike), strict=True)
             alike = self._extended([each for each in guesses if self._is_worth_more(*each)])
         return [
             self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
@@ -160,8 +157,12 @@ class StagedDrafter(BaseDrafter, ABC):
         if self._guesser:
             self._guesser.end(request_id)
 
+    def _guesses(self, chains: Sequence[ChainDraft]) -> list[TokenTree]:
+        """Guesses of each chain: a forward yields one token in any case, and these behind it."""
+        prices = self._fit.guess_prices(len(chains))
+        return [self._guess(chain, prices) for chain in chains]
+
     def _guess(self, chain: ChainDraft, prices: Prices) -> TokenTree:
-        """What the model may say behind its next token, which a forward yields in any case."""
         most = min(chain.num_left - 1, MOST_GUESSES)
         if self._guesser is None or not most:
             return EMPTY_TREE
@@ -206,7 +207,8 @@ class StagedDrafter(BaseDrafter, ABC):
         )
         scores = self._score(chains, reads)
         for chain, read, span in zip(chains, reads, scores.heads, strict=True):
-            path = chain.follow(read.tree, partial(self._take, chain, scores, span))
+            known = scores if read.draw is not None else replace(scores, draws=None)
+            path = chain.follow(read.tree, partial(self._take, chain, known, span))
             self._keep(chain, read, path)
         return [chain for chain in chains if chain.num_left]
 

@@ -76,15 +76,17 @@ class Prediction:
         states_BLK: factor of the output rows; entry ``i`` predicts token ``i + shift``, given all
             tokens before that one. Entries beyond a text's end have no meaning.
         output_RK: the output rows.
-        shift: ``depth + 1`` for heads that draft behind an anchor; 1 for one that predicts the
-            token right after the one it stands on.
         depth: which draft token that is, from 1: acceptance is counted by it.
     """
 
     states_BLK: Tensor
     output_RK: Tensor
-    shift: int
     depth: int
+
+    @property
+    def shift(self) -> int:
+        """Tokens from an anchor to the one that is predicted: the target drew the first itself."""
+        return self.depth + 1
 
     @property
     def logits_BLR(self) -> Tensor:
@@ -190,7 +192,7 @@ def unrolled(
     for k in range(1, depth + 1):
         embeddings_BLE = following(batch.embeddings_BLE, k).to(state_BLE.dtype)
         read_BLE, state_BLE = step(k, embeddings_BLE, state_BLE)
-        predictions.append(Prediction(read_BLE, output_RE, shift=k + 1, depth=k))
+        predictions.append(Prediction(read_BLE, output_RE, k))
     return predictions
 
 

@@ -61,8 +61,7 @@ class DsparkTraining(HeadTraining[DsparkModule]):
             Prediction(
                 self.module.markov_states(states_BSLE[:, k - 1], following(batch.tokens_BL, k)),
                 output_RK,
-                shift=k + 1,
-                depth=k,
+                k,
             )
             for k in range(1, min(depth, self.module.block_size) + 1)
         ]

@@ -22,7 +22,7 @@ class MedusaTraining(HeadTraining[MedusaModule]):
         module = self.module
         states_BLHE = module.output_norm(module.projected(batch.taps[module.taps[0]], depth))
         return [
-            Prediction(states_BLE, module.output, shift=k + 1, depth=k)
+            Prediction(states_BLE, module.output, k)
             for k, states_BLE in enumerate(states_BLHE.unbind(-2), 1)
         ]
 
