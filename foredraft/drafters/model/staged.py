@@ -207,7 +207,7 @@ class StagedDrafter(BaseDrafter, ABC):
         )
         scores = self._score(chains, reads)
         for chain, read, span in zip(chains, reads, scores.heads, strict=True):
-            known = scores if read.draw is not None else replace(scores, draws=None)
+            known = scores if read.draw is not None else replace(scores, drawn=None)
             path = chain.follow(read.tree, partial(self._take, chain, known, span))
             self._keep(chain, read, path)
         return [chain for chain in chains if chain.num_left]
