@@ -21,7 +21,7 @@ from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
-from tests.conformance.harness import KINDS, is_empty, plain, run, table_kind
+from tests.conformance.harness import KINDS, Letters, is_empty, plain, run, table_kind
 from tests.engine.helpers import ScriptedDrafter, counting_model
 
 KIND = table_kind()
@@ -163,6 +163,20 @@ def test_a_guessed_tree_is_cut_to_a_branch_without_tree_attention() -> None:
         (proposal,) = cascade.propose([row([4], 5)])
         assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9])
         assert len(model.read[0].tree) == (4 if tree_attention else 3)
+
+
+def test_tokens_that_the_target_lacks_are_not_drafted() -> None:
+    """Models of one tokenizer have rows for ids that it never gives, more or fewer of them."""
+    codec, target = Letters(), TableModel.random(7, seed=1)
+    codec.fingerprint = "one of both"  # type: ignore[assignment]
+    context = DrafterContext(
+        target, TableModel(10, counting_model().probs), {}, tokenizer=codec, draft_tokenizer=codec
+    )
+    cascade = build_drafter("cascade", context)
+    cascade.begin(DraftRow.of(0, [4]))
+    (proposal,) = cascade.propose([row([4], 8)])
+    assert proposal.tree.tokens[:2] == (5, 6)
+    assert max(proposal.tree.tokens) < 7
 
 
 def test_no_room_in_the_draft_models_context_means_no_draft() -> None:

@@ -36,10 +36,13 @@ class VerticalCascade(DraftModelDrafter):
     Args:
         guessers: drafters that draft for the draft model, the cheapest first.
         model: the draft model.
+        vocab_size: of the target; None: the draft model's own.
     """
 
-    def __init__(self, guessers: Sequence[Drafter], model: Target) -> None:
-        super().__init__(model)
+    def __init__(
+        self, guessers: Sequence[Drafter], model: Target, vocab_size: int | None = None
+    ) -> None:
+        super().__init__(model, vocab_size=vocab_size)
         self._guessers = tuple(guessers)
         self.taps: Sequence[int] = sorted({tap for each in guessers for tap in each.taps})
         self.layers = tuple(layers for each in guessers for layers in each.layers)
@@ -126,7 +129,7 @@ def _build(context: DrafterContext) -> Drafter:
     names = _stage_names(context.options)
     *guessers, _ = [build_drafter(name, nested) for name in names]  # it checks the draft model
     assert context.draft_model is not None
-    return VerticalCascade(guessers, context.draft_model)
+    return VerticalCascade(guessers, context.draft_model, context.target.vocab_size)
 
 
 DRAFTER = DrafterSpec(
