@@ -85,7 +85,7 @@ class DrawKey(NamedTuple):
 
     def ahead(self, num_tokens: int) -> DrawKey:
         """The key of a later position."""
-        return DrawKey(self.seed, self.position + num_tokens, *self[2:])
+        return type(self)(self.seed, self.position + num_tokens, *self[2:])
 
     def draw_target(self, law: Law, depth: int) -> int:
         """Draw the token ``depth`` positions after the last committed one.

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.choices import DrawKey
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
+from foredraft.core.sampling import Law, law_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.models import base as models_base
-from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.base import DeviceDraw, ScoreRow, Scores
 from foredraft.models.native.cuda import RecordedDraws
 from foredraft.models.table import TableModel
 from tests.engine.helpers import ScriptedDrafter, engine_of
@@ -157,24 +159,50 @@ def test_without_the_fetch_there_are_many(
 class FloatTarget(TableModel):
     """Tables whose logits have the dtype of a device's, and are drawn from as there."""
 
-    _draw = RecordedDraws(torch.device("cpu")).draw
+    draw: DeviceDraw
 
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         scores = super().score(rows, taps)
-        return replace(scores, logits_NV=scores.logits_NV.float(), draw=self._draw)
+        return replace(scores, logits_NV=scores.logits_NV.float(), draw=self.draw)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+def drawn_here(logits_NV: Tensor, keys: Sequence[DrawKey]) -> list[Law | None]:
+    """The draws of a device, by the functions of the host."""
+    laws = list[Law | None]()
+    for logits_V, key in zip(logits_NV, keys, strict=True):
+        temperature = 1.0 / key.scale if key.scale else 0.0
+        filters = {"top_k": key.top_k, "top_p": key.top_p, "min_p": key.min_p}
+        law = law_of(logits_V, SamplingParams(temperature=temperature, **filters))
+        laws.append(replace(law, drawn=key.draw_target(law, 0)))
+    return laws
+
+
+needs_triton = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
+
+
 @pytest.mark.parametrize("budget", [0, 3])
-def test_what_a_device_draws_is_the_same_text(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(drawn_here, id="host"),
+        pytest.param(RecordedDraws(torch.device("cpu")).draw, id="triton", marks=needs_triton),
+    ],
+)
+def test_what_a_device_draws_is_the_same_text(
+    draw: DeviceDraw, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = [GREEDY, WARM, FILTERED, replace(WARM, logprobs=2), DRAWN]
     texts = []
     for is_device in (False, True):
         monkeypatch.setattr(models_base, "is_on_host", lambda _, here=is_device: not here)
         target, controller = FloatTarget(VOCAB, table), FixedBudget(budget)
+        target.draw = draw
         engine = engine_of(target, ScriptedDrafter(draft), controller, max_batch_size=8)
         for number, params in enumerate(requests):
             engine.submit((number, 1, 2), params)
         texts.append({e.request_id: e.result for e in engine.run() if e.result is not None})
     host, device = ({i: r.token_ids for i, r in found.items()} for found in texts)
+    assert all(host.values())
     assert host == device

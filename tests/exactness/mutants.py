@@ -29,7 +29,7 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.drafters import base as drafters_base
 from foredraft.engine import policy as engine_policy
-from foredraft.engine import turn as engine_turn
+from foredraft.engine import request as engine_request
 from foredraft.models import base as models_base
 from foredraft.models.table import TableModel, TokenCache
 from tests.exactness.drafting import SHAPES, Chosen, Conditional, Draft, Drawn
@@ -62,7 +62,7 @@ class Parts:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_policy, "verify", self.rule)
             patch.setattr(drafters_base, "DrawnChoices", self.draft_choices)
-            patch.setattr(engine_turn, "DrawKey", self.verify_choices)
+            patch.setattr(engine_request, "DrawKey", self.verify_choices)
             # Draws for all rows at once bypass these parts.
             patch.setattr(models_base, "draw_rows", lambda _, wanted: [None] * len(wanted))
             patch.setattr(
