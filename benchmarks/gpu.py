@@ -30,11 +30,11 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import GraphedDecoder, PagedDecoder, graphed_decoder
 from foredraft.models.native.model import DecoderFactory
 from foredraft.models.native.quant import (
-    Centred4Matrix,
-    Int4Matrix,
-    Int8Matrix,
-    Nested4Matrix,
-    Nested6Matrix,
+    CENTRED4,
+    INT4,
+    INT8,
+    NESTED4,
+    NESTED6,
 )
 from foredraft.models.native.target import NativeTarget
 
@@ -639,11 +639,11 @@ def _microseconds(work: Callable[[], object], device: torch.device, count: int) 
 # ------------------------------------------------------------------------------ weights in few bits
 
 _FORMS = {
-    "int4": Int4Matrix,
-    "q4_k": Nested4Matrix,
-    "q6_k": Nested6Matrix,
-    "int8": Int8Matrix,
-    "q4_0": Centred4Matrix,
+    "int4": INT4,
+    "q4_k": NESTED4,
+    "q6_k": NESTED6,
+    "int8": INT8,
+    "q4_0": CENTRED4,
 }
 _PACKED_TILES = [
     {"TILE_M": m, "num_warps": warps, "STAGES": stages}

@@ -15,7 +15,7 @@ from foredraft.models.native.model import (
     FixedShapeDecoder,
     head_logits,
 )
-from foredraft.models.native.quant import Int8Matrix, as_tensor
+from foredraft.models.native.quant import INT8, as_tensor
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
@@ -33,7 +33,7 @@ def test_logits_are_as_near_as_float32_comes(dtype: torch.dtype, num_rows: int) 
 
 
 def test_an_int8_head_is_multiplied_in_float32() -> None:
-    head = Int8Matrix.of_weight(torch.randn(70, 64))
+    head = INT8.of_weight(torch.randn(70, 64))
     normed_NE = torch.randn(3, 64).bfloat16()
     expected_NV = normed_NE.float() @ as_tensor(head, torch.float32).T
     assert torch.equal(head_logits(normed_NE, head), expected_NV)

@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.core.errors import ConfigError
 from foredraft.load import ModelPlan, plan_models
 from foredraft.models.native.config import read_config
-from foredraft.models.native.quant import SCALE_INPUTS, Int8Matrix, as_tensor, tensor_of
+from foredraft.models.native.quant import INT8, SCALE_INPUTS, PackedMatrix, as_tensor, tensor_of
 from foredraft.models.native.weights import load_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
@@ -41,34 +41,30 @@ def expected(weight_RK: Tensor) -> Tensor:
 @pytest.mark.parametrize(("shape", "num_parts"), [((32, 64), 1), ((50, 45), 1), ((70, 33), 2)])
 def test_each_block_of_a_row_has_a_scale(shape: tuple[int, int], num_parts: int) -> None:
     weight_RK = noise(*shape)
-    matrix = Int8Matrix.of_weight(weight_RK, num_parts)
+    matrix = INT8.of_weight(weight_RK, num_parts)
     assert matrix.shape == shape
     assert torch.allclose(matrix.dequantised(torch.float32), expected(weight_RK), atol=1e-6)
 
 
 def test_many_rows_are_quantised_piece_by_piece() -> None:
     weight_RK = noise(1030, 32)
-    assert torch.allclose(
-        Int8Matrix.of_weight(weight_RK).dequantised(torch.float32), expected(weight_RK)
-    )
+    assert torch.allclose(INT8.of_weight(weight_RK).dequantised(torch.float32), expected(weight_RK))
 
 
 def test_the_error_is_at_most_about_half_a_step() -> None:
     weight_RK = noise(64, 96)
     blocks = weight_RK.view(64, 3, SCALE_INPUTS)
     step = blocks.abs().amax(-1, keepdim=True) / 127
-    error = (
-        Int8Matrix.of_weight(weight_RK).dequantised(torch.float32).view_as(blocks) - blocks
-    ).abs()
+    error = (INT8.of_weight(weight_RK).dequantised(torch.float32).view_as(blocks) - blocks).abs()
     assert (error <= 0.76 * step).all()  # half, and a quarter where a scale was rounded down
 
 
 def test_zeros_and_outliers_do_not_spoil_their_neighbours() -> None:
     weight_RK = noise(16, 96)
     weight_RK[3, :32], weight_RK[5, 40] = 0.0, 1000.0
-    found = Int8Matrix.of_weight(weight_RK).dequantised(torch.float32)
+    found = INT8.of_weight(weight_RK).dequantised(torch.float32)
     assert (found[3, :32] == 0).all()
-    clean = Int8Matrix.of_weight(noise(16, 96)).dequantised(torch.float32)
+    clean = INT8.of_weight(noise(16, 96)).dequantised(torch.float32)
     assert torch.equal(found[5, :32], clean[5, :32])
     assert torch.equal(found[6], clean[6])
 
@@ -86,7 +82,8 @@ def test_loading_quantises_all_matrices_but_the_embeddings(name: str, tmp_path: 
     plain = load_weights(tmp_path, config, torch.bfloat16)
     int8 = load_weights(tmp_path, config, torch.bfloat16, bits=8)
     assert torch.equal(int8.embedding_VE, plain.embedding_VE)
-    assert isinstance(int8.head_VE, Int8Matrix)
+    assert isinstance(int8.head_VE, PackedMatrix)
+    assert int8.head_VE.form is INT8
     pairs = [(int8.head_VE, plain.head_VE)]
     for found, original in zip(int8.layers, plain.layers, strict=True):
         assert torch.equal(found.mlp_norm_E, original.mlp_norm_E)
@@ -108,7 +105,7 @@ def test_the_plan_says_how_large_int8_weights_are(
     assert (plan.weights, plan.dtype) == ("int8", "bfloat16")
     assert plan.number_format == "bfloat16, int8 weights"
     weights = load_weights(tmp_path, read_config(tmp_path), torch.bfloat16, bits=8)
-    assert plan.read_bytes == int(plan.num_parameters * Int8Matrix.bytes_per_weight)
+    assert plan.read_bytes == int(plan.num_parameters * INT8.bytes_per_weight)
     assert plan.weight_bytes <= weights.num_bytes <= 1.05 * plan.weight_bytes  # groups filled up
     plain = plan_of(tmp_path, weights="bf16")
     assert (plain.weights, plain.dtype) == ("bfloat16", "bfloat16")

@@ -19,11 +19,12 @@ from foredraft.models.native.cuda import PagedDecoder
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import (
+    INT4,
+    NESTED4,
     QUANTISED,
     Blocks,
-    Int4Matrix,
-    Nested4Matrix,
-    QuantisedMatrix,
+    Form,
+    PackedMatrix,
 )
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
@@ -47,7 +48,7 @@ if torch.cuda.is_available() or _INTERPRETED:
     from foredraft.models.native import triton_packed as packed
 
 
-def made_up(form: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> QuantisedMatrix:
+def made_up(form: Form, num_rows: int, num_inputs: int) -> PackedMatrix:
     """Any numbers that the form can hold."""
     generator = torch.Generator().manual_seed(num_rows)
     fields = {name: dtype for name, _, dtype in (*form.head, *form.steps)}
@@ -79,7 +80,7 @@ def made_up(form: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> Quan
     return form.of_blocks(blocks, num_inputs)
 
 
-def on_card(matrix: QuantisedMatrix) -> packed.CardMatrix:
+def on_card(matrix: PackedMatrix) -> packed.CardMatrix:
     return packed.CardMatrix.of(matrix, DEVICE)
 
 
@@ -93,8 +94,8 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error < tolerance, float(error)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_weights_are_those_of_the_form(form: type[QuantisedMatrix]) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_weights_are_those_of_the_form(form: Form) -> None:
     matrix = made_up(form, 72, 256 if form.steps else 96)
     card = on_card(matrix)
     expected = matrix.dequantised(torch.float32).to(DEVICE)
@@ -104,10 +105,8 @@ def test_weights_are_those_of_the_form(form: type[QuantisedMatrix]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_products_equal_those_of_dequantised_weights(
-    form: type[QuantisedMatrix], dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_products_equal_those_of_dequantised_weights(form: Form, dtype: torch.dtype) -> None:
     card = on_card(made_up(form, 144, 768 if form.steps else 704))
     num_inputs = card.num_inputs
     x_NK, norm_K = inputs(5, num_inputs, dtype), inputs(1, num_inputs, dtype)[0]
@@ -133,7 +132,7 @@ def test_products_equal_those_of_dequantised_weights(
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_split_products_add_up_in_order(splits: int) -> None:
-    card = on_card(made_up(Nested4Matrix, 100, 1024))
+    card = on_card(made_up(NESTED4, 100, 1024))
     x_NK = inputs(20, 1024, torch.float32)
     _, sums = packed.prepared(x_NK, None, 0.0, 0.0, 2 * card.num_chunks)
     tiles = {"TILE_M": 32, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
@@ -145,7 +144,7 @@ def test_split_products_add_up_in_order(splits: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_products_give_the_sums_of_their_own_groups(splits: int) -> None:
-    card = on_card(made_up(Nested4Matrix, 1024, 512))
+    card = on_card(made_up(NESTED4, 1024, 512))
     x_NK = inputs(20, 512, torch.float32)
     _, sums = packed.prepared(x_NK, None, 0.0, 0.0, 16)
     tiles = {"TILE_M": 32, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
@@ -158,8 +157,8 @@ def test_products_give_the_sums_of_their_own_groups(splits: int) -> None:
 
 
 @pytest.mark.skipif(_INTERPRETED, reason="the interpreter's products depend on a token's place")
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_company_changes_no_bit(form: type[QuantisedMatrix]) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_company_changes_no_bit(form: Form) -> None:
     card = on_card(made_up(form, 1024, 2048))
     x_NK = inputs(16, 2048, torch.bfloat16)
     together = packed.multiply(x_NK, card, norm_K=x_NK[0], eps=1e-5)
@@ -171,7 +170,7 @@ def test_company_changes_no_bit(form: type[QuantisedMatrix]) -> None:
 
 def test_prompts_are_multiplied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     card, x_NK = (
-        on_card(Int4Matrix.of_weight(torch.randn(200, 128))),
+        on_card(INT4.of_weight(torch.randn(200, 128))),
         inputs(40, 128, torch.float32),
     )
     expected = F.linear(x_NK, card.dequantised(torch.float32))

@@ -622,10 +622,10 @@ def _write_blocks(weights: Sequence[_Found], into: Path) -> None:
 
 def _blocks(kind: Kind, blocks: Bytes) -> Blocks | None:
     """A matrix of 32 weights a scale, as the kernels have it; None: another format."""
-    from foredraft.models.native.quant import Int4Matrix, Int8Matrix
+    from foredraft.models.native.quant import INT4, INT8
     from foredraft.models.native.weights import unpacked
 
-    forms = {"Q4_0": Int4Matrix, "Q4_1": Int4Matrix, "Q8_0": Int8Matrix}
+    forms = {"Q4_0": INT4, "Q4_1": INT4, "Q8_0": INT8}
     if kind.name not in forms or blocks.ndim != 3:
         return None
     # Blocks that do not give the weights are not used.

@@ -45,11 +45,11 @@ from foredraft.models.native.model import finished_logits, xielu_numbers
 from foredraft.models.native.plan import ForwardPlan, plan_head
 from foredraft.models.native.quant import (
     GROUP_ROWS,
+    TILES,
     Matrix,
     PackedMatrix,
     Stack,
     StackedMatrix,
-    TiledMatrix,
     tensor_of,
 )
 from foredraft.models.native.recurrent import MixerWeights, open_rows, states_of
@@ -351,7 +351,7 @@ class FusedDecoder:
     def _form(self) -> int:
         """A ``ForedraftForm``."""
         head_VE = self._weights.head_VE
-        if isinstance(head_VE, TiledMatrix):
+        if isinstance(head_VE, PackedMatrix) and head_VE.form is TILES:
             if not self._library.foredraft_has_tiles() or self._weights.dtype != torch.bfloat16:
                 raise ConfigError(
                     "these weights are laid out for tiles (AMX), which take bfloat16 weights and "
@@ -459,7 +459,7 @@ class FusedDecoder:
 
     def _matrix(self, matrix: Matrix, step: int = 0) -> interface.Matrix:
         """One matrix, or the first of some that begin so many bytes one behind the other."""
-        code = matrix.format if isinstance(matrix, PackedMatrix) else 0
+        code = matrix.form.code if isinstance(matrix, PackedMatrix) else 0
         return interface.Matrix(self._address(tensor_of(matrix)), code, step)
 
     def _address(self, tensor: Tensor) -> int:
@@ -517,8 +517,8 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "dense_feed_forward": config.experts.dense_size * (config.experts.num_dense > 0)
         if config.experts
         else 0,
-        "is_parallel": config.is_parallel,
-        "keeps_inputs": config.is_parallel or config.family.mixes_beside,
+        "is_parallel": config.family.is_parallel,
+        "keeps_inputs": config.family.is_parallel or config.family.mixes_beside,
         "attention_cap": config.attention_cap or 0.0,
         "gates_attention": config.family.gates_attention,
         "recurrent": interface.RecurrentSizes(**sizes),
@@ -526,7 +526,7 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
 
 
 def has_tiles() -> bool:
-    """Whether the kernels chosen here multiply bfloat16 weights on tiles (`TiledMatrix`)."""
+    """Whether the kernels chosen here multiply bfloat16 weights on tiles (`quant.TILES`)."""
     try:
         return bool(load_library().foredraft_has_tiles())
     except KernelUnavailable:

@@ -971,7 +971,7 @@ def _unusual_layers(config: DecoderConfig) -> str | None:
     features = {
         "recurrent layers": config.recurrent is not None,
         "norms that subtract the mean": family.layer_norms,
-        "layers whose parts read one input": config.is_parallel,
+        "layers whose parts read one input": family.is_parallel,
         "feed-forward parts without gates, or with biases": not family.is_gated or config.mlp_bias,
         "attention sinks": family.names.sinks is not None,
         "norms behind rotary embedding": family.norms_rotated,

@@ -29,7 +29,7 @@ from foredraft.models.native.cpu import FusedDecoder, PreparedForward
 from foredraft.models.native.cuda import why_not_paged
 from foredraft.models.native.model import EagerDecoder, HandedDecoder, layer_norm, rms_norm
 from foredraft.models.native.plan import ForwardPlan
-from foredraft.models.native.quant import Int8Matrix, rows_of
+from foredraft.models.native.quant import INT8, Matrix, rows_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 
@@ -317,8 +317,8 @@ def _is_handed(head: HeadWeights) -> bool:
 
 
 def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> DecoderWeights:
-    def matrix(weight: Tensor, num_parts: int = 1) -> Tensor | Int8Matrix:
-        return Int8Matrix.of_weight(weight.float(), num_parts) if packed else weight.to(dtype)
+    def matrix(weight: Tensor, num_parts: int = 1) -> Matrix:
+        return INT8.of_weight(weight.float(), num_parts) if packed else weight.to(dtype)
 
     nothing = torch.empty(0, 0, dtype=dtype, device=head.output_RE.device)
     layers = tuple(
@@ -388,7 +388,7 @@ class FusedJoin:
     def __init__(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> None:
         num_rows, num_inputs = weight_EK.shape
         config = replace(NO_LAYERS, vocab_size=num_rows, hidden_size=num_inputs, rms_norm_eps=eps)
-        packed = Int8Matrix.of_weight(weight_EK.float())
+        packed = INT8.of_weight(weight_EK.float())
         no_embedding = torch.empty(1, num_inputs, dtype=weight_EK.dtype)
         weights = DecoderWeights(no_embedding, (), torch.ones(num_inputs), packed)
         self._product = PreparedForward(FusedDecoder(config, weights, num_threads=1))

@@ -181,7 +181,7 @@ class EagerDecoder:
                 if layer.kind.mixes_beside:
                     part_TE = part_TE + self._recurrent(run, self._numbers[index], layer, hidden_TE)
                 hidden_TE = self._add(hidden_TE, part_TE, layer.attention_post_norm_E)
-            part_TE = self._mlp(layer, input_TE if self._config.is_parallel else hidden_TE)
+            part_TE = self._mlp(layer, input_TE if self._config.family.is_parallel else hidden_TE)
             hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
             if index in taps:
                 tapped[index] = hidden_TE

@@ -112,22 +112,11 @@ class Recurrent:
         return 2 * self.value_heads
 
     @property
-    def gate_rows(self) -> int:
-        """Rows of the matrix that these are computed with: Mamba-2 has one number for both."""
-        return self.value_heads * (1 if self.kind == "mamba2" else 2)
-
-    @property
     def norm_size(self) -> int:
         """Of the norm of outputs: of each head, or of all."""
         if not self.has_norm:
             return 0
         return self.num_outputs if self.kind == "mamba2" else self.value_size
-
-    def num_vector_parameters(self, hidden_size: int) -> int:
-        """Weights of a layer outside of its projections."""
-        gates = self.gate_rows * hidden_size + self.num_gates
-        skips = self.value_heads if self.kind == "mamba2" else 0
-        return (self.window + self.has_bias) * self.channels + gates + self.norm_size + skips
 
     def states(self, num_layers: int) -> StateShape:
         """The numbers that so many layers keep."""

@@ -27,8 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foredraft.models.native.quant import (
     Blocks,
+    Form,
     PackedMatrix,
-    QuantisedMatrix,
     Stack,
     StackedMatrix,
 )
@@ -545,21 +545,22 @@ class CardMatrix(PackedMatrix):
         scales: int32 [C, M], two float16 numbers of 32 inputs each; [2 C, M] of 16 inputs each.
             Products of scales and their steps are rounded to float16.
         minima: float16 [2 C, M] of 32 inputs each; None: there are none.
-        integer_bits: 4 or 8.
-        centre: what stands for 0 of 4 bits: 0 or 8.
         counters: of the tiles of split products; zeros.
     """
 
     scales: Tensor
     minima: Tensor | None
-    integer_bits: int
-    centre: int
-    stored_bits: int
     counters: Tensor
 
     @property
-    def bits(self) -> int:  # type: ignore[override]
-        return self.stored_bits
+    def integer_bits(self) -> int:
+        """4 or 8."""
+        return 4 if self.form.bits == 4 and not self.form.codes else 8
+
+    @property
+    def centre(self) -> int:
+        """What stands for 0 of 4 bits: 0 or 8."""
+        return 8 if self.integer_bits == 4 and self.form.is_signed else 0
 
     @property
     def group(self) -> int:
@@ -604,35 +605,31 @@ class CardMatrix(PackedMatrix):
         return out
 
     @classmethod
-    def of(cls, matrix: QuantisedMatrix, device: torch.device) -> CardMatrix:
+    def of(cls, matrix: PackedMatrix, device: torch.device) -> CardMatrix:
         """Bring a matrix into this form on the card, some rows at a time."""
         num_rows, num_inputs = matrix.shape
-        made = cls.empty(type(matrix), num_rows, num_inputs, device)
+        made = cls.empty(matrix.form, num_rows, num_inputs, device)
         for first, blocks in matrix.in_pieces(device):
             made._put(slice(first, first + len(blocks.integers_RBK)), blocks)
         return made
 
     @classmethod
-    def empty(
-        cls, form: type[QuantisedMatrix], num_rows: int, num_inputs: int, device: torch.device
-    ) -> CardMatrix:
+    def empty(cls, form: Form, num_rows: int, num_inputs: int, device: torch.device) -> CardMatrix:
         """One without numbers, for what comes in a form."""
         chunks = -(-num_inputs // (4 * CHUNK)) * 4
-        is_half = form.bits == 4 and not form.codes
         fields = {name: count for name, count, _ in form.head}
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        is_half = form.bits == 4 and not form.codes
         return cls(
+            form,
             zeros(torch.int16, chunks // 2 if is_half else chunks, num_rows, 32),
             (num_rows,),
             num_inputs,
             scales=zeros(torch.int32, chunks * fields["scales_RB"] // 2, num_rows),
             minima=zeros(torch.float16, 2 * chunks, num_rows) if "minima_RB" in fields else None,
-            integer_bits=4 if is_half else 8,
-            centre=8 if is_half and form.is_signed else 0,
-            stored_bits=form.bits,
             counters=zeros(torch.int32, -(-num_rows // _LEAST_TILE) * _MOST_TILES),
         )
 
@@ -906,14 +903,13 @@ def on_card(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
 
     def moved(_: str, matrix: Any, num_parts: int) -> Any:
         parts = matrix.parts if isinstance(matrix, StackedMatrix) else (matrix,)
-        if any(isinstance(part, QuantisedMatrix) and part.has_fine_minima for part in parts):
+        if any(isinstance(part, PackedMatrix) and part.form.has_fine_minima for part in parts):
             return matrix.dequantised(weights.dtype).to(device)
         if isinstance(matrix, StackedMatrix):
             if num_parts > 1:
                 return matrix.dequantised(weights.dtype).to(device)
             return StackedMatrix(tuple(moved("", part, 1) for part in matrix.parts))
-        is_packed = isinstance(matrix, QuantisedMatrix)
-        return CardMatrix.of(matrix, device) if is_packed else matrix
+        return CardMatrix.of(matrix, device) if isinstance(matrix, PackedMatrix) else matrix
 
     def in_dtype(layer: LayerWeights) -> LayerWeights:
         plain = {
