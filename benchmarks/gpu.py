@@ -355,7 +355,7 @@ _TILES = [
 
 
 def _run_product(x: Tensor, weight: Tensor, kind: str, tile: dict[str, int] | None) -> Tensor:
-    from foredraft.models.native.triton_ops import linear
+    from foredraft.models.native.triton_ops import Norm, linear
 
     if kind == "library":
         return torch.nn.functional.linear(x, weight)
@@ -364,9 +364,8 @@ def _run_product(x: Tensor, weight: Tensor, kind: str, tile: dict[str, int] | No
         return linear(x, weight, residual_NM=residual, tiles=tile)
     dtype = torch.float32 if kind == "head" else None
     activation = "silu" if kind == "gated" else None
-    return linear(
-        x, weight, norm_K=weight[0], eps=1e-5, activation=activation, dtype=dtype, tiles=tile
-    )
+    norm = Norm(weight[0], 1e-5)
+    return linear(x, weight, norm=norm, activation=activation, dtype=dtype, tiles=tile)
 
 
 def _product_shapes(model: str) -> dict[str, tuple[int, int, str]]:
@@ -669,7 +668,7 @@ def _packed_work(
 ) -> Callable[[], None]:
     from foredraft.models.native.triton_packed import num_groups, prepared, product
 
-    _, sums = prepared(x, None, 0.0, 0.0, num_groups(matrices[0]))
+    _, sums = prepared(x, None, num_groups(matrices[0]))
     is_added = kind in ("norm", "residual")
     residual = x.new_zeros((len(x), matrices[0].shape[0]))
 

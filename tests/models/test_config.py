@@ -20,8 +20,8 @@ from foredraft.options import LoadOptions
 from tests.models.checkpoints import (
     NATIVE_CONFIGS,
     biases_of_routers,
+    made,
     numbers_of_activations,
-    save_checkpoint,
     tiny_model,
 )
 
@@ -285,12 +285,11 @@ def test_a_config_that_cannot_be_read(content: str | None, tmp_path: Path) -> No
         read_config(tmp_path)
 
 
-def test_a_plan_says_how_longer_texts_are_asked_for(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, NATIVE_CONFIGS["phi3"]())
-    plan, _ = plan_models(LoadOptions(model=str(tmp_path), device="cpu"))
+def test_a_plan_says_how_longer_texts_are_asked_for() -> None:
+    plan, _ = plan_models(LoadOptions(model=str(made("phi3")), device="cpu"))
     assert plan.max_context == 1024
     assert any("max_context=2048 asks for more" in note for note in plan.notes)
-    plan, _ = plan_models(LoadOptions(model=str(tmp_path), device="cpu", max_context=2048))
+    plan, _ = plan_models(LoadOptions(model=str(made("phi3")), device="cpu", max_context=2048))
     assert plan.max_context == 2048
     assert not any("asks for more" in note for note in plan.notes)
 

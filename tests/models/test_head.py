@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from foredraft.models.native.model import (
 )
 from foredraft.models.native.quant import INT8, as_tensor
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import made
 
 
 @pytest.mark.parametrize("num_rows", [1, 512, 700])
@@ -40,10 +38,9 @@ def test_an_int8_head_is_multiplied_in_float32() -> None:
 
 
 @pytest.mark.parametrize("new_decoder", [EagerDecoder, FixedShapeDecoder, GraphedDecoder])
-def test_no_decoder_rounds_its_logits(tmp_path: Path, new_decoder: DecoderFactory) -> None:
+def test_no_decoder_rounds_its_logits(new_decoder: DecoderFactory) -> None:
     """Rounded to bfloat16, hundreds of logits share a few dozen values."""
-    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
-    target = NativeTarget.load(tmp_path, torch.bfloat16, new_decoder=new_decoder)
+    target = NativeTarget.load(made("llama"), torch.bfloat16, new_decoder=new_decoder)
     for tokens in ([3], [5] * 20):
         [scores] = target.score([ScoreRow(target.cache.allocate(), tokens)])
         assert scores.logits_NV.dtype == torch.float32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,14 @@ from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import Capabilities, ScoreRow
 from foredraft.models.hf.target import HFTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint, tiny_model
+from tests.models.checkpoints import (
+    NATIVE_CONFIGS,
+    VOCAB_SIZE,
+    read,
+    save_checkpoint,
+    text,
+    tiny_model,
+)
 
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
 SIZES: dict[str, Any] = {
@@ -73,11 +79,6 @@ def llama() -> HFTarget:
     return HFTarget(tiny_model(CONFIGS["llama"]()))
 
 
-def text(length: int, seed: int = 0) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
-
-
 def reference(target: HFTarget, tokens: list[int]) -> Tensor:
     """Logits [T, V] after each token, read in one go without a cache."""
     with torch.inference_mode():
@@ -88,13 +89,6 @@ def reference(target: HFTarget, tokens: list[int]) -> Tensor:
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max().item() < 1e-4
-
-
-def read(target: HFTarget, tokens: list[int]) -> int:
-    slot = target.cache.allocate()
-    target.score([ScoreRow(slot, tokens)])
-    target.cache.keep(slot, len(tokens), ())
-    return slot
 
 
 def test_a_chain_equals_the_model_read_in_one_go(target: HFTarget) -> None:
@@ -334,17 +328,33 @@ def test_a_loaded_checkpoint_equals_the_model_it_was_saved_from(checkpoint: Path
     assert_close(reference(target, text(10)), reference(saved, text(10)))
 
 
-def test_missing_weights_are_never_made_up(checkpoint: Path) -> None:
-    change_weights(checkpoint, lambda weights: weights.pop("transformer.h.1.mlp.c_fc.weight"))
-    with pytest.raises(ModelLoadError, match=r"h\.1\.mlp\.c_fc\.weight missing"):
-        HFTarget.load(checkpoint)
+_MLP, _ATTENTION = "transformer.h.1.mlp.c_fc.weight", "transformer.h.0.attn.c_attn.weight"
 
 
-def test_weights_of_another_shape_are_refused(checkpoint: Path) -> None:
-    change_weights(
-        checkpoint, lambda weights: weights.update({"transformer.ln_f.bias": torch.zeros(3)})
-    )
-    with pytest.raises(ModelLoadError):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop(_MLP), r"h\.1\.mlp\.c_fc\.weight missing"),
+        (lambda weights: weights.update({"transformer.ln_f.bias": torch.zeros(3)}), ""),
+        (
+            lambda weights: weights.update({_MLP: weights[_MLP].to(torch.int8)}),
+            rf"{_MLP} is stored as I8",
+        ),
+        *(
+            (
+                lambda weights, value=value: weights[_ATTENTION][3, 5].fill_(value),
+                rf"NaN or infinite weights in {_ATTENTION}",
+            )
+            for value in (float("nan"), float("inf"))
+        ),
+    ],
+    ids=["missing", "another shape", "no scales", "nan", "inf"],
+)
+def test_weights_that_do_not_make_the_model_are_refused(
+    checkpoint: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    change_weights(checkpoint, change)
+    with pytest.raises(ModelLoadError, match=message):
         HFTarget.load(checkpoint)
 
 
@@ -375,27 +385,12 @@ def test_a_config_that_cannot_be_is_refused(
     assert len(str(refused.value)) < 700
 
 
-def test_weights_that_mean_nothing_without_scales_are_refused(checkpoint: Path) -> None:
-    name = "transformer.h.1.mlp.c_fc.weight"
-    change_weights(checkpoint, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
-    with pytest.raises(ModelLoadError, match=rf"{name} is stored as I8"):
-        HFTarget.load(checkpoint)
-
-
 def test_tensors_that_are_left_out_are_named(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     change_weights(checkpoint, lambda weights: weights.update({"visual.weight": torch.ones(3)}))
     HFTarget.load(checkpoint)
     assert "are left out: visual.weight" in caplog.text
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(checkpoint: Path, value: float) -> None:
-    name = "transformer.h.0.attn.c_attn.weight"
-    change_weights(checkpoint, lambda weights: weights[name][3, 5].fill_(value))
-    with pytest.raises(ModelLoadError, match=rf"NaN or infinite weights in {name}"):
-        HFTarget.load(checkpoint)
 
 
 def test_pickled_weights_are_not_read(checkpoint: Path) -> None:

@@ -218,11 +218,6 @@ class Experts:
     dense_size: int = 0
     has_bias: bool = False
 
-    @property
-    def num_logits(self) -> int:
-        """Rows of the router."""
-        return self.count - self.num_shared + self.shared_gate
-
 
 @dataclass(frozen=True)
 class Multipliers:
@@ -589,25 +584,26 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
         return None
     if family.recurrent == "short_conv":
         return Recurrent("short_conv", fields.conv_L_cache, fields.hidden_size)
-    if family.recurrent == "mamba2":
-        size = _mamba_size(fields) // fields.mamba_n_heads
-        given = fields.mamba_d_head
-        return Recurrent.mamba2(
-            fields.mamba_d_conv,
-            fields.mamba_n_groups,
-            fields.mamba_n_heads,
-            fields.mamba_d_state,
-            given if isinstance(given, int) else size,
-            fields.mamba_conv_bias,
-            fields.mamba_rms_norm,
+    if family.recurrent == "delta_net":
+        return Recurrent(
+            "delta_net",
+            fields.linear_conv_kernel_dim,
+            key_heads=fields.linear_num_key_heads,
+            value_heads=fields.linear_num_value_heads,
+            key_size=fields.linear_key_head_dim,
+            value_size=fields.linear_value_head_dim,
+            is_tiled=fields.linear_heads_tiled,
         )
-    return Recurrent.delta_net(
-        fields.linear_conv_kernel_dim,
-        fields.linear_num_key_heads,
-        fields.linear_num_value_heads,
-        fields.linear_key_head_dim,
-        fields.linear_value_head_dim,
-        fields.linear_heads_tiled,
+    size = fields.mamba_d_head
+    return Recurrent(
+        "mamba2",
+        fields.mamba_d_conv,
+        key_heads=fields.mamba_n_groups,
+        value_heads=fields.mamba_n_heads,
+        key_size=fields.mamba_d_state,
+        value_size=size if isinstance(size, int) else _mamba_size(fields) // fields.mamba_n_heads,
+        has_bias=fields.mamba_conv_bias,
+        has_norm=fields.mamba_rms_norm,
     )
 
 

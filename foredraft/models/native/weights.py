@@ -86,14 +86,14 @@ class LayerWeights:
 
     attention_norm_E: Tensor | None
     qkv_weight: Stack  # [Q + 2K, E]
-    qkv_bias: Tensor | None  # [Q + 2K]
-    query_norm_D: Tensor | None  # or [Q], of all heads together
-    key_norm_D: Tensor | None
     output_weight: Matrix  # [E, Q]
-    output_bias: Tensor | None  # [E]
     mlp_norm_E: Tensor | None
     gate_up_weight: Stack  # [2F, E], gate first; or [X 2F, E]
     down_weight: Matrix  # [E, F], or [X E, F]
+    qkv_bias: Tensor | None = None  # [Q + 2K]
+    query_norm_D: Tensor | None = None  # or [Q], of all heads together
+    key_norm_D: Tensor | None = None
+    output_bias: Tensor | None = None  # [E]
     attention_post_norm_E: Tensor | None = None
     mlp_post_norm_E: Tensor | None = None
     router_XE: Tensor | None = None
@@ -233,10 +233,6 @@ class DecoderWeights:
             return matrix.bits
         return 8 * matrix.dtype.itemsize
 
-    def select_layers(self, layers: Sequence[int]) -> DecoderWeights:
-        """The same weights with only these layers: a view, nothing is copied."""
-        return replace(self, layers=tuple(self.layers[i] for i in layers))
-
 
 def load_weights(
     source: Path | Checkpoint,
@@ -338,7 +334,14 @@ def count_weights(config: DecoderConfig) -> Counts:
             ):
                 size = size // layer.num_experts * config.experts.per_token
             read += size
-    return Counts(sum(reader.sizes.values()), matrices, read)
+    return Counts(sum(map(prod, reader.asked.values())), matrices, read)
+
+
+def asked_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
+    """The tensors that a model of this config is made of; of experts those of the first alone."""
+    reader = Reader(None, torch.float32, "meta", bits=None, tensors={})
+    _assemble(reader, config)
+    return reader.asked
 
 
 def weight_bytes(config: DecoderConfig, itemsize: int, bits: Bits) -> tuple[int, int]:
@@ -412,7 +415,7 @@ def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, f
     outline = Reader(checkpoint, torch.float32, "meta", bits=None)
     _assemble(outline, config)
     outline.raise_problems()
-    unused = checkpoint.tensors.keys() - outline.sizes.keys()
+    unused = checkpoint.tensors.keys() - outline.asked.keys()
     if config.tie_word_embeddings and _HEAD in checkpoint.tensors:
         if not _is_tied(checkpoint):
             return fit(checkpoint, replace(config, tie_word_embeddings=False))
@@ -699,11 +702,7 @@ class _Layer:
             inputs = [self._of_mamba(slice(None, -sizes.value_heads))]
         return {
             "qkv_weight": self._reader.take_matrix(inputs, hidden),
-            "qkv_bias": None,
-            "query_norm_D": None,
-            "key_norm_D": None,
             "output_weight": self._single([out], sizes.num_outputs),
-            "output_bias": None,
             "mixer": self._mixer(sizes),
         }
 
@@ -821,7 +820,7 @@ class Reader:
     """Hands out tensors by name and collects everything that is wrong, to report it at once.
 
     On the meta device it reads nothing, and finds what is missing or misshapen all the same. There
-    it needs no checkpoint: then each tensor is taken to be there.
+    it needs no checkpoint: then each tensor is taken to be there, or only some ``tensors`` are.
 
     Memory stays at one copy of the weights: each tensor is copied from the mapped file straight to
     its place, and the map is closed again (its pages would count a second time). For few
@@ -835,18 +834,19 @@ class Reader:
         device: torch.device | str,
         bits: Bits,
         progress: Progress | None = None,
+        tensors: Mapping[str, StoredTensor] | None = None,
     ) -> None:
         self._device, self._bits = device, bits
         self._directory = checkpoint.directory if checkpoint else Path()
-        self._tensors = checkpoint.tensors if checkpoint else None
+        self._tensors = checkpoint.tensors if checkpoint else tensors
         self._dtype = torch.float32 if bits == AS_STORED else dtype
         self._table_dtype = dtype
         self._pace = Pace(progress or SilentProgress(), checkpoint.num_bytes if checkpoint else 0)
         self._bytes_at_hand = 0
         self._shelf = Shelf()
         self._problems: list[str] = []
-        self.sizes: dict[str, int] = {}
-        """Weights of each tensor that was asked for."""
+        self.asked: dict[str, tuple[int, ...]] = {}
+        """Shapes of the tensors that were asked for, by name."""
         self.changed: list[str] = []
         """Matrices whose rows are not as they are stored."""
 
@@ -887,9 +887,9 @@ class Reader:
         problems = [self._problem(name, shape) for name, shape in shapes.items()]
         self._problems += filter(None, problems)
         self._pace.add(self._bytes_at_hand)
-        new = shapes.keys() & (self._tensors or {}).keys() - self.sizes.keys()
+        new = shapes.keys() & (self._tensors or {}).keys() - self.asked.keys()
         self._bytes_at_hand = sum((self._tensors or {})[name].num_bytes for name in new)
-        self.sizes |= {name: prod(shape) for name, shape in shapes.items()}
+        self.asked |= shapes
         return not any(problems)
 
     def take_table(self, name: str, *shape: int) -> Matrix:
