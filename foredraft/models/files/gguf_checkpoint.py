@@ -400,7 +400,7 @@ def _weights(
     file: GgufFile, tensors: Mapping[str, tuple[GgufFile, GgufTensor]], config: DecoderConfig
 ) -> dict[str, StoredTensor]:
     """The tensors of the model, which the files hold and no others; experts one by one."""
-    from foredraft.models.native.weights import asked_shapes
+    from foredraft.models.native.weights import asked_shapes, without_ones
 
     shapes = asked_shapes(config)
     ours = _names(config, shapes)
@@ -417,30 +417,17 @@ def _weights(
     for name, (source, tensor) in tensors.items():
         if name not in ours:
             continue
-        count = tensor.shape[0] if "{expert}" in ours[name] else 1
-        shape = _whole_shape(config, ours[name], shapes)
-        if _without_ones(tensor.shape) != _without_ones(shape):
+        shape, each, count = shapes[ours[name].format(expert=0)], tensor.shape, 1
+        if config.experts and "{expert}" in ours[name]:  # one behind the other
+            shape, each, count = (config.experts.count, *shape), each[1:], each[0]
+        if without_ones(tensor.shape) != without_ones(shape):
             _refuse(file, f"tensor {name!r} has shape {tensor.shape}, not {shape}")
-        each = tensor.shape[1:] if "{expert}" in ours[name] else tensor.shape
         place = _place(config, name, tensor)
-        for expert in range(count):  # consecutive
+        for expert in range(count):
             part = replace(place, start=tensor.start + expert * (tensor.num_bytes // count))
             stored = StoredTensor(source.path, tensor.kind.name, each, part)
             found[ours[name].format(expert=expert)] = stored
     return found
-
-
-def _whole_shape(
-    config: DecoderConfig, name: str, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[int, ...]:
-    """The shape of a tensor, which holds all experts' where its name has ``{expert}``."""
-    shape = shapes[name.format(expert=0)]
-    return (config.experts.count, *shape) if config.experts and "{expert}" in name else shape
-
-
-def _without_ones(shape: Sequence[int]) -> list[int]:
-    """GGUF files leave out the one of a convolution's channels."""
-    return [size for size in shape if size != 1]
 
 
 def _place(config: DecoderConfig, name: str, tensor: GgufTensor) -> GgufPlace:

@@ -952,7 +952,7 @@ class Reader:
         stored = self._tensors.get(name)
         if stored is None:
             return f"{name} is missing"
-        if _without_ones(stored.shape) != _without_ones(shape):
+        if without_ones(stored.shape) != without_ones(shape):
             return f"{name} has shape {stored.shape}, not {shape}"
         if not stored.is_readable:
             return f"{name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read"
@@ -987,7 +987,7 @@ class Reader:
             )
 
 
-def _without_ones(shape: Sequence[int]) -> list[int]:
+def without_ones(shape: Sequence[int]) -> list[int]:
     """GGUF files leave out the one of a convolution's channels."""
     return [size for size in shape if size != 1]
 
