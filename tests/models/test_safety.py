@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +72,12 @@ def test_one_file_that_holds_everything_goes_before_an_index_as_with_transformer
     assert Checkpoint(checkpoint).tensors.keys() == {"a", "b"}
 
 
+def test_files_that_nothing_names_are_not_put_together(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "half.safetensors")
+    with pytest.raises(ModelLoadError, match=r"half\.safetensors.*is not guessed"):
+        Checkpoint(checkpoint)
+
+
 def test_pickles_beside_safetensors_are_let_be(checkpoint: Path) -> None:
     (checkpoint / "pytorch_model.bin").write_bytes(b"never opened")
     Checkpoint(checkpoint)
@@ -83,104 +88,81 @@ def test_no_directory(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "nowhere")
 
 
-def rename(name: str, other: str) -> Callable[[Path], object]:
-    return lambda directory: (directory / name).rename(directory / other)
+def test_no_config(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        Checkpoint(checkpoint)
 
 
-def write(name: str, content: str | bytes) -> Callable[[Path], object]:
-    encoded = content.encode() if isinstance(content, str) else content
-    return lambda directory: (directory / name).write_bytes(encoded)
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000])
+def test_unreadable_config(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / "config.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"config\.json (cannot be read|holds a)"):
+        Checkpoint(checkpoint)
 
 
-def index_of(content: bytes | None = None, **weight_map: Any) -> Callable[[Path], object]:
-    def damage(directory: Path) -> None:
-        write_index(directory, **weight_map)
-        if content is not None:
-            (directory / "model.safetensors.index.json").write_bytes(content)
-
-    return damage
-
-
-def of_two_shards(content: bytes | None) -> Callable[[Path], object]:
-    def damage(directory: Path) -> None:
-        write_index(directory, a="a.safetensors", b="b.safetensors")
-        path = directory / "b.safetensors"
-        if content is None:
-            save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, path)
-        else:
-            path.write_bytes(content)
-
-    return damage
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_remote_code_is_refused_and_named(checkpoint: Path, name: str) -> None:
+    content = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    (checkpoint / name).write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=r"modeling_own\.Own.*never runs code"):
+        Checkpoint(checkpoint)
 
 
-def without_config(directory: Path) -> None:
-    (directory / "config.json").unlink()
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "a.pt", "a.pth", "a.ckpt", "a.pkl"])
+def test_pickle_only(checkpoint: Path, name: str) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / name)
+    with pytest.raises(ModelLoadError, match=f"pickle-only \\({name}\\).*can run code.*convert"):
+        Checkpoint(checkpoint)
 
 
-def gguf_without_config(directory: Path) -> None:
-    rename(WEIGHTS, "model.gguf")(directory)
-    without_config(directory)
+def test_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="has no weights"):
+        Checkpoint(checkpoint)
 
 
-def longer(directory: Path) -> None:
-    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes() + b"\0")
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_gguf_file_beside_is_named(checkpoint: Path, with_config: bool) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model.gguf")
+    if not with_config:
+        (checkpoint / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"name it as the model \(model\.gguf\)"):
+        Checkpoint(checkpoint)
 
 
-WEIGHTS = "model.safetensors"
-CODE = json.dumps({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}})
-MISSING_SHARDS = {"a": "a.safetensors", "b": "b.safetensors", "c": "c.safetensors"}
-OTHER_FILES = (
-    *("../other/model.safetensors", "/etc/model.safetensors", "sub/model.safetensors"),
-    *("..\\model.safetensors", "pytorch_model.bin", "..", ""),
-)
-NO_INDICES = (b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {}}')
+def test_missing_shards_are_counted_and_named(checkpoint: Path) -> None:
+    write_index(checkpoint, a="a.safetensors", b="b.safetensors", c="c.safetensors")
+    with pytest.raises(ModelLoadError, match=r"lacks 2 of the 3 .*b\.safetensors, c\.safetensors"):
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "name",
     [
-        (rename(WEIGHTS, "half.safetensors"), r"half\.safetensors.*is not guessed"),
-        (without_config, r"has no config\.json"),
-        *(
-            (write("config.json", content), r"config\.json (cannot be read|holds a)")
-            for content in (b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000)
-        ),
-        *(
-            (write(name, CODE), r"modeling_own\.Own.*never runs code")
-            for name in ("config.json", "tokenizer_config.json")
-        ),
-        *(
-            (rename(WEIGHTS, name), f"pickle-only \\({name}\\).*can run code.*convert")
-            for name in ("pytorch_model.bin", "a.pt", "a.pth", "a.ckpt", "a.pkl")
-        ),
-        (lambda directory: (directory / WEIGHTS).unlink(), "has no weights"),
-        (rename(WEIGHTS, "model.gguf"), r"name it as the model \(model\.gguf\)"),
-        (gguf_without_config, r"name it as the model \(model\.gguf\)"),
-        (index_of(**MISSING_SHARDS), r"lacks 2 of the 3 .*b\.safetensors, c\.safetensors"),
-        *(
-            (index_of(a=name), "not a safetensors file of its own directory")
-            for name in OTHER_FILES
-        ),
-        *((index_of(content), r"index\.json") for content in NO_INDICES),
-        (index_of(a=3), r"index\.json"),
-        (longer, "should have"),
-        (of_two_shards(b"<html>not found</html>"), r"b\.safetensors is truncated or damaged"),
-        (
-            index_of(a="a.safetensors", c="a.safetensors"),
-            r"says that 'c' is in a\.safetensors, and it is not",
-        ),
-        (of_two_shards(None), "which one is meant cannot be known"),
-        (
-            write("config.json", '{"transformers_weights": "other.safetensors"}'),
-            r"transformers_weights \('other\.safetensors'\)",
-        ),
+        "../other/model.safetensors",
+        "/etc/model.safetensors",
+        "sub/model.safetensors",
+        "..\\model.safetensors",
+        "pytorch_model.bin",
+        "..",
+        "",
     ],
 )
-def test_what_cannot_be_read_safely_is_refused_by_name(
-    checkpoint: Path, damage: Callable[[Path], object], message: str
-) -> None:
-    damage(checkpoint)
-    with pytest.raises(ModelLoadError, match=message):
+def test_a_shard_must_be_a_safetensors_file_of_the_directory(checkpoint: Path, name: Any) -> None:
+    write_index(checkpoint, a=name)
+    with pytest.raises(ModelLoadError, match="not a safetensors file of its own directory"):
+        Checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}'],
+)
+def test_a_useless_index(checkpoint: Path, content: str) -> None:
+    write_index(checkpoint)
+    (checkpoint / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=r"index\.json"):
         Checkpoint(checkpoint)
 
 
@@ -191,6 +173,39 @@ def test_a_file_cut_anywhere_is_found(checkpoint: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(ModelLoadError, match="truncated or damaged"):
             Checkpoint(checkpoint)
+
+
+def test_a_file_with_something_behind_it_is_found(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(ModelLoadError, match="should have"):
+        Checkpoint(checkpoint)
+
+
+def test_a_damaged_shard_is_found(checkpoint: Path) -> None:
+    (checkpoint / "b.safetensors").write_bytes(b"<html>not found</html>")
+    write_index(checkpoint, a="a.safetensors", b="b.safetensors")
+    with pytest.raises(ModelLoadError, match=r"b\.safetensors is truncated or damaged"):
+        Checkpoint(checkpoint)
+
+
+def test_an_index_that_is_wrong_about_a_tensor(checkpoint: Path) -> None:
+    write_index(checkpoint, a="a.safetensors", c="a.safetensors")
+    with pytest.raises(ModelLoadError, match=r"says that 'c' is in a\.safetensors, and it is not"):
+        Checkpoint(checkpoint)
+
+
+def test_a_tensor_in_two_files(checkpoint: Path) -> None:
+    write_index(checkpoint, a="a.safetensors", b="b.safetensors")
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, checkpoint / "b.safetensors")
+    with pytest.raises(ModelLoadError, match="which one is meant cannot be known"):
+        Checkpoint(checkpoint)
+
+
+def test_a_config_that_names_weight_files_of_its_own(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
+    with pytest.raises(ModelLoadError, match=r"transformers_weights \('other\.safetensors'\)"):
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -198,19 +198,21 @@ def test_conversations_in_the_form_of_openai(tokenizer: Tokenizer) -> None:
     assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "has no chat template"),
-        ("{{ raise_exception('no such role') }}", "refuses the conversation: no such role"),
-        ("{{ messages.__class__.__mro__ }}", "refuses the conversation"),
-    ],
-)
-def test_a_template_that_is_missing_refuses_or_reaches_for_python(
-    tmp_path: Path, template: str | None, message: str
-) -> None:
-    save_tokenizer(tmp_path, template)
-    with pytest.raises(ConfigError, match=message):
+def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, chat_template=None)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "{{ raise_exception('no system role here') }}")
+    with pytest.raises(ConfigError, match="refuses the conversation: no system role here"):
+        Tokenizer(tmp_path).encode_chat([{"role": "system", "content": "Hi"}])
+
+
+def test_templates_cannot_reach_python(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(ConfigError, match="refuses the conversation"):
         Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "Hi"}])
 
 

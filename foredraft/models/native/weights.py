@@ -304,7 +304,7 @@ def rounded(weights: DecoderWeights, bits: int) -> DecoderWeights:
     return replace(weights, layers=layers, head_VE=matrix("", weights.head_VE, 1, max(bits, 8)))
 
 
-class Counts(NamedTuple):
+class WeightCounts(NamedTuple):
     """Weights of a model.
 
     Attributes:
@@ -318,7 +318,7 @@ class Counts(NamedTuple):
     read: int
 
 
-def count_weights(config: DecoderConfig) -> Counts:
+def count_weights(config: DecoderConfig) -> WeightCounts:
     """How many weights a model of this config has."""
     reader = Reader(None, torch.float32, "meta", bits=None)
     outline = _assemble(reader, config)
@@ -334,7 +334,7 @@ def count_weights(config: DecoderConfig) -> Counts:
             ):
                 size = size // layer.num_experts * config.experts.per_token
             read += size
-    return Counts(sum(map(prod, reader.asked.values())), matrices, read)
+    return WeightCounts(sum(map(prod, reader.asked.values())), matrices, read)
 
 
 def asked_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
