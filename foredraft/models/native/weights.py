@@ -323,16 +323,13 @@ def count_weights(config: DecoderConfig) -> WeightCounts:
     reader = Reader(None, torch.float32, "meta", bits=None)
     outline = _assemble(reader, config)
     matrices = read = prod(outline.head_VE.shape)
+    of_experts, chosen = ("gate_up_weight", "down_weight"), config.experts
     for layer in outline.layers:
         for name, (matrix, _) in layer.matrices.items():
             size = prod(matrix.shape)
             matrices += size
-            if (
-                config.experts
-                and layer.num_experts > 1
-                and name in ("gate_up_weight", "down_weight")
-            ):
-                size = size // layer.num_experts * config.experts.per_token
+            if chosen and layer.num_experts > 1 and name in of_experts:
+                size = size // layer.num_experts * chosen.per_token
             read += size
     return WeightCounts(sum(map(prod, reader.asked.values())), matrices, read)
 
