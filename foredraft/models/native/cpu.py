@@ -35,7 +35,7 @@ from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.choices import DrawKey
 from foredraft.core.draws import DrawRow
 from foredraft.core.errors import ConfigError
-from foredraft.core.sampling import Law, drawn_laws
+from foredraft.core.sampling import drawn_laws
 from foredraft.kernels import interface
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.interface import Forward, ForwardRow
