@@ -30,11 +30,11 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import GraphedDecoder, PagedDecoder, graphed_decoder
 from foredraft.models.native.model import DecoderFactory
 from foredraft.models.native.quant import (
-    Centred4Matrix,
-    Int4Matrix,
-    Int8Matrix,
-    Nested4Matrix,
-    Nested6Matrix,
+    CENTRED4,
+    INT4,
+    INT8,
+    NESTED4,
+    NESTED6,
 )
 from foredraft.models.native.target import NativeTarget
 
@@ -355,7 +355,7 @@ _TILES = [
 
 
 def _run_product(x: Tensor, weight: Tensor, kind: str, tile: dict[str, int] | None) -> Tensor:
-    from foredraft.models.native.triton_ops import linear
+    from foredraft.models.native.triton_ops import Norm, linear
 
     if kind == "library":
         return torch.nn.functional.linear(x, weight)
@@ -364,9 +364,8 @@ def _run_product(x: Tensor, weight: Tensor, kind: str, tile: dict[str, int] | No
         return linear(x, weight, residual_NM=residual, tiles=tile)
     dtype = torch.float32 if kind == "head" else None
     activation = "silu" if kind == "gated" else None
-    return linear(
-        x, weight, norm_K=weight[0], eps=1e-5, activation=activation, dtype=dtype, tiles=tile
-    )
+    norm = Norm(weight[0], 1e-5)
+    return linear(x, weight, norm=norm, activation=activation, dtype=dtype, tiles=tile)
 
 
 def _product_shapes(model: str) -> dict[str, tuple[int, int, str]]:
@@ -639,11 +638,11 @@ def _microseconds(work: Callable[[], object], device: torch.device, count: int) 
 # ------------------------------------------------------------------------------ weights in few bits
 
 _FORMS = {
-    "int4": Int4Matrix,
-    "q4_k": Nested4Matrix,
-    "q6_k": Nested6Matrix,
-    "int8": Int8Matrix,
-    "q4_0": Centred4Matrix,
+    "int4": INT4,
+    "q4_k": NESTED4,
+    "q6_k": NESTED6,
+    "int8": INT8,
+    "q4_0": CENTRED4,
 }
 _PACKED_TILES = [
     {"TILE_M": m, "num_warps": warps, "STAGES": stages}
@@ -669,7 +668,7 @@ def _packed_work(
 ) -> Callable[[], None]:
     from foredraft.models.native.triton_packed import num_groups, prepared, product
 
-    _, sums = prepared(x, None, 0.0, 0.0, num_groups(matrices[0]))
+    _, sums = prepared(x, None, num_groups(matrices[0]))
     is_added = kind in ("norm", "residual")
     residual = x.new_zeros((len(x), matrices[0].shape[0]))
 

@@ -50,7 +50,7 @@ def shapes() -> dict[str, Shape]:
         "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, True),
         "qwen3.5-0.8b": Shape(
             *(1024, 3584, 24, 8, 2, 256, 65536, True),
-            recurrent=Recurrent.delta_net(4, 16, 16, 128, 128),
+            recurrent=Recurrent("delta_net", 4, 0, 16, 16, 128, 128),
         ),
         "attention-0.8b": Shape(1024, 3584, 24, 32, 8, 128, 65536, True),
         "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128256, True),
@@ -165,11 +165,7 @@ def random_weights(
         LayerWeights(
             attention_norm_E=ones(),
             qkv_weight=matrix(sizes_of(kind)[0], hidden),
-            qkv_bias=None,
-            query_norm_D=None,
-            key_norm_D=None,
             output_weight=matrix(hidden, sizes_of(kind)[1]),
-            output_bias=None,
             mlp_norm_E=ones(),
             gate_up_weight=matrix(num_experts * 2 * feed_forward, hidden, 2 * num_experts),
             down_weight=matrix(num_experts * hidden, feed_forward, num_experts),

@@ -40,11 +40,12 @@ from foredraft.models.native.cuda import exact_decoder, graphed_decoder, why_not
 from foredraft.models.native.draft_model import NativeDraftModel
 from foredraft.models.native.model import DecoderFactory, EagerDecoder, probe
 from foredraft.models.native.mtp import has_own_layers
+from foredraft.models.native.quant import FORMS
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import (
     AS_STORED,
-    FORMS,
     Bits,
+    count_weights,
     fit,
     formats_of,
     rounded_as_stored,
@@ -550,7 +551,7 @@ def plan_native(
         weights=weights,
         weight_bytes=in_memory,
         read_bytes=read,
-        num_parameters=config.num_read_parameters,
+        num_parameters=count_weights(config).read,
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, cache_dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),

@@ -378,7 +378,7 @@ def _tuned_copies(llm: LLM, tokens: int) -> list[dict[str, Any]]:
     if figures[0]["greedy"] >= _AGREES_ANYWAY:
         return figures
     texts = _drawn_texts(llm, tokens)
-    with progress_bar(offered(llm.target.capabilities.layer_views).num_layers) as advance:
+    with progress_bar(offered(llm.target.capabilities.first_layers).num_layers) as advance:
         target.tune_copy(texts, advance)
     return [*copy_figures(target, llm.tokenizer, "rounded for its text")[:1], *figures]
 

@@ -31,7 +31,7 @@ DeviceDraw: TypeAlias = Callable[[Tensor, Sequence[DrawKey]], list[Law | None]]
 """Draws from each of some rows of logits by its key; None of those that are not finite."""
 
 Ability = Literal[
-    "tree_attention", "parts", "layer_views", "low_bit", "apart", "cache_layers", "encoder"
+    "tree_attention", "parts", "first_layers", "low_bit", "apart", "cache_layers", "encoder"
 ]
 """A field of `Capabilities`."""
 
@@ -44,8 +44,7 @@ class Capabilities:
         tree_attention: drafts may branch.
         taps: the layers whose outputs can be handed out, by number; an empty range when none.
         parts: embedding, final norm and LM head.
-        layer_views: models of some of its layers, which share the weights, and its first layers on
-            its own cache.
+        first_layers: its first layers on its own cache.
         low_bit: a copy of its layers in few bits, which drafts on its own cache.
         apart: the same target with another cache, to try things.
         cache_layers: draft layers, which it runs on cache layers beside its own.
@@ -55,7 +54,7 @@ class Capabilities:
     tree_attention: bool = False
     taps: range = range(0)
     parts: TargetParts | None = None
-    layer_views: LayeredTarget | None = None
+    first_layers: LayeredTarget | None = None
     low_bit: LowBitTarget | None = None
     apart: ApartTarget | None = None
     cache_layers: HeadTarget | None = None
@@ -644,13 +643,10 @@ class ShallowTarget(Protocol):
 
 
 class LayeredTarget(Target, Protocol):
-    """A target whose layers can be had one by one."""
+    """A target whose first layers can be run alone."""
 
     @property
     def num_layers(self) -> int: ...
-
-    def layer_view(self, layers: Sequence[int]) -> Target:
-        """A target of some of the layers, with a cache of its own."""
 
     def shallow(self, exit_layer: int) -> ShallowTarget:
         """The first ``exit_layer`` layers on this target's own cache."""

@@ -169,6 +169,11 @@ class Family:
     gguf: Gguf | None = None
 
 
+def _fields(names: str) -> frozenset[str]:
+    """Names of fields, with spaces between them."""
+    return frozenset(names.split())
+
+
 def _keys_of_experts(count: str) -> dict[str, str]:
     """Keys in GGUF files of a family that calls the number of experts ``count``."""
     return {count: "expert_count", "num_experts_per_tok": "expert_used_count"}
@@ -194,73 +199,61 @@ _EXPERTS: dict[str, Any] = {
     "gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
     "down": "mlp.experts.{expert}.down_proj",
 }
-_EXPERT_READS = frozenset(
-    {"num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"}
+_EXPERT_READS = _fields("num_experts num_local_experts num_experts_per_tok norm_topk_prob")
+_WINDOW_DEFAULT = {"sliding_window": 4096}
+_WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
+_NO_WINDOWS = {"use_sliding_window": False}
+_SOFTMAX = {"expert_gating_func": 1}
+_NO_GROUPS = {"n_group": 1, "topk_group": 1}
+_ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+
+_MISTRAL = Family(
+    "mistral",
+    reads=_fields("sliding_window layer_types"),  # which make it a Ministral
+    defaults=_WINDOW_DEFAULT,
+    windows="all",
 )
-_UPPER_WINDOWS = frozenset(
-    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+_QWEN2 = Family(
+    "qwen2",
+    reads=_fields("sliding_window use_sliding_window max_window_layers layer_types"),
+    fixed={"attention_bias": True},
+    output_bias=False,
+    defaults=_WINDOW_DEFAULT,
+    windows="upper",
+    gguf=Gguf("qwen2", implied=_NO_WINDOWS),
 )
-_GEMMA_READS = frozenset(
-    {
-        *("attention_bias", "hidden_activation", "query_pre_attn_scalar"),
-        *("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "layer_types"),
-    }
+
+_GEMMA_READS = _fields(
+    "attention_bias hidden_activation query_pre_attn_scalar final_logit_softcapping "
+    "sliding_window layer_types"
 )
 _GEMMA_DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
     "tie_word_embeddings": True,
+    **_WINDOW_DEFAULT,
 }
-_DELTA_NET_READS = frozenset(
-    {
-        *("attention_bias", "partial_rotary_factor", "layer_types", "full_attention_interval"),
-        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-        *("linear_num_key_heads", "linear_num_value_heads", "linear_heads_tiled"),
-    }
+_GEMMA_KEYS = {**_WINDOW_KEY, "final_logit_softcapping": "final_logit_softcapping"}
+_GEMMA = Family(
+    "gemma",
+    reads=_fields("attention_bias"),
+    defaults={"head_dim": 256, "tie_word_embeddings": True},
+    # Its releases say "gelu" and mean this one, as transformers knows.
+    fixed={"hidden_act": "gelu_pytorch_tanh"},
+    neutral={"use_bidirectional_attention": False},
+    norm_offset=1.0,
+    scales_embeddings=True,
+    gguf=Gguf("gemma"),
 )
-_DELTA_NET = replace(
-    _HEAD_NORMS,
-    recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-    recurrent_out="linear_attn.out_proj",
-    convolution="linear_attn.conv1d",
-    recurrent_gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-    recurrent_norm="linear_attn.norm",
+
+_GRANITE_READS = _fields(
+    "attention_bias embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 )
-_DELTA_NET_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
-_SHARED_EXPERT: dict[str, Any] = {
-    "shared_router": "mlp.shared_expert_gate",
-    "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-    "shared_down": "mlp.shared_expert.down_proj",
-}
-_SHARED_READS = frozenset({"moe_intermediate_size", "shared_expert_intermediate_size"})
-_DENSE_STARTS: dict[str, Any] = {
-    "dense_gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "dense_down": "mlp.down_proj",
-}
-_NO_GROUPS = {"n_group": 1, "topk_group": 1}
-_NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
-_GRANITE_READS = frozenset(
-    {
-        *("attention_bias", "embedding_multiplier", "residual_multiplier"),
-        *("attention_multiplier", "logits_scaling"),
-    }
-)
-_MAMBA = replace(
-    _LLAMA,
-    recurrent_in=("mamba.in_proj",),
-    recurrent_out="mamba.out_proj",
-    convolution="mamba.conv1d",
-    recurrent_norm="mamba.norm",
-)
-_MAMBA_READS = frozenset(
-    {
-        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-        *("mamba_expand", "mamba_conv_bias"),
-    }
-)
-_LFM2 = Names(
+_GRANITE_DEFAULTS = {"attention_multiplier": 1.0}
+
+_LFM2_NAMES = Names(
     attention_norm="operator_norm",
     mlp_norm="ffn_norm",
     query_norm="self_attn.q_layernorm",
@@ -273,47 +266,117 @@ _LFM2 = Names(
     convolution="conv.conv",
     final_norm="model.embedding_norm",
 )
-_WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
-_NO_WINDOWS = {"use_sliding_window": False}
-_SOFTMAX = {"expert_gating_func": 1}
+_LFM2_READS = _fields("norm_eps tie_embedding conv_L_cache layer_types")
+_LFM2_DEFAULTS = {
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 8,
+}
+_LFM2 = Family(
+    "lfm2",
+    names=_LFM2_NAMES,
+    reads=_LFM2_READS
+    | _fields(
+        "block_ff_dim full_attn_idxs block_auto_adjust_ff_dim block_ffn_dim_multiplier "
+        "block_multiple_of"
+    ),
+    defaults=_LFM2_DEFAULTS | {"block_auto_adjust_ff_dim": True},
+    fixed={"hidden_act": "silu"},
+    neutral={"conv_bias": False},
+    head_norms="each",
+    recurrent="short_conv",
+    gguf=Gguf(
+        "lfm2",
+        keys={"conv_L_cache": "shortconv.l_cache"},
+        implied={"block_auto_adjust_ff_dim": False},
+        norms={"final_norm": "token_embd_norm"},
+    ),
+)
+
+_DELTA_NET = replace(
+    _HEAD_NORMS,
+    recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    recurrent_out="linear_attn.out_proj",
+    convolution="linear_attn.conv1d",
+    recurrent_gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    recurrent_norm="linear_attn.norm",
+)
+_DELTA_NET_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
+_QWEN3_5 = Family(
+    "qwen3_5_text",
+    names=_DELTA_NET,
+    reads=_fields(
+        "attention_bias partial_rotary_factor layer_types full_attention_interval "
+        "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
+        "linear_num_key_heads linear_num_value_heads linear_heads_tiled"
+    ),
+    defaults=_DELTA_NET_DEFAULTS | {"num_key_value_heads": 4},
+    head_norms="each",
+    norm_offset=1.0,
+    recurrent="delta_net",
+    gates_attention=True,
+    gguf=Gguf(
+        "qwen35",
+        keys={
+            "full_attention_interval": "full_attention_interval",
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+            "linear_key_head_dim": "ssm.state_size",
+            "linear_value_head_dim": "ssm.state_size",
+            "linear_num_key_heads": "ssm.group_count",
+            "linear_num_value_heads": "ssm.time_step_rank",
+        },
+        implied={"linear_heads_tiled": True},
+        # The shapes of tensors say the size of values, and all positions of a text are alike.
+        ignored=_fields("ssm.inner_size rope.dimension_sections nextn_predict_layers"),
+        norms={"mlp_norm": "post_attention_norm"},
+    ),
+)
+_SHARED_EXPERT_NAMES = replace(
+    _DELTA_NET,
+    **_EXPERTS,
+    shared_router="mlp.shared_expert_gate",
+    shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+)
+_SHARED_EXPERT_READS = (
+    _QWEN3_5.reads
+    | _EXPERT_READS
+    | _fields("moe_intermediate_size shared_expert_intermediate_size")
+)
+_SHARED_EXPERT_SIZES = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+
+_MAMBA = replace(
+    _LLAMA,
+    recurrent_in=("mamba.in_proj",),
+    recurrent_out="mamba.out_proj",
+    convolution="mamba.conv1d",
+    recurrent_norm="mamba.norm",
+)
+_MAMBA_READS = _fields(
+    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand "
+    "mamba_conv_bias"
+)
+_MAMBA_NEUTRAL = {"mamba_proj_bias": False, "time_step_limit": _NO_LIMIT}
 
 _FAMILIES = (
-    Family(
-        "llama",
-        reads=frozenset({"attention_bias", "mlp_bias"}),
-        gguf=Gguf("llama", is_paired=True),
-    ),
-    Family(
-        "mistral",
-        reads=frozenset({"sliding_window", "layer_types"}),  # which make it a Ministral
-        defaults={"sliding_window": 4096},
-        windows="all",
-    ),
-    Family(
-        "qwen2",
-        reads=_UPPER_WINDOWS,
-        fixed={"attention_bias": True},
-        output_bias=False,
-        defaults={"sliding_window": 4096},
-        windows="upper",
-        gguf=Gguf("qwen2", implied=_NO_WINDOWS),
-    ),
+    Family("llama", reads=_fields("attention_bias mlp_bias"), gguf=Gguf("llama", is_paired=True)),
+    _MISTRAL,
+    _QWEN2,
     Family(
         "qwen3",
         names=_HEAD_NORMS,
-        reads=_UPPER_WINDOWS | {"attention_bias"},
-        defaults={"sliding_window": 4096, "head_dim": 128},
+        reads=_QWEN2.reads | {"attention_bias"},
+        defaults=_WINDOW_DEFAULT | {"head_dim": 128},
         head_norms="each",
         windows="upper",
         gguf=Gguf("qwen3", implied=_NO_WINDOWS),
     ),
     Family(
         "smollm3",
-        reads=frozenset(
-            {
-                *("attention_bias", "no_rope_layers", "no_rope_layer_interval", "layer_types"),
-                *("sliding_window", "use_sliding_window", "mlp_bias"),
-            }
+        reads=_fields(
+            "attention_bias no_rope_layers no_rope_layer_interval layer_types sliding_window "
+            "use_sliding_window mlp_bias"
         ),
         defaults={
             "rope_theta": 2e6,
@@ -327,7 +390,7 @@ _FAMILIES = (
     Family(
         "olmo2",
         names=_POST_NORMS,
-        reads=frozenset({"attention_bias"}),
+        reads=_fields("attention_bias"),
         defaults={"rms_norm_eps": 1e-5},
         head_norms="all",
         gguf=Gguf("olmo2"),
@@ -335,7 +398,7 @@ _FAMILIES = (
     Family(
         "granite",
         reads=_GRANITE_READS | {"mlp_bias"},
-        defaults={"attention_multiplier": 1.0},
+        defaults=_GRANITE_DEFAULTS,
         gguf=Gguf(
             "granite",
             is_paired=True,
@@ -352,77 +415,46 @@ _FAMILIES = (
     Family(
         "phi3",
         names=replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
-        reads=frozenset(
-            {"sliding_window", "partial_rotary_factor", "original_max_position_embeddings"}
-        ),
+        reads=_fields("sliding_window partial_rotary_factor original_max_position_embeddings"),
         defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         windows="all",
         rope_names={"su": "longrope", "yarn": "longrope"},
         gguf=Gguf("phi3", keys=_WINDOW_KEY, implied={"sliding_window": None}),
     ),
-    Family(
-        "gemma",
-        reads=frozenset({"attention_bias"}),
-        defaults={
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-        },
-        # Its releases say "gelu" and mean this one, as transformers knows.
-        fixed={"hidden_act": "gelu_pytorch_tanh"},
-        neutral={"use_bidirectional_attention": False},
-        norm_offset=1.0,
-        scales_embeddings=True,
-        gguf=Gguf("gemma"),
-    ),
-    Family(
-        "gemma2",
+    _GEMMA,
+    replace(
+        _GEMMA,
+        model_type="gemma2",
         names=_FOUR_NORMS,
-        reads=_GEMMA_READS,
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        reads=_GEMMA_READS | {"attn_logit_softcapping"},
+        defaults=_GEMMA_DEFAULTS
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         fixed={"sliding_window_pattern": 2},
-        neutral={"use_bidirectional_attention": False},
-        norm_offset=1.0,
-        scales_embeddings=True,
         windows="pattern",
         gguf=Gguf(
             "gemma2",
-            keys={
-                **_WINDOW_KEY,
-                "attn_logit_softcapping": "attn_logit_softcapping",
-                "final_logit_softcapping": "final_logit_softcapping",
-            },
+            keys=_GEMMA_KEYS | {"attn_logit_softcapping": "attn_logit_softcapping"},
             wide_size=46,
         ),
     ),
-    Family(
-        "gemma3_text",
+    replace(
+        _GEMMA,
+        model_type="gemma3_text",
         names=replace(_FOUR_NORMS, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
         # transformers reads attn_logit_softcapping here too, and does nothing with it.
-        reads=(_GEMMA_READS - {"attn_logit_softcapping"})
-        | {"sliding_window_pattern", "rope_local_base_freq"},
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "sliding_window_pattern": 6,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-        },
-        neutral={"use_bidirectional_attention": False},
+        reads=_GEMMA_READS | _fields("sliding_window_pattern rope_local_base_freq"),
+        defaults=_GEMMA_DEFAULTS
+        | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        fixed={},
         head_norms="each",
-        norm_offset=1.0,
-        scales_embeddings=True,
         windows="pattern",
         local_rope=True,
         gguf=Gguf(
             "gemma3",
-            keys={
-                **_WINDOW_KEY,
+            keys=_GEMMA_KEYS
+            | {
                 "sliding_window_pattern": "attention.sliding_window_pattern",
                 "rope_local_base_freq": "rope.freq_base_swa",
-                "final_logit_softcapping": "final_logit_softcapping",
             },
             implied={"sliding_window": None},
             wide_size=62,
@@ -451,21 +483,15 @@ _FAMILIES = (
         "qwen3_moe",
         names=replace(_HEAD_NORMS, **_EXPERTS),
         reads=_EXPERT_READS
-        | {"attention_bias", "moe_intermediate_size", "sliding_window", "use_sliding_window"},
-        defaults={
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "sliding_window": 4096,
-        },
-        neutral={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        | _fields("attention_bias moe_intermediate_size sliding_window use_sliding_window"),
+        defaults=_WINDOW_DEFAULT | {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        neutral=_ALL_SPARSE,
         head_norms="each",
         windows="all",
         gguf=Gguf(
             "qwen3moe",
-            keys={
-                **_keys_of_experts("num_experts"),
-                "moe_intermediate_size": "expert_feed_forward_length",
-            },
+            keys=_keys_of_experts("num_experts")
+            | {"moe_intermediate_size": "expert_feed_forward_length"},
             implied={"norm_topk_prob": True, **_NO_WINDOWS},
             only=_SOFTMAX,
         ),
@@ -479,152 +505,78 @@ _FAMILIES = (
         head_norms="all",
         gguf=Gguf("olmoe", keys=_keys_of_experts("num_experts"), only=_SOFTMAX),
     ),
-    Family(
-        "lfm2",
-        names=_LFM2,
-        reads=frozenset(
-            {
-                *("norm_eps", "block_ff_dim", "tie_embedding", "conv_L_cache", "full_attn_idxs"),
-                *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
-                "layer_types",
-            }
-        ),
-        defaults={
-            "norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 8,
-            "block_auto_adjust_ff_dim": True,
-        },
-        fixed={"hidden_act": "silu"},
-        neutral={"conv_bias": False},
-        head_norms="each",
-        recurrent="short_conv",
-        gguf=Gguf(
-            "lfm2",
-            keys={"conv_L_cache": "shortconv.l_cache"},
-            implied={"block_auto_adjust_ff_dim": False},
-            norms={"final_norm": "token_embd_norm"},
-        ),
-    ),
-    Family(
-        "qwen3_5_text",
-        names=_DELTA_NET,
-        reads=_DELTA_NET_READS,
-        defaults=_DELTA_NET_DEFAULTS | {"num_key_value_heads": 4},
-        head_norms="each",
-        norm_offset=1.0,
-        recurrent="delta_net",
-        gates_attention=True,
-        gguf=Gguf(
-            "qwen35",
-            keys={
-                "full_attention_interval": "full_attention_interval",
-                "linear_conv_kernel_dim": "ssm.conv_kernel",
-                "linear_key_head_dim": "ssm.state_size",
-                "linear_value_head_dim": "ssm.state_size",
-                "linear_num_key_heads": "ssm.group_count",
-                "linear_num_value_heads": "ssm.time_step_rank",
-            },
-            implied={"linear_heads_tiled": True},
-            # The shapes of tensors say the size of values, and all positions of a text are alike.
-            ignored=frozenset(
-                {"ssm.inner_size", "rope.dimension_sections", "nextn_predict_layers"}
-            ),
-            norms={"mlp_norm": "post_attention_norm"},
-        ),
-    ),
-    Family(
-        "qwen3_5_moe_text",
-        names=replace(_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT),
-        reads=_DELTA_NET_READS | _EXPERT_READS | _SHARED_READS,
+    _LFM2,
+    _QWEN3_5,
+    replace(
+        _QWEN3_5,
+        model_type="qwen3_5_moe_text",
+        names=_SHARED_EXPERT_NAMES,
+        reads=_SHARED_EXPERT_READS,
         defaults=_DELTA_NET_DEFAULTS
-        | {
-            "intermediate_size": 512,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "num_experts_per_tok": 8,
-        },
+        | _SHARED_EXPERT_SIZES
+        | {"intermediate_size": 512, "num_experts_per_tok": 8},
         fixed={"norm_topk_prob": True},
-        head_norms="each",
-        norm_offset=1.0,
-        recurrent="delta_net",
-        gates_attention=True,
+        gguf=None,
     ),
-    Family(
-        "qwen3_next",
+    replace(
+        _QWEN3_5,
+        model_type="qwen3_next",
         names=replace(
-            _DELTA_NET,
-            **_EXPERTS,
-            **_SHARED_EXPERT,
+            _SHARED_EXPERT_NAMES,
             recurrent_in=("linear_attn.in_proj_qkvz",),
             recurrent_gates=("linear_attn.in_proj_ba",),
         ),
-        reads=_DELTA_NET_READS | _EXPERT_READS | _SHARED_READS,
+        reads=_SHARED_EXPERT_READS,
         defaults=_DELTA_NET_DEFAULTS
-        | {
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "num_experts_per_tok": 10,
-            "norm_topk_prob": True,
-            "num_key_value_heads": 2,
-        },
-        neutral={"decoder_sparse_step": 1, "mlp_only_layers": []},
-        head_norms="each",
-        norm_offset=1.0,
-        recurrent="delta_net",
-        gates_attention=True,
+        | _SHARED_EXPERT_SIZES
+        | {"num_experts_per_tok": 10, "norm_topk_prob": True, "num_key_value_heads": 2},
+        neutral=_ALL_SPARSE,
         interleaved=True,
+        gguf=None,
     ),
-    Family(
-        "lfm2_moe",
+    replace(
+        _LFM2,
+        model_type="lfm2_moe",
         names=replace(
-            _LFM2,
+            _LFM2_NAMES,
             router="feed_forward.gate",
             router_bias="feed_forward.expert_bias",
             gate_up=("feed_forward.experts.{expert}.w1", "feed_forward.experts.{expert}.w3"),
             down="feed_forward.experts.{expert}.w2",
-            dense_gate_up=_LFM2.gate_up,
-            dense_down=_LFM2.down,
+            dense_gate_up=_LFM2_NAMES.gate_up,
+            dense_down=_LFM2_NAMES.down,
         ),
-        reads=_EXPERT_READS
+        reads=_LFM2_READS
+        | _EXPERT_READS
+        | _fields("num_dense_layers moe_intermediate_size use_expert_bias routed_scaling_factor"),
+        defaults=_LFM2_DEFAULTS
         | {
-            *("norm_eps", "tie_embedding", "conv_L_cache", "layer_types", "num_dense_layers"),
-            *("moe_intermediate_size", "use_expert_bias", "routed_scaling_factor"),
-        },
-        defaults={
-            "norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 8,
             "moe_intermediate_size": 1792,
             "num_experts_per_tok": 4,
             "num_dense_layers": 2,
             "norm_topk_prob": True,
         },
-        fixed={"hidden_act": "silu"},
-        neutral={"conv_bias": False},
-        head_norms="each",
-        recurrent="short_conv",
         chances="sigmoid",
         chance_floor=1e-6,
+        gguf=None,
     ),
     Family(
         "glm4_moe",
         names=replace(
             _HEAD_NORMS,
             **_EXPERTS,
-            **_DENSE_STARTS,
+            dense_gate_up=_LLAMA.gate_up,
+            dense_down=_LLAMA.down,
             router_bias="mlp.gate.e_score_correction_bias",
             shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
             shared_down="mlp.shared_experts.down_proj",
         ),
         reads=_EXPERT_READS
-        | {
-            *("attention_bias", "partial_rotary_factor", "moe_intermediate_size", "use_qk_norm"),
-            *("num_dense_layers", "first_k_dense_replace", "routed_scaling_factor"),
-            *("n_shared_experts", "n_routed_experts"),
-        },
+        | _fields(
+            "attention_bias partial_rotary_factor moe_intermediate_size use_qk_norm "
+            "num_dense_layers first_k_dense_replace routed_scaling_factor n_shared_experts "
+            "n_routed_experts"
+        ),
         defaults={
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
@@ -651,7 +603,7 @@ _FAMILIES = (
             down="mlp.experts.down_proj",
             sinks="self_attn.sinks",
         ),
-        reads=_EXPERT_READS | {"attention_bias", "sliding_window", "layer_types"},
+        reads=_EXPERT_READS | _fields("attention_bias sliding_window layer_types"),
         defaults={
             "head_dim": 64,
             "num_key_value_heads": 8,
@@ -687,18 +639,15 @@ _FAMILIES = (
         reads=_GRANITE_READS
         | _EXPERT_READS
         | _MAMBA_READS
+        | _fields("shared_intermediate_size layer_types layers_block_type position_embedding_type"),
+        defaults=_GRANITE_DEFAULTS
         | {
-            *("shared_intermediate_size", "layer_types", "layers_block_type"),
-            "position_embedding_type",
-        },
-        defaults={
-            "attention_multiplier": 1.0,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 1024,
         },
         fixed={"norm_topk_prob": True},
-        neutral={"mamba_proj_bias": False, "time_step_limit": _NO_LIMIT},
+        neutral=_MAMBA_NEUTRAL,
         recurrent="mamba2",
     ),
     Family(
@@ -711,19 +660,13 @@ _FAMILIES = (
             final_norm="model.final_layernorm",
         ),
         reads=_MAMBA_READS
-        | {
-            *("attention_bias", "mlp_bias", "embedding_multiplier", "lm_head_multiplier"),
-            *("mlp_multipliers", "key_multiplier", "attention_in_multiplier", "ssm_multipliers"),
-            *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
-            *("mamba_d_ssm", "mamba_rms_norm"),
-        },
+        | _fields(
+            "attention_bias mlp_bias embedding_multiplier lm_head_multiplier mlp_multipliers "
+            "key_multiplier attention_in_multiplier ssm_multipliers attention_out_multiplier "
+            "ssm_in_multiplier ssm_out_multiplier mamba_d_ssm mamba_rms_norm"
+        ),
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024},
-        neutral={
-            "mamba_proj_bias": False,
-            "projectors_bias": False,
-            "time_step_limit": _NO_LIMIT,
-            "mamba_norm_before_gate": False,
-        },
+        neutral=_MAMBA_NEUTRAL | {"projectors_bias": False, "mamba_norm_before_gate": False},
         recurrent="mamba2",
         mixes_beside=True,
     ),
@@ -735,14 +678,14 @@ _FAMILIES = (
             mlp_post_norm="post_mlp_layernorm",
             gate_up=("mlp.gate_up_proj",),
         ),
-        reads=frozenset({"attention_bias", "partial_rotary_factor"}),
+        reads=_fields("attention_bias partial_rotary_factor"),
         defaults={"head_dim": 128, "partial_rotary_factor": 0.5, "num_key_value_heads": 2},
         output_bias=False,
         is_paired=True,
     ),
     Family(
         "ernie4_5",
-        reads=frozenset({"use_bias"}),
+        reads=_fields("use_bias"),
         defaults={
             "head_dim": 128,
             "num_key_value_heads": 2,
@@ -757,14 +700,14 @@ _FAMILIES = (
         names=replace(
             _LLAMA, query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"
         ),
-        reads=frozenset({"attention_bias", "alpha"}),
+        reads=_fields("attention_bias alpha"),
         defaults={"rms_norm_eps": 1e-5},
         head_norms="each",
         norms_rotated=True,
     ),
     Family(
         "seed_oss",
-        reads=frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
+        reads=_fields("attention_bias attention_out_bias mlp_bias"),
         defaults={
             "attention_bias": True,
             "attention_out_bias": False,
@@ -772,16 +715,11 @@ _FAMILIES = (
             "num_key_value_heads": 8,
         },
     ),
-    Family(
-        "ministral",
-        reads=frozenset({"sliding_window", "layer_types"}),
-        defaults={"sliding_window": 4096},
-        windows="all",
-    ),
+    replace(_MISTRAL, model_type="ministral"),
     Family(
         "exaone4",
         names=_POST_NORMS,
-        reads=frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
+        reads=_fields("sliding_window sliding_window_pattern layer_types"),
         defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
         head_norms="each",
         windows="pattern",
@@ -790,7 +728,7 @@ _FAMILIES = (
     Family(
         "olmo3",
         names=_POST_NORMS,
-        reads=frozenset({"attention_bias", "sliding_window", "layer_types"}),
+        reads=_fields("attention_bias sliding_window layer_types"),
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0},
         fixed={"sliding_window_pattern": 4},
         head_norms="all",
@@ -800,11 +738,9 @@ _FAMILIES = (
     Family(
         "cohere2",
         names=replace(_LLAMA, mlp_norm="input_layernorm"),
-        reads=frozenset(
-            {
-                *("attention_bias", "layer_norm_eps", "logit_scale", "sliding_window"),
-                *("sliding_window_pattern", "layer_types"),
-            }
+        reads=_fields(
+            "attention_bias layer_norm_eps logit_scale sliding_window sliding_window_pattern "
+            "layer_types"
         ),
         defaults={
             "layer_norm_eps": 1e-5,
@@ -821,7 +757,7 @@ _FAMILIES = (
     ),
     Family(
         "stablelm",
-        reads=frozenset({"use_qkv_bias", "layer_norm_eps", "partial_rotary_factor"}),
+        reads=_fields("use_qkv_bias layer_norm_eps partial_rotary_factor"),
         defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
         neutral={"use_parallel_residual": False, "qk_layernorm": False},
         output_bias=False,
@@ -831,7 +767,7 @@ _FAMILIES = (
     Family(
         "starcoder2",
         names=replace(_LLAMA, gate_up=("mlp.c_fc",), down="mlp.c_proj"),
-        reads=frozenset({"use_bias", "norm_epsilon", "sliding_window"}),
+        reads=_fields("use_bias norm_epsilon sliding_window"),
         defaults={
             "use_bias": True,
             "hidden_act": "gelu_pytorch_tanh",
@@ -847,7 +783,7 @@ _FAMILIES = (
     Family(
         "arcee",
         names=replace(_LLAMA, gate_up=("mlp.up_proj",)),
-        reads=frozenset({"attention_bias", "mlp_bias"}),
+        reads=_fields("attention_bias mlp_bias"),
         defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
         is_gated=False,
     ),
@@ -860,17 +796,18 @@ _FAMILIES = (
             gate_up=("mlp.up_proj",),
             activation="mlp.act_fn",
         ),
-        reads=frozenset({"attention_bias"}),
+        reads=_fields("attention_bias"),
         defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12000000.0},
         head_norms="each",
         is_gated=False,
     ),
-    Family(
-        "mimo",  # Qwen2's decoder, with layers that predict further tokens
-        reads=_UPPER_WINDOWS | {"attention_bias"},
-        output_bias=False,
-        defaults={"sliding_window": 4096, "attention_bias": True},
-        windows="upper",
+    replace(  # Qwen2's decoder, with layers that predict further tokens
+        _QWEN2,
+        model_type="mimo",
+        reads=_QWEN2.reads | {"attention_bias"},
+        fixed={},
+        defaults=_WINDOW_DEFAULT | {"attention_bias": True},
+        gguf=None,
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -18,6 +18,7 @@ from benchmarks.random_model import random_config, random_weights
 from foredraft.drafters import build_drafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.text.confidence import Priors, priors
+from foredraft.models.native.weights import count_weights
 from foredraft.models.table import TableModel
 
 
@@ -54,8 +55,8 @@ def test_the_floor_is_memory_for_one_token_and_arithmetic_for_many() -> None:
 def test_shapes_are_those_of_the_models_they_are_named_after(name: str, millions: float) -> None:
     config = random_config(name)
     weights = random_weights(config, torch.bfloat16, "meta")
-    assert config.num_parameters == sum(tensor.numel() for tensor in weights.tensors().values())
-    assert config.num_parameters / 1e6 == pytest.approx(millions, abs=0.05)
+    assert count_weights(config).all == sum(tensor.numel() for tensor in weights.tensors().values())
+    assert count_weights(config).all / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_the_text_repeats_and_stays_in_every_vocabulary() -> None:

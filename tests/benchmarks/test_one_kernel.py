@@ -25,8 +25,8 @@ from benchmarks.one_kernel.step import (
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
-from tests.models.test_graphed import TREE, text
+from tests.models.checkpoints import NATIVE_CONFIGS, made, save_checkpoint, text
+from tests.models.test_graphed import TREE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = Path(__file__).parent
@@ -65,10 +65,8 @@ def launch_by(tmp_path_factory: pytest.TempPathFactory) -> LaunchBy:
     scope="module",
     params=["llama", "llama-bias", "qwen2", "qwen3", "mistral-window", "phi3", "granite"],
 )
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("step") / request.param
-    save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
-    return directory
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return made(request.param)
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -18,7 +18,6 @@ from foredraft.cache.memory import (
 )
 from foredraft.core.errors import CacheFullError, ConfigError
 from foredraft.options import LoadOptions
-from tests.drafters.heads import tiny_target
 
 
 @pytest.mark.parametrize(
@@ -84,14 +83,6 @@ def test_one_limit_holds_for_all_caches_together() -> None:
     del draft, cache
     gc.collect()
     assert target.usage.total == 213 // 64 * 64
-
-
-def test_views_of_a_target_take_of_its_memory() -> None:
-    target = tiny_target()
-    before = target.cache.usage.total
-    view = target.layer_view([0])
-    assert view.cache.memory is target.cache.memory
-    assert target.cache.usage.total < before
 
 
 def test_caches_take_a_share_of_what_is_left() -> None:

@@ -20,6 +20,7 @@ from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.conformance.harness import Kind, fused_decoder, head_kind, plain, run, set_up
+from tests.models.checkpoints import some_layers
 
 pytestmark = pytest.mark.real_model
 
@@ -52,7 +53,7 @@ def kind(decoder: str) -> Kind:
     return Kind(
         decoder,
         new_target=lambda: target,
-        new_draft_model=lambda: target.layer_view(layers),
+        new_draft_model=lambda: some_layers(target, layers),
         new_codec=lambda: Tokenizer(directory()),
     )
 

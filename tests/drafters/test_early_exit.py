@@ -19,6 +19,7 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 from tests.conformance.harness import checkpoint, plain
 from tests.engine.helpers import drain, engine_of, finish
+from tests.models.checkpoints import some_layers
 from tests.models.test_shallow import Spy, calls
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 8, 9, 7, 8, 9, 7])
@@ -46,7 +47,7 @@ def row_of(target: NativeTarget, tokens: list[int], budget: int) -> DraftRow:
 @pytest.mark.parametrize("exit_layer", [1, 2])
 def test_it_drafts_what_its_layers_alone_would_say(target: NativeTarget, exit_layer: int) -> None:
     row = row_of(target, [3, 1, 4, 1, 5], 6)
-    alone = DraftModelDrafter(target.layer_view(range(exit_layer)))
+    alone = DraftModelDrafter(some_layers(target, range(exit_layer)))
     alone.begin(DraftRow.of(0, row.tokens))
     (expected,) = alone.propose([row])
     (actual,) = early_exit(target, exit_layer=exit_layer).propose([row])
@@ -155,5 +156,5 @@ def test_options_that_cannot_be_used_are_refused(
 
 
 def test_a_target_without_layers_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="layer_views"):
+    with pytest.raises(CapabilityError, match="first_layers"):
         build_drafter("early_exit", DrafterContext(TableModel.random(4, seed=1)))

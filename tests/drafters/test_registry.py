@@ -41,7 +41,7 @@ FAILING = DrafterSpec(build=_fail, summary="fails")
 HUNGRY = DrafterSpec(
     build=lambda context: NoDrafter(),
     summary="wants more than there is",
-    needs=("parts", "layer_views", "tree_attention"),
+    needs=("parts", "first_layers", "tree_attention"),
 )
 
 
@@ -223,7 +223,7 @@ def test_kinds_of_heads_are_what_drafters_train() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_what_the_target_lacks_is_said_in_one_sentence() -> None:
-    with pytest.raises(CapabilityError, match="needs a target with parts and layer_views, which"):
+    with pytest.raises(CapabilityError, match="needs a target with parts and first_layers, which"):
         build_drafter("hungry", DrafterContext(TableModel.random(4, 0)))
 
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from foredraft.kernels.instructions import INSTRUCTION_SETS, InstructionSet, cpu_features
 from foredraft.models.native.quant import (
     CHUNK_INPUTS,
+    INT8,
+    NESTED6,
     PACKED,
     QUANTISED,
     STEP_INPUTS,
+    TILES,
     Blocks,
-    Int8Matrix,
-    Nested6Matrix,
+    Form,
     PackedMatrix,
-    QuantisedMatrix,
-    TiledMatrix,
 )
 from tests.kernels.compiled import compiled
 
@@ -42,7 +42,7 @@ EMULATIONS = (
 HERE = [one for one in INSTRUCTION_SETS if one.runs_on(platform.machine(), cpu_features())]
 EXACT = [one for one in HERE if one.flags or "aarch64" in platform.machine()]
 """Without multiply-adds, as of the oldest CPUs, blocks are added up with one more rounding."""
-TILES = [one for one in HERE if one.name == "amx"]
+AMX = [one for one in HERE if one.name == "amx"]
 NESTED = [kind for kind in QUANTISED if kind.steps]
 EIGHT = [kind for kind in QUANTISED if kind.takes_eight]
 SIZES = [(64, 128), (48, 576), (50, 45), (16, 1536), (130, 96)]
@@ -79,9 +79,9 @@ def multiply(
 ) -> Tensor:
     """Rows of a product [T, R]."""
     out_TR = torch.empty(len(x_TK), len(rows))
-    form = FORM_TILED if isinstance(weights, TiledMatrix) else FORM_PACKED
+    form = FORM_TILED if weights.form is TILES else FORM_PACKED
     library(instructions).foredraft_multiply(
-        form, weights.format, weights.packed_GCN.data_ptr(), rows.start, rows.stop,
+        form, weights.form.code, weights.packed_GCN.data_ptr(), rows.start, rows.stop,
         x_TK.shape[1], x_TK.data_ptr(), len(x_TK), activation_bits == 8, out_TR.data_ptr(),
     )  # fmt: skip
     return out_TR
@@ -98,7 +98,7 @@ def one_by_one(
     return torch.cat([multiply(instructions, weights, rows, x, activation_bits) for x in alone])
 
 
-def made_up(kind: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> QuantisedMatrix:
+def made_up(kind: Form, num_rows: int, num_inputs: int) -> PackedMatrix:
     """A matrix of any integers and scales that the format can hold."""
     generator = torch.Generator().manual_seed(num_rows + num_inputs)
     counts = {field: count for field, count, _ in kind.head}
@@ -131,9 +131,9 @@ def made_up(kind: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> Quan
 
 @pytest.mark.parametrize("instructions", [*EXACT, *EMULATIONS], ids=lambda one: one.summary)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 def test_packed_products_have_the_bits_of_the_portable_code(
-    instructions: InstructionSet, size: tuple[int, int], kind: type[QuantisedMatrix]
+    instructions: InstructionSet, size: tuple[int, int], kind: Form
 ) -> None:
     num_rows, num_inputs = size
     weights, rows = made_up(kind, *size), range(num_rows)
@@ -145,8 +145,8 @@ def test_packed_products_have_the_bits_of_the_portable_code(
             assert torch.equal(found, expected[:count])
 
 
-@pytest.mark.parametrize("kind", EIGHT, ids=lambda kind: kind.__name__)
-def test_activations_of_8_bits_have_a_scale_for_each_32(kind: type[QuantisedMatrix]) -> None:
+@pytest.mark.parametrize("kind", EIGHT, ids=lambda kind: kind.name)
+def test_activations_of_8_bits_have_a_scale_for_each_32(kind: Form) -> None:
     matrix = made_up(kind, 50, 96)
     x_TK = noise(9, 96, seed=1) * 10.0 ** noise(9, 3, seed=2).repeat_interleave(32, 1)
     blocks_TBC = x_TK.view(9, 3, 32)
@@ -157,8 +157,8 @@ def test_activations_of_8_bits_have_a_scale_for_each_32(kind: type[QuantisedMatr
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.__name__)
-def test_rows_come_out_as_the_very_numbers(kind: type[QuantisedMatrix]) -> None:
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_rows_come_out_as_the_very_numbers(kind: Form) -> None:
     """As of embeddings, in every instruction set; and so do products with single inputs."""
     matrix = made_up(kind, 50, 96)
     expected = matrix.dequantised(torch.float32)
@@ -166,7 +166,7 @@ def test_rows_come_out_as_the_very_numbers(kind: type[QuantisedMatrix]) -> None:
         found = torch.empty(50, 96)
         for row in range(50):
             library(instructions).foredraft_unpack_row(
-                matrix.format, matrix.packed_GCN.data_ptr(), row, 96, found[row].data_ptr()
+                matrix.form.code, matrix.packed_GCN.data_ptr(), row, 96, found[row].data_ptr()
             )
         assert torch.equal(found, expected)
     products = multiply(PORTABLE, matrix, range(50), torch.eye(96)).T
@@ -174,14 +174,14 @@ def test_rows_come_out_as_the_very_numbers(kind: type[QuantisedMatrix]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in NESTED if kind in EIGHT], ids=lambda kind: kind.__name__
+    "kind", [kind for kind in NESTED if kind in EIGHT], ids=lambda kind: kind.name
 )
-def test_the_largest_nested_numbers_meet_activations_of_8_bits(kind: type[QuantisedMatrix]) -> None:
+def test_the_largest_nested_numbers_meet_activations_of_8_bits(kind: Form) -> None:
     """Integers, factors and activations at their ends: no sum of 16 bits overflows, none rounds."""
     counts = {field: count for field, count, _ in kind.head}
     span = 1 << kind.bits
     low, high = (-span // 2, span // 2 - 1) if kind.is_signed else (0, span - 1)
-    least, most = (-128, 127) if kind is Nested6Matrix else (-127, 127)
+    least, most = (-128, 127) if kind is NESTED6 else (-127, 127)
     signs_RK = noise(32, 192, seed=3).sign()
     signs_RK[0], signs_RK[1] = 1, -1
     integers = torch.where(signs_RK > 0, high, low).to(torch.int8)
@@ -207,7 +207,7 @@ def test_extreme_weights_and_activations_stay_exact() -> None:
     weight_RK = torch.full((16, 64), 3.0)
     weight_RK[::2] = -3.0
     x_TK = torch.tensor([1.0, -1.0])[:, None].repeat(4, 64).contiguous()
-    weights = Int8Matrix.of_weight(weight_RK)
+    weights = INT8.of_weight(weight_RK)
     scale = torch.tensor(3.0 / 127).half().float()
     for instructions in [*EXACT, *EMULATIONS]:
         found = multiply(instructions, weights, range(16), x_TK)
@@ -262,11 +262,11 @@ def test_portable_products_are_those_of_the_numbers(bits: int) -> None:
 # -------------------------------------------------------------------------------------------- tiles
 
 
-def tiled(weight_RK: Tensor) -> TiledMatrix:
-    return TiledMatrix.of_weight(weight_RK)
+def tiled(weight_RK: Tensor) -> PackedMatrix:
+    return TILES.of_weight(weight_RK)
 
 
-@pytest.mark.parametrize("instructions", TILES, ids=lambda one: one.name)
+@pytest.mark.parametrize("instructions", AMX, ids=lambda one: one.name)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_tiles_round_as_their_emulation(
     instructions: InstructionSet, size: tuple[int, int]
@@ -282,7 +282,7 @@ def test_tiles_round_as_their_emulation(
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1.0, 1e18])
 def test_one_tile_product_rounds_as_its_emulation(scale: float) -> None:
     """Subnormal factors, products and sums among them, which count as zeros."""
-    [instructions] = TILES or pytest.skip("this CPU has no tiles")
+    [instructions] = AMX or pytest.skip("this CPU has no tiles")
     _need_tiles(instructions)
     rows, activations = (noise(16, 32) * scale).bfloat16(), noise(16, 32, seed=1).bfloat16()
     columns = rows.view(16, 16, 2).transpose(0, 1).contiguous()
@@ -294,7 +294,7 @@ def test_one_tile_product_rounds_as_its_emulation(scale: float) -> None:
     assert torch.equal(found, sums_TR)
 
 
-@pytest.mark.parametrize("instructions", [*TILES, EMULATIONS[1]], ids=lambda one: one.name)
+@pytest.mark.parametrize("instructions", [*AMX, EMULATIONS[1]], ids=lambda one: one.name)
 def test_a_token_on_tiles_has_the_same_bits_in_any_company(instructions: InstructionSet) -> None:
     _need_tiles(instructions)
     for num_rows, num_inputs in SIZES[:3]:

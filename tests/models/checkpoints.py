@@ -6,8 +6,12 @@ logits, and a wrong mask or rotation would hardly show.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +60,9 @@ from transformers import (
     Starcoder2Config,
 )
 
+from foredraft.models.base import ScoreRow
 from foredraft.models.families import FAMILIES
+from foredraft.models.native.target import NativeTarget
 
 VOCAB_SIZE = 300
 EOS_TOKEN = "<|im_end|>"
@@ -346,8 +352,40 @@ def save_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0) ->
     return model
 
 
+@functools.cache
+def made(name: str) -> Path:
+    """The checkpoint of one of `NATIVE_CONFIGS`, made once; nothing may write to it."""
+    directory = Path(_scratch().name) / name
+    save_checkpoint(directory, NATIVE_CONFIGS[name]())
+    return directory
+
+
+@functools.cache
+def _scratch() -> Any:
+    return tempfile.TemporaryDirectory(prefix="foredraft-models-")
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    """Made-up tokens."""
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def read(target: Any, tokens: Sequence[int]) -> int:
+    """A slot that holds ``tokens``."""
+    slot: int = target.cache.allocate()
+    target.score([ScoreRow(slot, tokens)])
+    target.cache.keep(slot, len(tokens), ())
+    return slot
+
+
 def train_tokenizer() -> Tokenizer:
     """A byte-level BPE tokenizer: any text can be encoded, rare characters take several tokens."""
+    return Tokenizer.from_str(_trained_tokenizer())
+
+
+@functools.cache
+def _trained_tokenizer() -> str:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -358,7 +396,7 @@ def train_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_SENTENCES, trainer)
-    return tokenizer
+    return str(tokenizer.to_str())
 
 
 def save_tokenizer(directory: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
@@ -369,3 +407,14 @@ def save_tokenizer(directory: Path, chat_template: str | None = CHAT_TEMPLATE) -
     if chat_template is not None:
         config["chat_template"] = chat_template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def some_layers(target: NativeTarget, layers: Sequence[int]) -> NativeTarget:
+    """A target of some of the layers, which shares the weights, with a cache of its own."""
+    weights = replace(target.weights, layers=tuple(target.weights.layers[i] for i in layers))
+    kinds = tuple(layer.kind for layer in weights.layers) if target.config.kinds else ()
+    config = replace(target.config, num_hidden_layers=len(layers), kinds=kinds)
+    return NativeTarget(
+        *(config, weights, target.new_decoder, target.max_context, target.cache.memory),
+        cache_dtype=target.cache.store.dtype,
+    )

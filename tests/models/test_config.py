@@ -15,12 +15,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from foredraft.core.errors import ModelLoadError
 from foredraft.load import plan_models
 from foredraft.models.native.config import read_config, why_not_native
+from foredraft.models.native.weights import count_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import (
     NATIVE_CONFIGS,
     biases_of_routers,
+    made,
     numbers_of_activations,
-    save_checkpoint,
     tiny_model,
 )
 
@@ -74,7 +75,7 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
     assert ours.eos_token_ids == (2,)
     model = tiny_model(theirs)
     learned = [*model.parameters(), *biases_of_routers(model), *numbers_of_activations(model)]
-    assert ours.num_parameters == sum(weight.numel() for weight in learned)
+    assert count_weights(ours).all == sum(weight.numel() for weight in learned)
 
 
 def test_dynamic_scaling_goes_by_the_longest_text_that_is_allowed(tmp_path: Path) -> None:
@@ -284,12 +285,11 @@ def test_a_config_that_cannot_be_read(content: str | None, tmp_path: Path) -> No
         read_config(tmp_path)
 
 
-def test_a_plan_says_how_longer_texts_are_asked_for(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, NATIVE_CONFIGS["phi3"]())
-    plan, _ = plan_models(LoadOptions(model=str(tmp_path), device="cpu"))
+def test_a_plan_says_how_longer_texts_are_asked_for() -> None:
+    plan, _ = plan_models(LoadOptions(model=str(made("phi3")), device="cpu"))
     assert plan.max_context == 1024
     assert any("max_context=2048 asks for more" in note for note in plan.notes)
-    plan, _ = plan_models(LoadOptions(model=str(tmp_path), device="cpu", max_context=2048))
+    plan, _ = plan_models(LoadOptions(model=str(made("phi3")), device="cpu", max_context=2048))
     assert plan.max_context == 2048
     assert not any("asks for more" in note for note in plan.notes)
 

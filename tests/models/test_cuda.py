@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from foredraft.models.native.cuda import GraphedDecoder
 from foredraft.models.native.model import DecoderFactory
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+from tests.models.checkpoints import made, text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -28,15 +27,8 @@ TREES = (EMPTY_TREE, TokenTree.chain((3, 4, 5)), TREE)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("cuda") / request.param
-    save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
-    return directory
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return made(request.param)
 
 
 def decoder_of(target: NativeTarget) -> GraphedDecoder:

@@ -17,7 +17,7 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import ExactDecoder
 from foredraft.models.native.model import probe
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import made
 
 pytest.importorskip("triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,11 +30,9 @@ OTHER = [(i * 13 + 5) % 250 for i in range(40)]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> NativeTarget:
-    directory = tmp_path_factory.mktemp("exact") / "llama"
-    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
+def target() -> NativeTarget:
     dtype = torch.float32 if _INTERPRETED else torch.bfloat16
-    return NativeTarget.load(directory, dtype, device=DEVICE, new_decoder=ExactDecoder)
+    return NativeTarget.load(made("llama"), dtype, device=DEVICE, new_decoder=ExactDecoder)
 
 
 def same(mine: Tensor, theirs: Tensor) -> bool:

@@ -13,16 +13,14 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.model import FixedShapeDecoder, probe
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import made
 
 TEXT = [(i * 7) % 250 + 3 for i in range(40)]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("fixed") / request.param
-    save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
-    return directory
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return made(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,14 +15,12 @@ from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import made
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
-    return directory
+def checkpoint() -> Path:
+    return made("llama")
 
 
 def target(checkpoint: Path, num_threads: int = 1) -> NativeTarget:

@@ -33,7 +33,7 @@ from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.quant import Matrix, PackedMatrix, as_tensor, tensor_of
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, made, save_checkpoint
 
 BFLOAT16_TOLERANCE = 0.06
 """Of logits that reach about 5. Activations are float32, so all that is left of bfloat16 is that
@@ -94,11 +94,9 @@ def _many_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directories = {}
-    for name, config in CONFIGS.items():
-        directories[name] = tmp_path_factory.mktemp(name)
-        save_checkpoint(directories[name], config())
-    return directories
+    awkward = tmp_path_factory.mktemp("awkward")
+    save_checkpoint(awkward, _awkward_sizes())
+    return {**{name: made(name) for name in NATIVE_CONFIGS}, "awkward-sizes": awkward}
 
 
 def fused(

@@ -24,9 +24,9 @@ from foredraft.models.files.gguf_blocks import KINDS
 from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.safety import GGUF_INDEX, Checkpoint
 from foredraft.models.files.store import resolve_model
-from foredraft.models.native.quant import PackedMatrix, StackedMatrix, as_tensor
+from foredraft.models.native.quant import FORMS, PackedMatrix, StackedMatrix, as_tensor
 from foredraft.models.native.target import NativeTarget
-from foredraft.models.native.weights import AS_STORED, FORMS, DecoderWeights, load_weights
+from foredraft.models.native.weights import AS_STORED, DecoderWeights, load_weights
 from foredraft.options import LoadOptions
 from tests.models.gguf_files import Stored, Typed, write_gguf
 from tests.models.progress import RecordedProgress

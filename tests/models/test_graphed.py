@@ -37,17 +37,15 @@ from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import load_weights
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+from tests.models.checkpoints import made, text
 
 TOLERANCE = 1e-4
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("graphed") / request.param
-    save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
-    return directory
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return made(request.param)
 
 
 @pytest.fixture
@@ -118,11 +116,6 @@ def entries(target: NativeTarget, slot: int, end: int) -> list[Tensor]:
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     assert torch.allclose(actual, expected, rtol=0.0, atol=TOLERANCE)
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
 # ------------------------------------------------------------------------------------ same values

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,9 +13,9 @@ from foredraft.models.native.model import (
     FixedShapeDecoder,
     head_logits,
 )
-from foredraft.models.native.quant import Int8Matrix, as_tensor
+from foredraft.models.native.quant import INT8, as_tensor
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import made
 
 
 @pytest.mark.parametrize("num_rows", [1, 512, 700])
@@ -33,17 +31,16 @@ def test_logits_are_as_near_as_float32_comes(dtype: torch.dtype, num_rows: int) 
 
 
 def test_an_int8_head_is_multiplied_in_float32() -> None:
-    head = Int8Matrix.of_weight(torch.randn(70, 64))
+    head = INT8.of_weight(torch.randn(70, 64))
     normed_NE = torch.randn(3, 64).bfloat16()
     expected_NV = normed_NE.float() @ as_tensor(head, torch.float32).T
     assert torch.equal(head_logits(normed_NE, head), expected_NV)
 
 
 @pytest.mark.parametrize("new_decoder", [EagerDecoder, FixedShapeDecoder, GraphedDecoder])
-def test_no_decoder_rounds_its_logits(tmp_path: Path, new_decoder: DecoderFactory) -> None:
+def test_no_decoder_rounds_its_logits(new_decoder: DecoderFactory) -> None:
     """Rounded to bfloat16, hundreds of logits share a few dozen values."""
-    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
-    target = NativeTarget.load(tmp_path, torch.bfloat16, new_decoder=new_decoder)
+    target = NativeTarget.load(made("llama"), torch.bfloat16, new_decoder=new_decoder)
     for tokens in ([3], [5] * 20):
         [scores] = target.score([ScoreRow(target.cache.allocate(), tokens)])
         assert scores.logits_NV.dtype == torch.float32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,14 @@ from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import Capabilities, ScoreRow
 from foredraft.models.hf.target import HFTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint, tiny_model
+from tests.models.checkpoints import (
+    NATIVE_CONFIGS,
+    VOCAB_SIZE,
+    read,
+    save_checkpoint,
+    text,
+    tiny_model,
+)
 
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
 SIZES: dict[str, Any] = {
@@ -73,11 +79,6 @@ def llama() -> HFTarget:
     return HFTarget(tiny_model(CONFIGS["llama"]()))
 
 
-def text(length: int, seed: int = 0) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
-
-
 def reference(target: HFTarget, tokens: list[int]) -> Tensor:
     """Logits [T, V] after each token, read in one go without a cache."""
     with torch.inference_mode():
@@ -88,13 +89,6 @@ def reference(target: HFTarget, tokens: list[int]) -> Tensor:
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max().item() < 1e-4
-
-
-def read(target: HFTarget, tokens: list[int]) -> int:
-    slot = target.cache.allocate()
-    target.score([ScoreRow(slot, tokens)])
-    target.cache.keep(slot, len(tokens), ())
-    return slot
 
 
 def test_a_chain_equals_the_model_read_in_one_go(target: HFTarget) -> None:

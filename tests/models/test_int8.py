@@ -12,10 +12,10 @@ from torch import Tensor
 from foredraft.core.errors import ConfigError
 from foredraft.load import ModelPlan, plan_models
 from foredraft.models.native.config import read_config
-from foredraft.models.native.quant import SCALE_INPUTS, Int8Matrix, as_tensor, tensor_of
+from foredraft.models.native.quant import INT8, SCALE_INPUTS, PackedMatrix, as_tensor, tensor_of
 from foredraft.models.native.weights import load_weights
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import made
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -41,34 +41,30 @@ def expected(weight_RK: Tensor) -> Tensor:
 @pytest.mark.parametrize(("shape", "num_parts"), [((32, 64), 1), ((50, 45), 1), ((70, 33), 2)])
 def test_each_block_of_a_row_has_a_scale(shape: tuple[int, int], num_parts: int) -> None:
     weight_RK = noise(*shape)
-    matrix = Int8Matrix.of_weight(weight_RK, num_parts)
+    matrix = INT8.of_weight(weight_RK, num_parts)
     assert matrix.shape == shape
     assert torch.allclose(matrix.dequantised(torch.float32), expected(weight_RK), atol=1e-6)
 
 
 def test_many_rows_are_quantised_piece_by_piece() -> None:
     weight_RK = noise(1030, 32)
-    assert torch.allclose(
-        Int8Matrix.of_weight(weight_RK).dequantised(torch.float32), expected(weight_RK)
-    )
+    assert torch.allclose(INT8.of_weight(weight_RK).dequantised(torch.float32), expected(weight_RK))
 
 
 def test_the_error_is_at_most_about_half_a_step() -> None:
     weight_RK = noise(64, 96)
     blocks = weight_RK.view(64, 3, SCALE_INPUTS)
     step = blocks.abs().amax(-1, keepdim=True) / 127
-    error = (
-        Int8Matrix.of_weight(weight_RK).dequantised(torch.float32).view_as(blocks) - blocks
-    ).abs()
+    error = (INT8.of_weight(weight_RK).dequantised(torch.float32).view_as(blocks) - blocks).abs()
     assert (error <= 0.76 * step).all()  # half, and a quarter where a scale was rounded down
 
 
 def test_zeros_and_outliers_do_not_spoil_their_neighbours() -> None:
     weight_RK = noise(16, 96)
     weight_RK[3, :32], weight_RK[5, 40] = 0.0, 1000.0
-    found = Int8Matrix.of_weight(weight_RK).dequantised(torch.float32)
+    found = INT8.of_weight(weight_RK).dequantised(torch.float32)
     assert (found[3, :32] == 0).all()
-    clean = Int8Matrix.of_weight(noise(16, 96)).dequantised(torch.float32)
+    clean = INT8.of_weight(noise(16, 96)).dequantised(torch.float32)
     assert torch.equal(found[5, :32], clean[5, :32])
     assert torch.equal(found[6], clean[6])
 
@@ -80,13 +76,13 @@ def test_plain_weights_pass_unchanged() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_loading_quantises_all_matrices_but_the_embeddings(name: str, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, NATIVE_CONFIGS[name]())
-    config = read_config(tmp_path)
-    plain = load_weights(tmp_path, config, torch.bfloat16)
-    int8 = load_weights(tmp_path, config, torch.bfloat16, bits=8)
+def test_loading_quantises_all_matrices_but_the_embeddings(name: str) -> None:
+    config = read_config(made(name))
+    plain = load_weights(made(name), config, torch.bfloat16)
+    int8 = load_weights(made(name), config, torch.bfloat16, bits=8)
     assert torch.equal(int8.embedding_VE, plain.embedding_VE)
-    assert isinstance(int8.head_VE, Int8Matrix)
+    assert isinstance(int8.head_VE, PackedMatrix)
+    assert int8.head_VE.form is INT8
     pairs = [(int8.head_VE, plain.head_VE)]
     for found, original in zip(int8.layers, plain.layers, strict=True):
         assert torch.equal(found.mlp_norm_E, original.mlp_norm_E)
@@ -100,20 +96,20 @@ def test_loading_quantises_all_matrices_but_the_embeddings(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_the_plan_says_how_large_int8_weights_are(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint(tmp_path, NATIVE_CONFIGS[name]())
+    directory = made(name)
     monkeypatch.setattr("foredraft.load._kernel_problem", lambda: None)
-    plan = plan_of(tmp_path, weights="int8")
+    plan = plan_of(directory, weights="int8")
     assert (plan.weights, plan.dtype) == ("int8", "bfloat16")
     assert plan.number_format == "bfloat16, int8 weights"
-    weights = load_weights(tmp_path, read_config(tmp_path), torch.bfloat16, bits=8)
-    assert plan.read_bytes == int(plan.num_parameters * Int8Matrix.bytes_per_weight)
+    weights = load_weights(directory, read_config(directory), torch.bfloat16, bits=8)
+    assert plan.read_bytes == int(plan.num_parameters * INT8.bytes_per_weight)
     assert plan.weight_bytes <= weights.num_bytes <= 1.05 * plan.weight_bytes  # groups filled up
-    plain = plan_of(tmp_path, weights="bf16")
+    plain = plan_of(directory, weights="bf16")
     assert (plain.weights, plain.dtype) == ("bfloat16", "bfloat16")
     loaded = load_weights(
-        tmp_path, read_config(tmp_path), torch.bfloat16, bits=plain.packed_bits
+        directory, read_config(directory), torch.bfloat16, bits=plain.packed_bits
     ).num_bytes
     assert plain.weight_bytes <= loaded <= 1.05 * plain.weight_bytes
     assert plain.read_bytes <= plain.weight_bytes
@@ -129,27 +125,25 @@ def test_the_plan_says_how_large_int8_weights_are(
     ],
 )
 def test_int8_is_refused_where_it_does_not_run(
-    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
+    directory = made("llama")
     monkeypatch.setattr("foredraft.load._kernel_problem", lambda: "no compiler")
     with pytest.raises(ConfigError, match=message):
-        plan_of(tmp_path, **options)
+        plan_of(directory, **options)
 
 
-def test_int8_is_there_on_gpus_that_have_the_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
+def test_int8_is_there_on_gpus_that_have_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = made("llama")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     has_kernels = "foredraft.models.native.cuda._has_kernels"
     monkeypatch.setattr(has_kernels, lambda device: False)
     with pytest.raises(ConfigError, match="on CPU with the fused kernel"):
-        plan_of(tmp_path, weights="int8", device="cuda")
+        plan_of(directory, weights="int8", device="cuda")
     monkeypatch.setattr(has_kernels, lambda device: True)
-    plan = plan_of(tmp_path, weights="int8", device="cuda")
+    plan = plan_of(directory, weights="int8", device="cuda")
     assert (plan.decoder, plan.weights, plan.packed_bits) == ("graphed", "int8", 8)
     for options in ({"exact": True}, {"activations": "int8"}, {"cache_dtype": "int8"}):
         with pytest.raises(ConfigError, match="leave"):
-            plan_of(tmp_path, weights="int8", device="cuda", **options)
+            plan_of(directory, weights="int8", device="cuda", **options)

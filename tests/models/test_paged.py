@@ -10,7 +10,7 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import Bucket, GridInputs, grid_inputs, paged_bucket
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import made
 
 TREE = TokenTree((7, 8, 9, 8), (ROOT, ROOT, 0, 2))
 
@@ -31,10 +31,8 @@ def test_a_step_has_at_least_sixteen_tokens(sizes: list[int], start: int, bucket
     assert paged_bucket(plan_forward(rows, [start] * len(rows)), 64) == bucket
 
 
-def test_paths_lead_through_the_tree(tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.mktemp("paged") / "llama"
-    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
-    target = NativeTarget.load(directory)
+def test_paths_lead_through_the_tree() -> None:
+    target = NativeTarget.load(made("llama"))
     cache, slot = target.cache, target.cache.allocate()
     target.score([ScoreRow(slot, [3] * 70)])
     cache.keep(slot, 70, ())

@@ -4,7 +4,6 @@ tokens must give the same logits.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from foredraft.models.base import read as read_text
 from foredraft.models.native.cuda import GraphedDecoder
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, made, read, text
 
 TOLERANCE = 1e-4
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
@@ -66,10 +65,8 @@ def decoder(request: pytest.FixtureRequest) -> DecoderFactory:
 
 
 @pytest.fixture(scope="module", params=NATIVE_CONFIGS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
-    return directory
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return made(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +75,10 @@ def pair(checkpoint: Path, decoder: DecoderFactory) -> Pair:
     return Pair(reference, NativeTarget.load(checkpoint, torch.float32, new_decoder=decoder))
 
 
-def text(length: int, seed: int = 0) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
-
-
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     assert actual.dtype == torch.float32
     assert (actual - expected).abs().max().item() < TOLERANCE
-
-
-def read(target: NativeTarget, tokens: list[int]) -> int:
-    """A slot that holds ``tokens``."""
-    slot = target.cache.allocate()
-    target.score([ScoreRow(slot, tokens)])
-    target.cache.keep(slot, len(tokens), ())
-    return slot
 
 
 def test_prefill_equals_transformers(pair: Pair) -> None:
@@ -251,31 +235,6 @@ def test_taps_are_the_outputs_of_the_layers(pair: Pair) -> None:
     for layer, tapped in scores.taps.items():
         assert_close(tapped.float(), states[layer + 1][0])
     pair.target.cache.free(slot)
-
-
-def test_a_layer_view_equals_a_model_of_those_layers(pair: Pair, checkpoint: Path) -> None:
-    if pair.target.capabilities.layer_views is None:
-        pytest.skip("its layers have states")
-    kept = (0, 2)
-    short = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    short.model.layers = torch.nn.ModuleList(short.model.layers[i] for i in kept)
-    for index, layer in enumerate(short.model.layers):
-        layer.self_attn.layer_idx = index
-    short.config.num_hidden_layers = len(kept)
-    if kinds := getattr(short.config, "layer_types", None):
-        short.config.layer_types = [kinds[i] for i in kept]
-    view = pair.target.layer_view(kept)
-    tokens = text(16)
-    slot = view.cache.allocate()
-    [scores] = view.score([ScoreRow(slot, tokens)])
-    assert_close(scores.logits_NV, Pair(short, view).reference_logits(tokens)[-1:])
-    assert view.cache is not pair.target.cache
-    assert view.weights.embedding_VE is pair.target.weights.embedding_VE
-
-
-def test_a_layer_view_of_a_missing_layer_is_refused(pair: Pair) -> None:
-    with pytest.raises(ConfigError, match="layer 3 does not exist; the model has 3"):
-        pair.target.layer_view((0, 3))
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.models.base import Computed, ScoreRow
-from foredraft.models.native.plan import ForwardPlan, plan_forward, tail
+from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
-from tests.models.test_parity import DECODERS, read, text
+from tests.models.checkpoints import made, read, some_layers, text
+from tests.models.test_parity import DECODERS
 
 TREE = TokenTree((7, 8, 9, 8, 10), (ROOT, ROOT, 0, 0, 1))
 EXIT = 2
@@ -51,10 +51,8 @@ class Spy:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("shallow")
-    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
-    return directory
+def checkpoint() -> Path:
+    return made("llama")
 
 
 @pytest.fixture(params=["eager", "fused", "fused-bf16"])
@@ -103,7 +101,7 @@ def drafted(
 
 
 def test_shallow_logits_are_those_of_a_view_of_the_first_layers(target: NativeTarget) -> None:
-    prompt, view = text(9), target.layer_view(range(EXIT))
+    prompt, view = text(9), some_layers(target, range(EXIT))
     slot, other = read(target, prompt), read(view, prompt)
     for tree in (EMPTY_TREE, TokenTree.chain([5]), TokenTree.chain([5, 6])):
         actual, _ = shallow_row(target, EXIT, ScoreRow(slot, [4], tree))
@@ -267,7 +265,7 @@ def test_states_do_not_outlive_their_entries(target: NativeTarget, event: str) -
     elif event == "shallow":
         shallow_row(target, EXIT, ScoreRow(slot, [8], TREE))
     else:
-        other = target.layer_view(range(3))
+        other = some_layers(target, range(3))
         computed = drafted(other, read(other, prompt), [4], [5, 6])
     calls(target)
     (actual,) = target.score([ScoreRow(slot, [4], tree, computed=computed)])
@@ -303,10 +301,10 @@ def test_taps_from_the_exit_on_do_not_cost_the_states(
         assert actual.taps[tap].dtype == expected.taps[tap].dtype
 
 
-def test_the_tail_of_a_plan_sees_what_the_plan_sees() -> None:
+def test_a_part_of_a_plan_sees_what_the_plan_sees() -> None:
     rows = [ScoreRow(0, [1, 2], TREE), ScoreRow(1, [3])]
     whole = plan_forward(rows, [4, 9])
-    rest = tail(whole, [6, 1])
+    rest = whole.part([whole.rows[0][6:], whole.rows[1][1:]])
     assert (rest.rows, rest.slots, rest.entries) == ([range(1)], [0], [10])
     assert rest.end(rest.rows[0]) == whole.end(whole.rows[0]) == 11
     mask, full = rest.mask(rest.rows[0]), whole.mask(whole.rows[0])

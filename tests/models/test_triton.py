@@ -15,8 +15,8 @@ from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import PagedDecoder
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
-from tests.models.test_graphed import TREE, Pair, text
+from tests.models.checkpoints import made, text
+from tests.models.test_graphed import TREE, Pair
 
 pytest.importorskip("triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,10 +33,8 @@ DEVICE = "cpu" if _INTERPRETED else "cuda"
         *("mixtral", "qwen3-moe"),
     ],
 )
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("triton") / request.param
-    save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
-    return directory
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return made(request.param)
 
 
 @pytest.fixture

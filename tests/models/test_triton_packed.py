@@ -6,7 +6,6 @@ On a CPU they run in Triton's interpreter, where it is installed: `TRITON_INTERP
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,15 +18,16 @@ from foredraft.models.native.cuda import PagedDecoder
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import (
+    INT4,
+    NESTED4,
     QUANTISED,
     Blocks,
-    Int4Matrix,
-    Nested4Matrix,
-    QuantisedMatrix,
+    Form,
+    PackedMatrix,
 )
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
-from tests.models.test_graphed import TREE, Pair, text
+from tests.models.checkpoints import made, text
+from tests.models.test_graphed import TREE, Pair
 
 pytest.importorskip("triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,9 +45,10 @@ FORMS = [form for form in QUANTISED if not form.has_fine_minima]
 
 if torch.cuda.is_available() or _INTERPRETED:
     from foredraft.models.native import triton_packed as packed
+    from foredraft.models.native.triton_ops import Norm
 
 
-def made_up(form: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> QuantisedMatrix:
+def made_up(form: Form, num_rows: int, num_inputs: int) -> PackedMatrix:
     """Any numbers that the form can hold."""
     generator = torch.Generator().manual_seed(num_rows)
     fields = {name: dtype for name, _, dtype in (*form.head, *form.steps)}
@@ -79,7 +80,7 @@ def made_up(form: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> Quan
     return form.of_blocks(blocks, num_inputs)
 
 
-def on_card(matrix: QuantisedMatrix) -> packed.CardMatrix:
+def on_card(matrix: PackedMatrix) -> packed.CardMatrix:
     return packed.CardMatrix.of(matrix, DEVICE)
 
 
@@ -93,8 +94,8 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error < tolerance, float(error)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_weights_are_those_of_the_form(form: type[QuantisedMatrix]) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_weights_are_those_of_the_form(form: Form) -> None:
     matrix = made_up(form, 72, 256 if form.steps else 96)
     card = on_card(matrix)
     expected = matrix.dequantised(torch.float32).to(DEVICE)
@@ -104,10 +105,8 @@ def test_weights_are_those_of_the_form(form: type[QuantisedMatrix]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_products_equal_those_of_dequantised_weights(
-    form: type[QuantisedMatrix], dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_products_equal_those_of_dequantised_weights(form: Form, dtype: torch.dtype) -> None:
     card = on_card(made_up(form, 144, 768 if form.steps else 704))
     num_inputs = card.num_inputs
     x_NK, norm_K = inputs(5, num_inputs, dtype), inputs(1, num_inputs, dtype)[0]
@@ -115,7 +114,7 @@ def test_products_equal_those_of_dequantised_weights(
     weight = card.dequantised(torch.float32)
     normed = F.rms_norm(x_NK.float(), (num_inputs,), 1.0 + norm_K.float(), 1e-5).to(dtype)
     found = packed.multiply(
-        *(x_NK, card, bias_M), norm_K=norm_K, eps=1e-5, norm_offset=1.0, dtype=torch.float32
+        *(x_NK, card, bias_M), norm=Norm(norm_K, 1e-5, 1.0), dtype=torch.float32
     )
     expected = F.linear(normed.float(), weight, bias_M.float())
     assert_near(found, expected, 1e-5 if dtype == torch.float32 else 2e-3)
@@ -133,9 +132,9 @@ def test_products_equal_those_of_dequantised_weights(
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_split_products_add_up_in_order(splits: int) -> None:
-    card = on_card(made_up(Nested4Matrix, 100, 1024))
+    card = on_card(made_up(NESTED4, 100, 1024))
     x_NK = inputs(20, 1024, torch.float32)
-    _, sums = packed.prepared(x_NK, None, 0.0, 0.0, 2 * card.num_chunks)
+    _, sums = packed.prepared(x_NK, None, 2 * card.num_chunks)
     tiles = {"TILE_M": 32, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
     for _ in range(2):  # the counters are zeros again
         found = packed.product(x_NK, card, sums=sums, tiles=tiles)
@@ -145,9 +144,9 @@ def test_split_products_add_up_in_order(splits: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_products_give_the_sums_of_their_own_groups(splits: int) -> None:
-    card = on_card(made_up(Nested4Matrix, 1024, 512))
+    card = on_card(made_up(NESTED4, 1024, 512))
     x_NK = inputs(20, 512, torch.float32)
-    _, sums = packed.prepared(x_NK, None, 0.0, 0.0, 16)
+    _, sums = packed.prepared(x_NK, None, 16)
     tiles = {"TILE_M": 32, "SPLITS": splits, "STAGES": 2, "num_warps": 2}
     out_sums = packed.room_for_sums(20, 512, card, x_NK)
     options = {"activation": "silu", "out_sums": out_sums, "tiles": tiles}
@@ -158,20 +157,21 @@ def test_products_give_the_sums_of_their_own_groups(splits: int) -> None:
 
 
 @pytest.mark.skipif(_INTERPRETED, reason="the interpreter's products depend on a token's place")
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_company_changes_no_bit(form: type[QuantisedMatrix]) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_company_changes_no_bit(form: Form) -> None:
     card = on_card(made_up(form, 1024, 2048))
     x_NK = inputs(16, 2048, torch.bfloat16)
-    together = packed.multiply(x_NK, card, norm_K=x_NK[0], eps=1e-5)
+    norm = Norm(x_NK[0], 1e-5)
+    together = packed.multiply(x_NK, card, norm=norm)
     for size in range(1, 17):
         for first in range(0, 17 - size, size):
-            some = packed.multiply(x_NK[first : first + size], card, norm_K=x_NK[0], eps=1e-5)
+            some = packed.multiply(x_NK[first : first + size], card, norm=norm)
             assert torch.equal(some, together[first : first + size])
 
 
 def test_prompts_are_multiplied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     card, x_NK = (
-        on_card(Int4Matrix.of_weight(torch.randn(200, 128))),
+        on_card(INT4.of_weight(torch.randn(200, 128))),
         inputs(40, 128, torch.float32),
     )
     expected = F.linear(x_NK, card.dequantised(torch.float32))
@@ -181,10 +181,10 @@ def test_prompts_are_multiplied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", ["llama-tied", "mixtral", "qwen3-moe"])
-def test_steps_equal_the_eager_decoder(family: str, bits: int, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, NATIVE_CONFIGS[family]())
-    eager = NativeTarget.load(tmp_path, device=DEVICE, bits=bits)
-    paged = NativeTarget.load(tmp_path, device=DEVICE, bits=bits, new_decoder=PagedDecoder)
+def test_steps_equal_the_eager_decoder(family: str, bits: int) -> None:
+    directory = made(family)
+    eager = NativeTarget.load(directory, device=DEVICE, bits=bits)
+    paged = NativeTarget.load(directory, device=DEVICE, bits=bits, new_decoder=PagedDecoder)
     pair = Pair(eager, paged)
     slot, other = pair.open(text(20)), pair.open(text(30))
     rows = [ScoreRow(slot, [11, 12], TREE), ScoreRow(other, [3], TokenTree.chain((4, 5)))]
@@ -192,9 +192,9 @@ def test_steps_equal_the_eager_decoder(family: str, bits: int, tmp_path: Path) -
     assert pair.num_replayed == 1
 
 
-def test_a_copy_drafts_on_the_cache_of_its_target(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
-    target = NativeTarget.load(tmp_path, device=DEVICE, new_decoder=PagedDecoder)
+def test_a_copy_drafts_on_the_cache_of_its_target() -> None:
+    directory = made("llama")
+    target = NativeTarget.load(directory, device=DEVICE, new_decoder=PagedDecoder)
     assert not target.low_bits  # its forwards draw nothing yet
     copy, slot = target.low_bit_copy(4), target.cache.allocate()
     target.score([ScoreRow(slot, text(20))])

@@ -25,6 +25,7 @@ from foredraft.models.native.config import Experts
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
+from tests.models.checkpoints import some_layers
 
 TEXT = [(i * 37 + 11) % 190 for i in range(32)]
 TREES: dict[str, Any] = {"num_draft_tokens": 9, "drafter_options": {"shape": "3,2,1"}}
@@ -106,7 +107,7 @@ def test_two_and_three_processes_give_the_bits_of_one(
 ) -> None:
     config, weights = split_process.model()
     whole = NativeTarget(config, weights, EagerDecoder)
-    draft = DraftModel(whole.layer_view([0]))
+    draft = DraftModel(some_layers(whole, [0]))
     alone, eager = seen(SplitTarget(config, weights, Processes()), draft), read(whole, [len(TEXT)])
     for logits in alone.logits.values():
         assert torch.equal(logits, alone.logits["one by one"])

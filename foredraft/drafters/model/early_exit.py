@@ -88,7 +88,7 @@ def _build(context: DrafterContext) -> Drafter:
         raise ConfigError(f"min_confidence is {min_confidence!r}; it must be a number")
     if not 0.0 <= min_confidence <= 1.0:
         raise ConfigError(f"min_confidence is {min_confidence}; it must be between 0 and 1")
-    target = offered(context.target.capabilities.layer_views)
+    target = offered(context.target.capabilities.first_layers)
     exit_layer = _exit_layer(options.get("exit_layer"), target.num_layers)
     return SharedCacheDrafter(target, exit_layer, min_confidence)
 
@@ -101,5 +101,5 @@ DRAFTER = DrafterSpec(
         "min_confidence": "end the draft where the likeliest token has less than this (0)",
     },
     num_draft_tokens=4,
-    needs=("layer_views",),
+    needs=("first_layers",),
 )

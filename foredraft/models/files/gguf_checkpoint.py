@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,7 +23,7 @@ import numpy as np
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.families import GGUF_NORMS, RECURRENT_TYPES, Family, family_of_gguf
 from foredraft.models.files.gguf import GgufFile, GgufTensor
-from foredraft.models.files.gguf_blocks import Bytes, Kind
+from foredraft.models.files.gguf_blocks import BY_NAME
 from foredraft.models.files.gguf_tokenizer import write_tokenizer
 from foredraft.models.files.json_files import parse_fields
 from foredraft.models.files.safety import GGUF_INDEX
@@ -33,15 +33,14 @@ from foredraft.models.files.schema import (
     GgufSamplingFields,
     GgufTokenizerFields,
 )
-from foredraft.models.files.stored import half_split_rows
+from foredraft.models.files.stored import read_blocks, read_tensor
+from foredraft.models.files.tensors import GgufPlace, StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
     from foredraft.models.files.progress import Progress
     from foredraft.models.native.config import DecoderConfig
-    from foredraft.models.native.quant import Blocks
-    from foredraft.models.native.recurrent import Recurrent
 
 RECIPE = "GGUF converter 4"
 """Raise it when conversions change: older copies are converted again."""
@@ -73,28 +72,6 @@ _LLAMA_3 = {
 }
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """A tensor of the file under its name in transformers.
-
-    Attributes:
-        name: with ``{expert}`` for the number of an expert, where the tensor holds all of them.
-        heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
-        added: constant that was added to the file's numbers.
-        is_log: the file has negative exponentials of the numbers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    heads: int = 0
-    added: float = 0.0
-    is_log: bool = False
-
-
-_Found = tuple[GgufFile, GgufTensor, _Weight]
-"""A tensor of the model: its file, its location there, and its kind."""
-
-
 def write_index(ggufs: Sequence[Path], into: Path, progress: Progress) -> None:
     """Write a checkpoint into the directory ``into`` whose weights stay where they are.
 
@@ -111,16 +88,17 @@ def write_index(ggufs: Sequence[Path], into: Path, progress: Progress) -> None:
     for path, link in links.items():
         (into / link).symlink_to(path.resolve())
     tensors = {
-        weight.name: {
-            "file": links[file.path],
-            "kind": tensor.kind.name,
-            "shape": list(tensor.shape),
-            "start": tensor.start,
-            "heads": weight.heads,
-            "added": weight.added,
-            "is_log": weight.is_log,
+        name: {
+            "file": links[weight.file],
+            "kind": place.kind.name,
+            "shape": [*weight.shape],
+            "start": place.start,
+            "heads": place.heads,
+            "added": place.added,
+            "is_log": place.is_log,
         }
-        for file, tensor, weight in weights
+        for name, weight in weights.items()
+        if (place := weight.gguf)
     }
     _write_json(into / GGUF_INDEX, {"files": [*links.values()], "tensors": tensors})
     progress.advance(1.0)
@@ -145,8 +123,8 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     _write_blocks(weights, into)
 
 
-def _write_description(files: Sequence[GgufFile], into: Path) -> list[_Found]:
-    """Write all but the weights; where each of these is found."""
+def _write_description(files: Sequence[GgufFile], into: Path) -> dict[str, StoredTensor]:
+    """Write all but the weights; where each of these is found, by its name in transformers."""
     from foredraft.models.native.config import read_config, why_not_native
 
     first, tensors = files[0], _all_tensors(files)
@@ -420,162 +398,114 @@ def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray[An
 
 def _weights(
     file: GgufFile, tensors: Mapping[str, tuple[GgufFile, GgufTensor]], config: DecoderConfig
-) -> list[_Found]:
-    """The tensors of the model, which the files hold and no others."""
-    expected = _layout(config)
-    if missing := sorted(expected.keys() - tensors):
+) -> dict[str, StoredTensor]:
+    """The tensors of the model, which the files hold and no others; experts one by one."""
+    from foredraft.models.native.weights import asked_shapes, without_ones
+
+    shapes = asked_shapes(config)
+    ours = _names(config, shapes)
+    if missing := sorted(ours.keys() - tensors):
         _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
     factors = {_ROTARY_FACTORS, _SHORT_FACTORS, _LONG_FACTORS}
     drafting = tuple(
         f"blk.{config.num_hidden_layers + number}." for number in range(_num_drafting_layers(file))
     )
-    unknown = sorted(tensors.keys() - expected - factors)
+    unknown = sorted(tensors.keys() - ours - factors)
     if unknown := [name for name in unknown if not name.startswith(drafting)]:
         _refuse(file, f"tensor {unknown[0]!r:.80} belongs to a feature that is not implemented")
-    for name, weight in expected.items():
-        if (shape := tensors[name][1].shape) != weight.shape:
-            _refuse(file, f"tensor {name!r} has shape {shape}, not {weight.shape}")
-    named = ((*tensors[name], expected[name]) for name in tensors if name in expected)
-    return [part for found in named for part in _apart(*found)]
-
-
-def _apart(file: GgufFile, tensor: GgufTensor, weight: _Weight) -> Iterator[_Found]:
-    """The matrices of single experts, which are stored consecutively; others as they are."""
-    if "{expert}" not in weight.name:
-        yield file, tensor, weight
-        return
-    count, *shape = tensor.shape
-    num_bytes = tensor.num_bytes // count
-    for expert in range(count):
-        part = replace(tensor, shape=tuple(shape), start=tensor.start + expert * num_bytes)
-        yield file, part, replace(weight, name=weight.name.format(expert=expert))
-
-
-def _layout(config: DecoderConfig) -> dict[str, _Weight]:
-    """All tensors of a model of this config, by their names in GGUF."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    found = {
-        "token_embd.weight": _Weight("model.embed_tokens.weight", (vocab, hidden)),
-        f"{_norm_names(config)['final_norm']}.weight": _Weight(
-            f"{config.family.names.final_norm}.weight", (hidden,), added=config.family.norm_offset
-        ),
-    }
-    if not config.tie_word_embeddings:
-        found["output.weight"] = _Weight("lm_head.weight", (vocab, hidden))
-    of_layer = _norms(config) | _attention(config) | _feed_forward(config)
-    recurrent = of_layer
-    if config.recurrent is not None:
-        is_norm = {f"{_norm_names(config)[norm]}.weight" for norm in ("query_norm", "key_norm")}
-        recurrent = _norms(config) | _mixer(config, config.recurrent) | _feed_forward(config)
-        recurrent = {name: weight for name, weight in recurrent.items() if name not in is_norm}
-    for layer in range(config.num_hidden_layers):
-        found_here = recurrent if config.kind(layer).is_recurrent else of_layer
-        for name, weight in found_here.items():
-            ours = f"model.layers.{layer}.{weight.name}"
-            found[f"blk.{layer}.{name}"] = replace(weight, name=ours)
+    found: dict[str, StoredTensor] = {}
+    for name, (source, tensor) in tensors.items():
+        if name not in ours:
+            continue
+        shape, each, count = shapes[ours[name].format(expert=0)], tensor.shape, 1
+        if config.experts and "{expert}" in ours[name]:  # one behind the other
+            shape, each, count = (config.experts.count, *shape), each[1:], each[0]
+        if without_ones(tensor.shape) != without_ones(shape):
+            _refuse(file, f"tensor {name!r} has shape {tensor.shape}, not {shape}")
+        place = _place(config, name, tensor)
+        for expert in range(count):
+            part = replace(place, start=tensor.start + expert * (tensor.num_bytes // count))
+            stored = StoredTensor(source.path, tensor.kind.name, each, part)
+            found[ours[name].format(expert=expert)] = stored
     return found
 
 
-def _norms(config: DecoderConfig) -> dict[str, _Weight]:
-    """Norms of a layer."""
-    names, offset = vars(config.family.names), config.family.norm_offset
-    sizes = dict.fromkeys(GGUF_NORMS, config.hidden_size)
-    sizes |= zip(("query_norm", "key_norm"), config.head_norm_sizes, strict=False)
-    theirs = _norm_names(config)
-    return {
-        f"{theirs[norm]}.weight": _Weight(f"{names[norm]}.weight", (sizes[norm],), added=offset)
-        for norm in GGUF_NORMS
-        if names[norm] is not None
+def _place(config: DecoderConfig, name: str, tensor: GgufTensor) -> GgufPlace:
+    """A tensor's place, with what llama.cpp changed in its numbers."""
+    part, family = name.rpartition(".")[0].rpartition(".")[2], config.family
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    is_paired = family.gguf is not None and family.gguf.is_paired
+    has_offset = part in _gguf_norms(config).values()
+    return GgufPlace(
+        tensor.kind,
+        tensor.start,
+        heads.get(part, 0) if is_paired else 0,
+        family.norm_offset if has_offset else 0.0,
+        is_log=name.endswith("ssm_a"),
+    )
+
+
+def _names(config: DecoderConfig, asked: Mapping[str, object]) -> dict[str, str]:
+    """The names in transformers of the tensors that are asked for, by their names in GGUF."""
+    names, norms = config.family.names, _gguf_norms(config)
+    found = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        f"{norms['final_norm']}.weight": f"{names.final_norm}.weight",
+        "output.weight": "lm_head.weight",
     }
+    of_layer = [(ours, theirs) for ours, theirs in _names_of_layer(config) if ours]
+    for layer in range(config.num_hidden_layers):
+        for ours, theirs in of_layer:
+            for kind in ("", ".weight", ".bias"):
+                found[f"blk.{layer}.{theirs}{kind}"] = f"model.layers.{layer}.{ours}{kind}"
+    return {theirs: ours for theirs, ours in found.items() if ours.format(expert=0) in asked}
 
 
-def _norm_names(config: DecoderConfig) -> Mapping[str, str]:
+def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
+    """Names of a layer's tensors in transformers and in GGUF, without ``.weight`` or ``.bias``."""
+    names, norms = config.family.names, _gguf_norms(config)
+    yield from ((getattr(names, norm), norms[norm]) for norm in GGUF_NORMS)
+    qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
+    yield from zip(names.qkv, qkv, strict=True)
+    yield names.output, "attn_output"
+    end = "_exps" if config.experts else ""
+    upper = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
+    yield names.router, "ffn_gate_inp"
+    yield from ((ours, f"{theirs}{end}") for ours, theirs in zip(names.gate_up, upper, strict=True))
+    yield names.down, f"ffn_down{end}"
+    if config.recurrent and config.recurrent.kind == "short_conv":
+        yield names.recurrent_in[0], "shortconv.in_proj"
+        yield names.convolution, "shortconv.conv"
+        yield names.recurrent_out, "shortconv.out_proj"
+    elif config.recurrent:
+        mixer = names.convolution.rpartition(".")[0]
+        yield from zip(names.recurrent_in, ("attn_qkv", "attn_gate"), strict=True)
+        yield from zip(names.recurrent_gates, ("ssm_beta", "ssm_alpha"), strict=True)
+        yield names.convolution, "ssm_conv1d"
+        yield names.recurrent_norm, "ssm_norm"
+        yield names.recurrent_out, "ssm_out"
+        yield f"{mixer}.A_log", "ssm_a"
+        yield f"{mixer}.dt_bias", "ssm_dt.bias"
+
+
+def _gguf_norms(config: DecoderConfig) -> Mapping[str, str]:
     own = config.family.gguf.norms if config.family.gguf else {}
     return {"final_norm": "output_norm", **GGUF_NORMS, **own}
 
 
-def _mixer(config: DecoderConfig, sizes: Recurrent) -> dict[str, _Weight]:
-    """Of a recurrent layer what is there in place of attention."""
-    names, hidden = config.family.names, config.hidden_size
-    channels, heads = sizes.channels, sizes.value_heads
-    if sizes.kind == "short_conv":
-        return {
-            "shortconv.in_proj.weight": _Weight(
-                f"{names.recurrent_in[0]}.weight", (sizes.num_inputs, hidden)
-            ),
-            "shortconv.conv.weight": _Weight(
-                f"{names.convolution}.weight", (channels, sizes.window)
-            ),
-            "shortconv.out_proj.weight": _Weight(
-                f"{names.recurrent_out}.weight", (hidden, channels)
-            ),
-        }
-    inputs, gates = names.recurrent_in, names.recurrent_gates
-    part = names.convolution.rpartition(".")[0]
-    return {
-        "attn_qkv.weight": _Weight(f"{inputs[0]}.weight", (channels, hidden)),
-        "attn_gate.weight": _Weight(f"{inputs[1]}.weight", (sizes.num_outputs, hidden)),
-        "ssm_beta.weight": _Weight(f"{gates[0]}.weight", (heads, hidden)),
-        "ssm_alpha.weight": _Weight(f"{gates[1]}.weight", (heads, hidden)),
-        "ssm_a": _Weight(f"{part}.A_log", (heads,), is_log=True),
-        "ssm_dt.bias": _Weight(f"{part}.dt_bias", (heads,)),
-        "ssm_conv1d.weight": _Weight(f"{names.convolution}.weight", (channels, sizes.window)),
-        "ssm_norm.weight": _Weight(f"{names.recurrent_norm}.weight", (sizes.value_size,)),
-        "ssm_out.weight": _Weight(f"{names.recurrent_out}.weight", (hidden, sizes.num_outputs)),
-    }
-
-
-def _attention(config: DecoderConfig) -> dict[str, _Weight]:
-    """Matrices of a layer's attention, with the biases that some have."""
-    names, hidden = config.family.names, config.hidden_size
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    rows = [config.query_rows, *(kv_heads * config.head_dim,) * 2]
-    is_paired = config.family.gguf is not None and config.family.gguf.is_paired
-    ordered = [heads, kv_heads, 0] if is_paired else [0, 0, 0]
-    found: dict[str, _Weight] = {}
-    qkv = ["attn_q", "attn_k", "attn_v"]
-    if len(names.qkv) == 1:
-        qkv, rows, ordered = ["attn_qkv"], [sum(rows)], [0]
-    for theirs, ours, count, order in zip(qkv, names.qkv, rows, ordered, strict=True):
-        found[f"{theirs}.weight"] = _Weight(f"{ours}.weight", (count, hidden), order)
-        if config.attention_bias:
-            found[f"{theirs}.bias"] = _Weight(f"{ours}.bias", (count,), order)
-    output = (hidden, heads * config.head_dim)
-    found["attn_output.weight"] = _Weight(f"{names.output}.weight", output)
-    if config.output_bias:
-        found["attn_output.bias"] = _Weight(f"{names.output}.bias", (hidden,))
-    return found
-
-
-def _feed_forward(config: DecoderConfig) -> dict[str, _Weight]:
-    """Matrices of a layer's feed-forward part; all experts' are one tensor."""
-    names, hidden, inner = config.family.names, config.hidden_size, config.intermediate_size
-    found: dict[str, _Weight] = {}
-    experts = () if config.experts is None else (config.experts.count,)
-    end = "_exps" if experts else ""
-    if experts:
-        found["ffn_gate_inp.weight"] = _Weight(f"{names.router}.weight", (*experts, hidden))
-    upper = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
-    shape = (*experts, 2 * inner // len(upper), hidden)
-    for theirs, ours in zip(upper, names.gate_up, strict=True):
-        found[f"{theirs}{end}.weight"] = _Weight(f"{ours}.weight", shape)
-    found[f"ffn_down{end}.weight"] = _Weight(f"{names.down}.weight", (*experts, hidden, inner))
-    return found
-
-
-def _write_weights(weights: Sequence[_Found], into: Path, progress: Progress) -> None:
+def _write_weights(weights: Mapping[str, StoredTensor], into: Path, progress: Progress) -> None:
     """Into one file, or into several that fit into memory and an index of them."""
     tensors: dict[str, torch.Tensor] = {}
     names: dict[str, str] = {}
     num_bytes = 0
-    for done, (tensor, weight, blocks) in enumerate(_rows(weights), start=1):
-        floats = _floats(tensor.kind, blocks, weight).reshape(tensor.shape)
+    for done, (name, weight) in enumerate(weights.items(), start=1):
+        floats = _floats(name, weight)
         if tensors and num_bytes + floats.nbytes > _MOST_BYTES:
-            name = f"model-{len(set(names.values())) + 1:05}.safetensors"
-            names |= dict.fromkeys(tensors, name)
-            _save(tensors, into / name)
+            file = f"model-{len(set(names.values())) + 1:05}.safetensors"
+            names |= dict.fromkeys(tensors, file)
+            _save(tensors, into / file)
             tensors, num_bytes = {}, 0
-        tensors[weight.name] = floats
+        tensors[name] = floats
         num_bytes += floats.nbytes
         progress.advance(done / len(weights))
     last = "model-last.safetensors" if names else "model.safetensors"
@@ -597,43 +527,29 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.chmod(path.with_name("config.json").stat().st_mode)
 
 
-def _floats(kind: Kind, blocks: Bytes, weight: _Weight) -> torch.Tensor:
+def _floats(name: str, weight: StoredTensor) -> torch.Tensor:
     """Numbers in the narrowest type that says the same; bfloat16 of quantised ones."""
     import torch
 
-    exact = torch.from_numpy(np.array(kind.dequantise(blocks))) - weight.added
-    exact = (-exact).log() if weight.is_log else exact
+    exact = read_tensor(weight, name).float()
     rounded = exact.bfloat16()
-    if kind.unpack is not None or torch.equal(rounded.float(), exact):
+    if weight.is_quantised or torch.equal(rounded.float(), exact):
         return rounded
-    return exact.half() if kind.name == "F16" else exact
+    return exact.half() if weight.dtype == "F16" else exact
 
 
-def _write_blocks(weights: Sequence[_Found], into: Path) -> None:
+def _write_blocks(weights: Mapping[str, StoredTensor], into: Path) -> None:
     """Keep the integers themselves, where the kernels have such blocks."""
+    from foredraft.models.native.quant import INT4, INT8
     from foredraft.models.native.source_blocks import FILE, save_blocks
-
-    found = ((weight, _blocks(tensor.kind, rows)) for tensor, weight, rows in _rows(weights))
-    kept = {weight.name: blocks for weight, blocks in found if blocks is not None}
-    if kept:
-        save_blocks(into, kept)
-        (into / FILE).chmod((into / "config.json").stat().st_mode)
-
-
-def _blocks(kind: Kind, blocks: Bytes) -> Blocks | None:
-    """A matrix of 32 weights a scale, as the kernels have it; None: another format."""
-    from foredraft.models.native.quant import Int4Matrix, Int8Matrix
     from foredraft.models.native.weights import unpacked
 
-    forms = {"Q4_0": Int4Matrix, "Q4_1": Int4Matrix, "Q8_0": Int8Matrix}
-    if kind.name not in forms or blocks.ndim != 3:
-        return None
-    # Blocks that do not give the weights are not used.
-    return unpacked(kind, blocks, forms[kind.name])
-
-
-def _rows(weights: Sequence[_Found]) -> Iterator[tuple[GgufTensor, _Weight, Bytes]]:
-    """The blocks of each tensor, its rows in transformers' order."""
-    for file, tensor, weight in weights:
-        blocks = file.blocks(tensor)
-        yield tensor, weight, half_split_rows(blocks, weight.heads) if weight.heads else blocks
+    forms = {"Q4_0": INT4, "Q4_1": INT4, "Q8_0": INT8}
+    kept = {
+        name: unpacked(BY_NAME[weight.dtype], read_blocks(weight), forms[weight.dtype])
+        for name, weight in weights.items()
+        if weight.dtype in forms and len(weight.shape) == 2
+    }
+    if kept:  # blocks that do not give the weights are not used
+        save_blocks(into, kept)
+        (into / FILE).chmod((into / "config.json").stat().st_mode)

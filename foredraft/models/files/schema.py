@@ -179,10 +179,7 @@ class DecoderFields(_Schema):
     mlp_bias: bool | None = Field(
         default=None, validation_alias=AliasChoices("mlp_bias", "use_bias")
     )
-    use_qk_norm: bool | None = Field(
-        default=None, validation_alias=AliasChoices("use_qk_norm", "qk_layernorm")
-    )
-    use_parallel_residual: bool | None = None
+    use_qk_norm: bool | None = None
     use_sliding_window: bool | None = None
     sliding_window: Count | None = None
     sliding_window_pattern: Count | str | None = Field(

@@ -218,11 +218,6 @@ class Experts:
     dense_size: int = 0
     has_bias: bool = False
 
-    @property
-    def num_logits(self) -> int:
-        """Rows of the router."""
-        return self.count - self.num_shared + self.shared_gate
-
 
 @dataclass(frozen=True)
 class Multipliers:
@@ -266,7 +261,6 @@ class DecoderConfig:
         experts: of the feed-forward parts; None: they are whole.
         mlp_bias: whether feed-forward parts have biases.
         has_head_norms: whether queries and keys are normalised, in a family that does so.
-        is_parallel: both parts of a layer read its input.
         multipliers: of what matrices give.
         recurrent: its recurrent layers; None: there are none.
     """
@@ -288,7 +282,6 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     has_head_norms: bool = True
-    is_parallel: bool = False
     multipliers: Multipliers = NO_MULTIPLIERS
     kinds: tuple[LayerKind, ...] = ()
     activation: str = "silu"
@@ -383,58 +376,6 @@ class DecoderConfig:
         return experts.count, self.intermediate_size
 
     @property
-    def num_matrix_parameters(self) -> int:
-        """Weights of the linear layers and the LM head, with all experts."""
-        return self._matrix_parameters(self.experts.count if self.experts else 1)
-
-    @property
-    def num_read_parameters(self) -> int:
-        """Weights that one token is multiplied with: only the experts that it chooses."""
-        return self._matrix_parameters(self.experts.per_token if self.experts else 1)
-
-    def _matrix_parameters(self, num_experts: int) -> int:
-        query = self.num_attention_heads * self.head_dim
-        key_value = self.num_key_value_heads * self.head_dim
-        num_recurrent, recurrent = self.num_recurrent_layers, self.recurrent
-        rows = self.num_attending_layers * (query + self.query_rows + 2 * key_value)
-        if recurrent:
-            rows += num_recurrent * (recurrent.num_inputs + recurrent.num_outputs)
-        rows += (2 + self.family.is_gated) * self._feed_forward_rows(num_experts)
-        return (rows + self.vocab_size) * self.hidden_size
-
-    def _feed_forward_rows(self, num_experts: int) -> int:
-        num_dense = min(self.experts.num_dense, self.num_hidden_layers) if self.experts else 0
-        rows = (self.num_hidden_layers - num_dense) * self.intermediate_size * num_experts
-        return rows + (num_dense * self.experts.dense_size if self.experts else 0)
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights, with a tied head counted once."""
-        hidden, family, experts = self.hidden_size, self.family, self.experts
-        key_value = self.num_key_value_heads * self.head_dim
-        norms = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-        names = {getattr(family.names, norm) for norm in norms} - {None}
-        norm = hidden * (1 + family.norm_biases)
-        bias = (self.query_rows + 2 * key_value) * self.attention_bias + hidden * self.output_bias
-        bias += self.num_attention_heads * (family.names.sinks is not None)
-        num_layers, num_recurrent = self.num_hidden_layers, self.num_recurrent_layers
-        others = num_layers * norm * len(names) + norm
-        others += num_layers * 4 * (family.names.activation is not None)
-        others += self.num_attending_layers * (bias + sum(self.head_norm_sizes))
-        if self.recurrent:
-            others += num_recurrent * self.recurrent.num_vector_parameters(hidden)
-        if self.mlp_bias:
-            count = experts.count if experts else 1
-            others += (1 + family.is_gated) * self._feed_forward_rows(count)
-            others += num_layers * count * hidden
-        if experts:
-            router = experts.num_logits * hidden + experts.has_bias * experts.num_logits
-            others += max(0, num_layers - experts.num_dense) * router
-        if not self.tie_word_embeddings:
-            others += self.vocab_size * hidden
-        return self.num_matrix_parameters + others
-
-    @property
     def head_norm_sizes(self) -> tuple[int, ...]:
         """Sizes of the norms of queries and of keys; empty: there are none."""
         if self.family.head_norms is None or not self.has_head_norms:
@@ -496,55 +437,20 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return own | text | {"model_type": model_type}
 
 
-def check_fields(path: Path, raw: Mapping[str, Any]) -> None:
-    """Whether the sizes of a native family fit together.
-
-    Raises:
-        ModelLoadError: they do not.
-    """
-    _parse(path, raw, FAMILIES[raw["model_type"]])
-
-
-_OPTIONAL = frozenset(
-    {
-        *("attention_bias", "hidden_activation", "rope_local_base_freq", "partial_rotary_factor"),
-        *("original_max_position_embeddings", "use_sliding_window", "sliding_window"),
-        *("sliding_window_pattern", "max_window_layers", "layer_types", "no_rope_layers"),
-        *("no_rope_layer_interval", "embedding_multiplier", "residual_multiplier"),
-        *("attention_multiplier", "logits_scaling", "query_pre_attn_scalar"),
-        *("attn_logit_softcapping", "final_logit_softcapping", "num_experts"),
-        *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-        *("norm_eps", "block_ff_dim", "tie_embedding", "conv_L_cache", "full_attn_idxs"),
-        *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
-        *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim"),
-        *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
-        *("linear_heads_tiled", "shared_expert_intermediate_size", "num_dense_layers"),
-        *("first_k_dense_replace", "n_routed_experts", "n_shared_experts", "use_expert_bias"),
-        *("routed_scaling_factor", "use_qk_norm", "qk_layernorm", "mlp_bias", "use_bias"),
-        *("attention_out_bias", "use_qkv_bias", "use_parallel_residual", "logit_scale"),
-        *("layer_norm_eps", "norm_epsilon", "shared_intermediate_size", "layers_block_type"),
-        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-        *("mamba_expand", "mamba_conv_bias", "position_embedding_type", "lm_head_multiplier"),
-        *("mlp_multipliers", "key_multiplier", "attention_in_multiplier", "ssm_multipliers"),
-        *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier", "mamba_d_ssm"),
-        "mamba_rms_norm",
-    }
-)
+_OPTIONAL = frozenset[str]().union(*(family.reads for family in FAMILIES.values()))
 """Fields that only some families heed."""
 
 
 def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
     """The fields that the family reads, with its defaults for missing ones."""
-    heeded = {key: value for key, value in raw.items() if _heeds(family, key)}
+    heeded = {
+        key: value for key, value in raw.items() if key not in _OPTIONAL or key in family.reads
+    }
     if heeded.get("rope_scaling") == {}:  # stands above rope_parameters where it says anything
         del heeded["rope_scaling"]
     if heeded.keys() & {"norm_eps", "layer_norm_eps", "norm_epsilon"}:  # the family's own name
         heeded.pop("rms_norm_eps", None)
     return parse_fields(path, {**family.defaults, **heeded, **family.fixed}, DecoderFields)
-
-
-def _heeds(family: Family, key: str) -> bool:
-    return key not in _OPTIONAL or key in family.reads
 
 
 def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> DecoderConfig:
@@ -570,7 +476,6 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         output_bias=output_bias if fields.output_bias is None else fields.output_bias,
         mlp_bias=bool(fields.mlp_bias),
         has_head_norms=fields.use_qk_norm is not False,
-        is_parallel=family.is_parallel or bool(fields.use_parallel_residual),
         multipliers=_multipliers(fields),
         kinds=_kinds(family, fields, context),
         activation=ACTIVATIONS[fields.hidden_activation or fields.hidden_act],
@@ -679,25 +584,26 @@ def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
         return None
     if family.recurrent == "short_conv":
         return Recurrent("short_conv", fields.conv_L_cache, fields.hidden_size)
-    if family.recurrent == "mamba2":
-        size = _mamba_size(fields) // fields.mamba_n_heads
-        given = fields.mamba_d_head
-        return Recurrent.mamba2(
-            fields.mamba_d_conv,
-            fields.mamba_n_groups,
-            fields.mamba_n_heads,
-            fields.mamba_d_state,
-            given if isinstance(given, int) else size,
-            fields.mamba_conv_bias,
-            fields.mamba_rms_norm,
+    if family.recurrent == "delta_net":
+        return Recurrent(
+            "delta_net",
+            fields.linear_conv_kernel_dim,
+            key_heads=fields.linear_num_key_heads,
+            value_heads=fields.linear_num_value_heads,
+            key_size=fields.linear_key_head_dim,
+            value_size=fields.linear_value_head_dim,
+            is_tiled=fields.linear_heads_tiled,
         )
-    return Recurrent.delta_net(
-        fields.linear_conv_kernel_dim,
-        fields.linear_num_key_heads,
-        fields.linear_num_value_heads,
-        fields.linear_key_head_dim,
-        fields.linear_value_head_dim,
-        fields.linear_heads_tiled,
+    size = fields.mamba_d_head
+    return Recurrent(
+        "mamba2",
+        fields.mamba_d_conv,
+        key_heads=fields.mamba_n_groups,
+        value_heads=fields.mamba_n_heads,
+        key_size=fields.mamba_d_state,
+        value_size=size if isinstance(size, int) else _mamba_size(fields) // fields.mamba_n_heads,
+        has_bias=fields.mamba_conv_bias,
+        has_norm=fields.mamba_rms_norm,
     )
 
 

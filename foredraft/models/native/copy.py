@@ -24,17 +24,16 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.cache.states import StateCache
 from foredraft.cache.store import Entries
-from foredraft.core.choices import DrawKey
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import quant
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.cpu import MOST_TOKENS, FusedDecoder, PreparedChain
+from foredraft.models.native.cpu import LIKELIEST, FusedDecoder, PreparedChain
 from foredraft.models.native.model import Decoder, DecoderFactory, scored
 from foredraft.models.native.plan import announce, plan_forward
-from foredraft.models.native.quant import Int4Matrix, Matrix, PackedMatrix, tensor_of
+from foredraft.models.native.quant import INT4, Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.weights import (
     DecoderWeights,
     load_weights,
@@ -46,7 +45,6 @@ _BITS = (4, 8)
 """Of a copy."""
 _TUNED_BITS = 4
 _SCREEN_BITS = 4
-_LIKELIEST = DrawKey(0, 0, 0.0)
 _LONG, _NEAR = 3072, 1024
 """From how many entries on a text is long, and those at its end that a copy reads at least, beside
 the first block."""
@@ -112,8 +110,9 @@ class NativeLowBitCopy:
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
-        if self._chain and len(rows) == 1 and _is_short_chain(rows[0], starts[0]):
-            return self._score_chain(self._chain, rows[0], starts[0])
+        chain = self._chain
+        if chain and len(rows) == 1 and starts[0] < _LONG and chain.takes(rows[0]):
+            return chain.score(rows[0], starts[0])
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
         cache: Entries = self._cache
@@ -126,28 +125,13 @@ class NativeLowBitCopy:
             # Tokens keep their positions.
             plan = replace(plan_forward(rows, there), positions=plan.positions)
         # All are drawn: what may win has the head's own logits then, and not those of the screen.
-        keys = [row.draw or _LIKELIEST for row in rows]
+        keys = [row.draw or LIKELIEST for row in rows]
         wanted = [
             (logits_row, key.ahead(depth))
             for key, heads in zip(keys, plan.row_heads, strict=True)
             for depth, logits_row in enumerate(heads)
         ]
         return scored(self._decoder, plan, cache, wanted)
-
-    def _score_chain(self, chain: PreparedChain, row: ScoreRow, start: int) -> Scores:
-        """Likewise for a token and a chain of guesses behind it, with less around the kernel."""
-        tokens = (*row.pending, *row.tree.tokens)
-        written = start + len(tokens) - self._cache.length(row.slot)
-        self._cache.reserve(row.slot, written)
-        self._cache.will_write(row.slot, written)
-        logits_NV, draws = chain.run(row.slot, tokens, start, row.draw or _LIKELIEST)
-        span = range(len(tokens))
-        return Scores(logits_NV, (span,), {}, (span,), draws)
-
-
-def _is_short_chain(row: ScoreRow, start: int) -> bool:
-    is_short = len(row.tree) < MOST_TOKENS and start < _LONG
-    return is_short and len(row.pending) == 1 and row.wants_logits and row.tree.is_chain
 
 
 def prepared_chain(decoder: Decoder, cache: KVCache) -> PreparedChain | None:
@@ -271,10 +255,10 @@ def screen_of(head_VE: Matrix, kept: KeptFiles, name: str) -> PackedMatrix | Non
     recipe = recipe_of(quant, head_VE.packed_GCN)
     tensors = kept.tensors(name, recipe)
     if tensors is None:
-        screen_VE = Int4Matrix.of_weight(head_VE.dequantised(torch.float32))
+        screen_VE = INT4.of_weight(head_VE.dequantised(torch.float32))
         tensors = {"screen": screen_VE.packed_GCN}
         kept.keep(name, recipe, tensors)
-    return Int4Matrix(tensors["screen"], (rows,), inputs)
+    return PackedMatrix(INT4, tensors["screen"], (rows,), inputs)
 
 
 def _name(bits: int, is_tuned: bool) -> str:

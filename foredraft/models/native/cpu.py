@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, addressof, c_double, c_int32, c_int64, c_void_p, cast
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,22 +35,22 @@ from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.choices import DrawKey
 from foredraft.core.draws import DrawRow
 from foredraft.core.errors import ConfigError
-from foredraft.core.sampling import Law, drawn_laws
+from foredraft.core.sampling import drawn_laws
 from foredraft.kernels import interface
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.interface import Forward, ForwardRow
 from foredraft.kernels.threads import ThreadChooser, check_threads, forward_size
-from foredraft.models.base import HeadRow
+from foredraft.models.base import HeadRow, ScoreRow, Scores
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import finished_logits, xielu_numbers
 from foredraft.models.native.plan import ForwardPlan, plan_head
 from foredraft.models.native.quant import (
     GROUP_ROWS,
+    TILES,
     Matrix,
     PackedMatrix,
     Stack,
     StackedMatrix,
-    TiledMatrix,
     tensor_of,
 )
 from foredraft.models.native.recurrent import MixerWeights, open_rows, states_of
@@ -351,7 +352,7 @@ class FusedDecoder:
     def _form(self) -> int:
         """A ``ForedraftForm``."""
         head_VE = self._weights.head_VE
-        if isinstance(head_VE, TiledMatrix):
+        if isinstance(head_VE, PackedMatrix) and head_VE.form is TILES:
             if not self._library.foredraft_has_tiles() or self._weights.dtype != torch.bfloat16:
                 raise ConfigError(
                     "these weights are laid out for tiles (AMX), which take bfloat16 weights and "
@@ -459,7 +460,7 @@ class FusedDecoder:
 
     def _matrix(self, matrix: Matrix, step: int = 0) -> interface.Matrix:
         """One matrix, or the first of some that begin so many bytes one behind the other."""
-        code = matrix.format if isinstance(matrix, PackedMatrix) else 0
+        code = matrix.form.code if isinstance(matrix, PackedMatrix) else 0
         return interface.Matrix(self._address(tensor_of(matrix)), code, step)
 
     def _address(self, tensor: Tensor) -> int:
@@ -503,8 +504,8 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
     """What work memory depends on."""
     recurrent, sizes = config.recurrent, dict[str, int]()
     if recurrent and config.num_recurrent_layers:
-        left_out = ("kind", "has_bias", "has_norm")
-        sizes = {name: value for name, value in vars(recurrent).items() if name not in left_out}
+        names = ("window", "channels", "key_heads", "value_heads", "key_size", "value_size")
+        sizes = {name: getattr(recurrent, name) for name in (*names, "is_tiled")}
         sizes["is_mamba"] = recurrent.kind == "mamba2"
     return {
         "hidden": config.hidden_size,
@@ -517,8 +518,8 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "dense_feed_forward": config.experts.dense_size * (config.experts.num_dense > 0)
         if config.experts
         else 0,
-        "is_parallel": config.is_parallel,
-        "keeps_inputs": config.is_parallel or config.family.mixes_beside,
+        "is_parallel": config.family.is_parallel,
+        "keeps_inputs": config.family.is_parallel or config.family.mixes_beside,
         "attention_cap": config.attention_cap or 0.0,
         "gates_attention": config.family.gates_attention,
         "recurrent": interface.RecurrentSizes(**sizes),
@@ -526,7 +527,7 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
 
 
 def has_tiles() -> bool:
-    """Whether the kernels chosen here multiply bfloat16 weights on tiles (`TiledMatrix`)."""
+    """Whether the kernels chosen here multiply bfloat16 weights on tiles (`quant.TILES`)."""
     try:
         return bool(load_library().foredraft_has_tiles())
     except KernelUnavailable:
@@ -629,10 +630,22 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
 
 MOST_TOKENS = 16
 """Of a prepared forward: more are worth a plan."""
+LIKELIEST = DrawKey(0, 0, 0.0)
+"""Draws the likeliest token."""
 
 Layers = StoredLayers | KVCache
 
 _MOST_EXTRAS = 4096
+_LISTS = {
+    "token_ids": MOST_TOKENS,  # zeros where states are given
+    "positions": MOST_TOKENS,
+    "entries": MOST_TOKENS,
+    "prefixes": MOST_TOKENS,
+    "extra_starts": MOST_TOKENS + 1,
+    "extras": _MOST_EXTRAS,
+    "wanted": MOST_TOKENS,
+}
+"""Lengths of what ``ForedraftForward`` of interface.h says of each token, in memory that stays."""
 _ENTRIES_AT_ONCE = 1024
 """By which work memory grows."""
 
@@ -645,10 +658,12 @@ class _Prepared:
         layers: where its entries go; None: it has no layers.
     """
 
-    def __init__(self, decoder: FusedDecoder, layers: Layers | None) -> None:
+    def __init__(self, decoder: FusedDecoder, layers: Layers | None = None) -> None:
         self._decoder, self._layers = decoder, layers
         self._hidden_size, self._num_rows = decoder.sizes
-        self._lists = _Lists()
+        self._lists = lists = SimpleNamespace(
+            **{name: (c_int32 * count)() for name, count in _LISTS.items()}
+        )
         self._row, self._taps = ForwardRow(), (c_void_p * max(1, decoder.num_layers))()
         self._tables = (c_void_p * MOST_TOKENS)()
         self._forward = Forward(
@@ -657,7 +672,7 @@ class _Prepared:
             end_layer=decoder.num_layers,
             taps=self._taps,
             tables=self._tables,
-            **self._lists.pointers(),
+            **{name: cast(addressof(kept), POINTER(c_int32)) for name, kept in vars(lists).items()},
         )
         self._room = 0  # entries that there is work memory for
         self._make_room(1)
@@ -688,15 +703,7 @@ class _Prepared:
 
 
 class PreparedForward(_Prepared):
-    """Forwards of a head's decoder.
-
-    Args:
-        decoder: runs them.
-        layers: where its entries go; None: it has no layers.
-    """
-
-    def __init__(self, decoder: FusedDecoder, layers: StoredLayers | None = None) -> None:
-        super().__init__(decoder, layers)
+    """Forwards of a head's decoder."""
 
     def head(self, inputs_TE: Tensor) -> Tensor:
         """Norm and head alone: float32 logits [T, R] of contiguous float32 states."""
@@ -754,7 +761,7 @@ class PreparedForward(_Prepared):
 
 
 class PreparedChain(_Prepared):
-    """Forwards of a whole decoder, of tokens one behind the other, all of which are drawn from.
+    """Forwards of a whole decoder, of tokens one behind the other, which are drawn from.
 
     Args:
         decoder: runs them.
@@ -763,26 +770,27 @@ class PreparedChain(_Prepared):
 
     def __init__(self, decoder: FusedDecoder, cache: KVCache) -> None:
         super().__init__(decoder, cache)
+        self._cache = cache
         self._draws = (DrawRow * MOST_TOKENS)()
         self._forward.draws = self._draws
 
-    def run(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        start: int,
-        key: DrawKey,
-        num_wanted: int | None = None,
-    ) -> tuple[Tensor, list[Law | None]]:
-        """Logits [N, V] and laws behind the last tokens; room for all entries is reserved.
+    @staticmethod
+    def takes(row: ScoreRow) -> bool:
+        """Whether a row is short enough, and a chain whose logits are wanted."""
+        num_tokens = len(row.pending) + len(row.tree)
+        return row.wants_logits and row.tree.is_chain and num_tokens <= MOST_TOKENS
+
+    def score(self, row: ScoreRow, start: int) -> Scores:
+        """Logits and draws behind the last pending token and behind each of the tree's.
 
         Args:
-            start: entries before them.
-            key: of the first draw; those of the others follow.
-            num_wanted: N; None: behind each token.
+            start: entries before the row's.
         """
+        tokens, num_wanted = (*row.pending, *row.tree.tokens), 1 + len(row.tree)
         lists, count, end = self._lists, len(tokens), start + len(tokens)
-        num_wanted = num_wanted or count
+        written, key = end - self._cache.length(row.slot), row.draw or LIKELIEST
+        self._cache.reserve(row.slot, written)
+        self._cache.will_write(row.slot, written)
         lists.token_ids[:count] = tokens
         lists.entries[:count] = lists.positions[:count] = range(start, end)
         lists.prefixes[:count] = range(start + 1, end + 1)
@@ -791,34 +799,10 @@ class PreparedChain(_Prepared):
             draw.row, draw.seed = ahead, key.seed
             draw.position, draw.scale = key.position + ahead, key.scale
         self._forward.num_draws = num_wanted
-        self._point_to_layers(slot, count)
+        self._point_to_layers(row.slot, count)
         logits_NV = self._run(count, num_wanted, end)
-        return logits_NV, drawn_laws(logits_NV, self._draws[:num_wanted])
-
-
-class _Lists:
-    """What a description says of each token, in memory that stays where it is.
-
-    See ``ForedraftForward`` of interface.h.
-    """
-
-    def __init__(self) -> None:
-        self.token_ids = _new_ints(MOST_TOKENS)  # zeros where states are given
-        self.positions = _new_ints(MOST_TOKENS)
-        self.entries = _new_ints(MOST_TOKENS)
-        self.prefixes = _new_ints(MOST_TOKENS)
-        self.extra_starts = _new_ints(MOST_TOKENS + 1)
-        self.extras = _new_ints(_MOST_EXTRAS)
-        self.wanted = _new_ints(MOST_TOKENS)
-
-    def pointers(self) -> dict[str, Any]:
-        return {name: cast(addressof(kept), POINTER(c_int32)) for name, kept in vars(self).items()}
-
-
-def _new_ints(
-    count: int,
-) -> Any:  # an array; slices of it take any sequence, which stubs do not say
-    return (c_int32 * count)()
+        drawn = drawn_laws(logits_NV, self._draws[:num_wanted])
+        return Scores(logits_NV, (range(num_wanted),), {}, (range(count),), drawn)
 
 
 def _path(parents: tuple[int, ...], node: int) -> list[int]:

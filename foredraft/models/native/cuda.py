@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foredraft.cache.kv import KVCache
-from foredraft.cache.store import Entries
+from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Array
 from foredraft.core.sampling import Law
@@ -51,6 +51,7 @@ from foredraft.models.native.quant import Stack
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 if TYPE_CHECKING:
+    from foredraft.models.native.triton_ops import Norm
     from foredraft.models.native.triton_packed import Inputs
 
 _WARM_UPS = 2
@@ -390,7 +391,7 @@ class GraphedDecoder(EagerDecoder):
 
     def _graph(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
         """The bucket's recording with these inputs in place, made if there is none."""
-        storage = _storage(cache)
+        storage = storage_of(cache.store)
         if storage != self._storage:
             self._drop(len(self._graphs))
             self._storage = storage
@@ -554,10 +555,9 @@ class _GridRun:
         return attended_RTHD.reshape(bucket.size, -1)
 
 
-def _storage(cache: KVCache) -> tuple[object, ...]:
-    """Where the cache is; recordings are good as long as this stays."""
-    keys, values = cache.store.keys, cache.store.values
-    return keys.data_ptr(), values.data_ptr(), keys.shape
+def storage_of(store: BlockStore) -> tuple[object, ...]:
+    """Where entries are; recordings are good as long as this stays."""
+    return store.keys.data_ptr(), store.values.data_ptr(), store.keys.shape
 
 
 def copy_to(source: Tensor, target: Tensor) -> None:
@@ -676,9 +676,9 @@ class PagedDecoder(GraphedDecoder):
     runs_copies = True
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, **options: int) -> None:
-        from foredraft.models.native import triton_packed
+        from foredraft.models.native import triton_ops, triton_packed
 
-        self._packed = triton_packed
+        self._ops, self._packed = triton_ops, triton_packed
         super().__init__(config, triton_packed.on_card(weights, weights.device), **options)
         is_plain = isinstance(self._weights.layers[0].gate_up_weight, Tensor)
         self._least = TILE if is_plain and not config.experts else TILE // 2
@@ -720,17 +720,12 @@ class PagedDecoder(GraphedDecoder):
         rotations: Sequence[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """All layers: the last one's output [N, E], and that of the tapped ones."""
-        from foredraft.models.native import triton_ops as ops
-
         multiply, weights, tapped = self._packed.multiply, self._weights, dict[int, Tensor]()
         for index, layer in enumerate(weights.layers):
             if index not in weights.no_attention:
-                qkv = multiply(
-                    *(hidden_NE, layer.qkv_weight, layer.qkv_bias),
-                    norm_K=layer.attention_norm_E,
-                    **self._norms,
-                )
-                attended = self._see(ops, qkv, index, layer, inputs, bucket, cache, rotations)
+                norm = self._norm_of(layer.attention_norm_E)
+                qkv = multiply(hidden_NE, layer.qkv_weight, layer.qkv_bias, norm=norm)
+                attended = self._see(qkv, index, layer, inputs, bucket, cache, rotations)
                 hidden_NE = self._added(
                     *(hidden_NE, attended, layer.output_weight),
                     *(layer.output_bias, layer.attention_post_norm_E),
@@ -740,10 +735,12 @@ class PagedDecoder(GraphedDecoder):
                 tapped[index] = hidden_NE
         return hidden_NE, tapped
 
-    @property
-    def _norms(self) -> dict[str, Any]:
+    def _norm_of(self, weight_K: Tensor | None) -> Norm | None:
+        """A norm as the kernels take it."""
         config = self._config
-        return {"eps": config.rms_norm_eps, "norm_offset": config.family.norm_offset}
+        if weight_K is None:
+            return None
+        return self._ops.Norm(weight_K, config.rms_norm_eps, config.family.norm_offset)
 
     def _fed(self, hidden_NE: Tensor, layer: LayerWeights, lengths_N: Tensor) -> Tensor:
         """The feed-forward part of a layer."""
@@ -752,13 +749,12 @@ class PagedDecoder(GraphedDecoder):
             return self._mixed(hidden_NE, layer, lengths_N, activation)
         sums, down = None, layer.down_weight
         if not isinstance(layer.gate_up_weight, Tensor):
-            sums = self._room_for_sums(hidden_NE, down.shape[1], down)
+            sums = self._packed.room_for_sums(len(hidden_NE), down.shape[1], down, hidden_NE)
         activated_NF = self._packed.multiply(
             *(hidden_NE, layer.gate_up_weight),
-            norm_K=layer.mlp_norm_E,
+            norm=self._norm_of(layer.mlp_norm_E),
             activation=activation,
             out_sums=sums,
-            **self._norms,
         )
         return self._added(
             *(hidden_NE, self._packed.Inputs(activated_NF, sums), down),
@@ -768,12 +764,8 @@ class PagedDecoder(GraphedDecoder):
     def _write_logits(self, hidden_NE: Tensor, logits_NV: Tensor) -> None:
         """The head, with its norm, into ``logits_NV``."""
         config, weights = self._config, self._weights
-        self._packed.multiply(
-            *(hidden_NE, weights.head_VE),
-            norm_K=weights.final_norm_E,
-            out_NM=logits_NV,
-            **self._norms,
-        )
+        norm = self._norm_of(weights.final_norm_E)
+        self._packed.multiply(hidden_NE, weights.head_VE, norm=norm, out_NM=logits_NV)
         if config.logits_scale != 1.0 or config.logits_cap is not None:
             logits_NV.copy_(finished_logits(logits_NV, config))
 
@@ -792,9 +784,8 @@ class PagedDecoder(GraphedDecoder):
             for cos, sin in self._tables
         ]
 
-    def _see(  # type: ignore[no-untyped-def]
+    def _see(
         self,
-        ops,
         qkv: Tensor,
         index: int,
         layer: LayerWeights,
@@ -806,21 +797,18 @@ class PagedDecoder(GraphedDecoder):
         """Keys and values stored, and what each token sees of them; [N, H D]."""
         config, kind = self._config, layer.kind
         store = cache.store.keys, cache.store.values
-        norms = None
-        if layer.query_norm_D is not None and layer.key_norm_D is not None:
-            norms = layer.query_norm_D, layer.key_norm_D
-        query_NHD = ops.rotate_and_store(
+        query_norm, key_norm = self._norm_of(layer.query_norm_D), self._norm_of(layer.key_norm_D)
+        query_NHD = self._ops.rotate_and_store(
             *(qkv, config.num_attention_heads, config.head_dim, store, index),
             *(inputs.blocks, inputs.offsets),
             rotation=None if kind.rope is None else rotations[kind.rope],
-            norms=norms,
-            eps=config.rms_norm_eps,
-            norm_offset=config.family.norm_offset,
+            norms=(query_norm, key_norm) if query_norm and key_norm else None,
         )
         sums = None
         if config.head_dim in (32, 64, 128, 256):
-            sums = self._room_for_sums(qkv, query_NHD[0].numel(), layer.output_weight)
-        attended_NHD: Tensor = ops.attend(
+            num_inputs, weight = query_NHD[0].numel(), layer.output_weight
+            sums = self._packed.room_for_sums(len(qkv), num_inputs, weight, qkv)
+        attended_NHD = self._ops.attend(
             *(query_NHD, store, index, inputs.tables, inputs.lengths, inputs.starts, inputs.paths),
             context=bucket.context,
             is_chain=bucket.is_chain,
@@ -830,9 +818,6 @@ class PagedDecoder(GraphedDecoder):
             out_sums=sums,
         )
         return self._packed.Inputs(attended_NHD.flatten(1), sums)
-
-    def _room_for_sums(self, like: Tensor, num_inputs: int, weight: Stack) -> Tensor | None:
-        return self._packed.room_for_sums(len(like), num_inputs, weight, like)
 
     def _added(
         self,
@@ -857,10 +842,10 @@ class PagedDecoder(GraphedDecoder):
         is_added = layer.mlp_post_norm_E is None
         mixed_NE = mixture(
             *(hidden_NE, layer, self._config.experts, lengths_N),
+            norm=self._norm_of(layer.mlp_norm_E),
             activation=activation,
             scale=self._config.residual_scale if is_added else None,
             floor=self._config.family.chance_floor,
-            **self._norms,
         )
         return mixed_NE if is_added else self._add(hidden_NE, mixed_NE, layer.mlp_post_norm_E)
 
@@ -882,7 +867,7 @@ class ExactDecoder(PagedDecoder):
         if plan.layers is not None or self.fits(plan):  # of some layers: only drafts ask for them
             return super().forward(plan, cache, taps)
         groups = pieces(plan)
-        found = [super(ExactDecoder, self).forward(cut(plan, g), cache, taps) for g in groups]
+        found = [super(ExactDecoder, self).forward(plan.part(g), cache, taps) for g in groups]
         tokens = [token for spans in groups for span in spans for token in span]
         wanted = {*plan.heads}
         heads = [token for token in tokens if token in wanted]
@@ -914,25 +899,6 @@ def pieces(plan: ForwardPlan) -> list[list[range]]:
             starts = range(row.start, row.stop, MAX_ROW_TOKENS)
             groups += [[range(at, min(at + MAX_ROW_TOKENS, row.stop))] for at in starts]
     return groups
-
-
-def cut(plan: ForwardPlan, spans: Sequence[range]) -> ForwardPlan:
-    """The forward of some tokens alone; those that they see were computed before, or are here."""
-    wanted, part = {*plan.heads}, ForwardPlan()
-    for span in spans:
-        first, here = len(part), slice(span.start, span.stop)
-        for mine, whole in (
-            *((part.token_ids, plan.token_ids), (part.positions, plan.positions)),
-            *((part.slots, plan.slots), (part.entries, plan.entries)),
-            (part.prefixes, plan.prefixes),
-        ):
-            mine.extend(whole[here])
-        part.extras.extend(plan.extras[here])
-        heads = [first + token - span.start for token in span if token in wanted]
-        part.row_heads.append(range(len(part.heads), len(part.heads) + len(heads)))
-        part.heads.extend(heads)
-        part.rows.append(range(first, len(part)))
-    return part
 
 
 def _in_order(x_NE: Tensor, numbers: Sequence[int]) -> Tensor:
@@ -971,7 +937,7 @@ def _unusual_layers(config: DecoderConfig) -> str | None:
     features = {
         "recurrent layers": config.recurrent is not None,
         "norms that subtract the mean": family.layer_norms,
-        "layers whose parts read one input": config.is_parallel,
+        "layers whose parts read one input": family.is_parallel,
         "feed-forward parts without gates, or with biases": not family.is_gated or config.mlp_bias,
         "attention sinks": family.names.sinks is not None,
         "norms behind rotary embedding": family.norms_rotated,

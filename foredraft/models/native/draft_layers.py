@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int64
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,9 @@ from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig, RotaryEmbedding
 from foredraft.models.native.cpu import FusedDecoder, PreparedForward
 from foredraft.models.native.cuda import why_not_paged
-from foredraft.models.native.model import EagerDecoder, HandedDecoder, layer_norm, rms_norm
+from foredraft.models.native.model import Decoder, EagerDecoder, HandedDecoder, layer_norm, rms_norm
 from foredraft.models.native.plan import ForwardPlan
-from foredraft.models.native.quant import Int8Matrix, rows_of
+from foredraft.models.native.quant import INT8, Matrix, rows_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 
@@ -133,15 +133,18 @@ class NativeHeadRunner:
         weights: DecoderWeights,
         layers: StoredLayers,
         fused: bool,
-        decoder: EagerDecoder | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         self.layers, self._parts = layers, (config, weights)
         self._input_dtype = torch.float32 if fused else weights.dtype
         self._device = weights.device
         self._last = config.num_hidden_layers - 1
-        self._decoder = decoder or _new_decoder(config, weights, fused)
+        new = FusedDecoder if fused else EagerDecoder
+        self._decoder: Decoder = decoder or new(config, weights)
         self._norm_E, self._norm_eps = weights.final_norm_E, config.rms_norm_eps
-        self._prepared = _prepared(self._decoder, layers) if fused else None
+        self._prepared = None
+        if isinstance(self._decoder, FusedDecoder):
+            self._prepared = PreparedForward(self._decoder, layers)
 
     @classmethod
     def of_head(
@@ -166,7 +169,11 @@ class NativeHeadRunner:
             first, end = row.start + row.num_known, row.start + row.num_text + len(row.tree)
             self.layers.reserve(row.slot, first, end)
         inputs_TE = inputs_TE.to(self._device, self._input_dtype).contiguous()
-        states_TE, logits_NR = self._run(rows, inputs_TE)
+        prepared = self._prepared
+        if prepared and len(rows) == 1 and prepared.can_run(rows[0], len(inputs_TE)):
+            states_TE, logits_NR = prepared.run(rows[0], inputs_TE)
+        else:
+            states_TE, logits_NR = self._run_plan(rows, inputs_TE)
         for row in rows:
             self.layers.hold(row.slot, row.start + row.num_text)
         return states_TE, logits_NR
@@ -179,16 +186,12 @@ class NativeHeadRunner:
 
         return RecordedChain(*self._parts, self.layers, inputs, ids_R, num_taps, self._decoder)
 
-    def _run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        prepared = self._prepared
-        if prepared and len(rows) == 1 and prepared.can_run(rows[0], len(inputs_TE)):
-            return prepared.run(rows[0], inputs_TE)
-        return self._run_plan(rows, inputs_TE)
-
     @torch.no_grad()
     def _run_plan(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        firsts = [(self.layers.first(row.slot), self.layers.skipped(row.slot)) for row in rows]
-        plan = plan_run(rows, inputs_TE, range(self._last + 1), firsts)
+        plan = ForwardPlan(layers=range(self._last + 1), hidden_TE=inputs_TE)
+        for row in rows:
+            skipped = self.layers.skipped(row.slot)
+            _add_row(plan, row, self.layers.first(row.slot) - skipped, skipped)
         logits_NR, tapped = self._decoder.forward(plan, self.layers, (self._last,))
         return tapped[self._last].float(), logits_NR
 
@@ -197,33 +200,18 @@ class NativeHeadRunner:
         if self._prepared:  # with its norm
             inputs_TE = inputs_TE.float().contiguous()
             return inputs_TE, self._prepared.head(inputs_TE)
-        return inputs_TE.float(), self._decoder.logits(self._norm(inputs_TE))
-
-    def _norm(self, inputs_TE: Tensor) -> Tensor:
-        inputs_TE = inputs_TE.to(self._device, self._input_dtype)
-        return rms_norm(inputs_TE, self._norm_E, self._norm_eps).to(self._input_dtype)
-
-
-def plan_run(
-    rows: Sequence[HeadRow],
-    inputs_TE: Tensor,
-    layers: range,
-    firsts: Sequence[tuple[int, int]] = (),
-) -> ForwardPlan:
-    """Lay out a run: of each row the tokens that are not known yet.
-
-    Args:
-        firsts: of each row the position that its first entry is of, and how many entries of its
-            first block come before that; both 0 where not given. Positions are those of the text,
-            entries are counted from the beginning of that block.
-    """
-    plan = ForwardPlan(layers=layers, hidden_TE=inputs_TE)
-    for row, (first, skipped) in zip(rows, firsts or [(0, 0)] * len(rows), strict=True):
-        _add_row(plan, row, first - skipped, skipped)
-    return plan
+        normed_TE = inputs_TE.to(self._device, self._input_dtype)
+        normed_TE = rms_norm(normed_TE, self._norm_E, self._norm_eps).to(self._input_dtype)
+        return inputs_TE.float(), self._decoder.logits(normed_TE)
 
 
 def _add_row(plan: ForwardPlan, row: HeadRow, first: int, skipped: int) -> None:
+    """Lay out the tokens of a row that are not known yet.
+
+    Args:
+        first: the position of its first block; entries are counted from there.
+        skipped: entries of that block that come before the first one.
+    """
     start = len(plan)
     root = row.start + row.num_text  # entries from here on belong to nodes
     end = root + len(row.tree)
@@ -317,19 +305,15 @@ def _is_handed(head: HeadWeights) -> bool:
 
 
 def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> DecoderWeights:
-    def matrix(weight: Tensor, num_parts: int = 1) -> Tensor | Int8Matrix:
-        return Int8Matrix.of_weight(weight.float(), num_parts) if packed else weight.to(dtype)
+    def matrix(weight: Tensor, num_parts: int = 1) -> Matrix:
+        return INT8.of_weight(weight.float(), num_parts) if packed else weight.to(dtype)
 
     nothing = torch.empty(0, 0, dtype=dtype, device=head.output_RE.device)
     layers = tuple(
         LayerWeights(
             attention_norm_E=layer.get("attention_norm.weight", nothing.flatten()).to(dtype),
             qkv_weight=matrix(layer["qkv.weight"]) if "qkv.weight" in layer else nothing,
-            qkv_bias=None,
-            query_norm_D=None,
-            key_norm_D=None,
             output_weight=matrix(layer["output.weight"]) if _attends(layer) else nothing,
-            output_bias=None,
             mlp_norm_E=layer["mlp_norm.weight"].to(dtype),
             gate_up_weight=matrix(layer["gate_up.weight"], 2),
             down_weight=matrix(layer["down.weight"]),
@@ -342,16 +326,6 @@ def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> Dec
     return DecoderWeights(
         output_RE, layers, norm_E.to(dtype), matrix(output_RE), no_attention=without
     )
-
-
-def _prepared(decoder: EagerDecoder, layers: StoredLayers) -> PreparedForward:
-    return PreparedForward(cast(FusedDecoder, decoder), layers)
-
-
-def _new_decoder(config: DecoderConfig, weights: DecoderWeights, fused: bool) -> EagerDecoder:
-    if not fused:
-        return EagerDecoder(config, weights)
-    return FusedDecoder(config, weights)  # type: ignore[return-value]
 
 
 def native_join(
@@ -388,7 +362,7 @@ class FusedJoin:
     def __init__(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> None:
         num_rows, num_inputs = weight_EK.shape
         config = replace(NO_LAYERS, vocab_size=num_rows, hidden_size=num_inputs, rms_norm_eps=eps)
-        packed = Int8Matrix.of_weight(weight_EK.float())
+        packed = INT8.of_weight(weight_EK.float())
         no_embedding = torch.empty(1, num_inputs, dtype=weight_EK.dtype)
         weights = DecoderWeights(no_embedding, (), torch.ones(num_inputs), packed)
         self._product = PreparedForward(FusedDecoder(config, weights, num_threads=1))

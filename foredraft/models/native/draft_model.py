@@ -15,18 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.cache.blocks import in_blocks
-from foredraft.core.choices import DrawKey
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.copy import prepared_chain, screen_of
-from foredraft.models.native.cpu import MOST_TOKENS, PreparedChain
+from foredraft.models.native.cpu import LIKELIEST
 from foredraft.models.native.quant import GROUP_ROWS, Matrix, PackedMatrix
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights
-
-_LIKELIEST = DrawKey(0, 0, 0.0)
 
 
 class NativeDraftModel(NativeTarget):
@@ -48,9 +44,13 @@ class NativeDraftModel(NativeTarget):
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        if self._chain and len(rows) == 1 and not taps and _is_small(rows[0]):
-            return self._score_chain(self._chain, rows[0])
-        return super().score([replace(row, draw=row.draw or _LIKELIEST) for row in rows], taps)
+        if self._chain and len(rows) == 1 and not taps and self._chain.takes(rows[0]):
+            (row,) = rows
+            if (last := max(*row.pending, *row.tree.tokens, 0)) >= self.config.vocab_size:
+                # A target may have more rows.
+                raise IndexError(f"token {last}; the draft model has {self.config.vocab_size}")
+            return self._chain.score(row, self.cache.length(row.slot))
+        return super().score([replace(row, draw=row.draw or LIKELIEST) for row in rows], taps)
 
     @classmethod
     def of(cls, target: NativeTarget, num_rows: int | None) -> NativeDraftModel:
@@ -64,24 +64,6 @@ class NativeDraftModel(NativeTarget):
             target.kept,
             cache_dtype=target.cache.store.dtype,
         )
-
-    def apart(self, num_tokens: int) -> NativeDraftModel:
-        dtype = self.cache.store.dtype
-        memory = in_blocks(num_tokens) * self.config.kv_shape.bytes_per_token(dtype)
-        return NativeDraftModel(
-            *(self.config, self.weights, self.new_decoder, num_tokens, memory), cache_dtype=dtype
-        )
-
-    def _score_chain(self, chain: PreparedChain, row: ScoreRow) -> Scores:
-        """A few tokens of one row and a chain behind them, with little around the kernel."""
-        tokens, start = (*row.pending, *row.tree.tokens), self.cache.length(row.slot)
-        if max(tokens) >= self.config.vocab_size:  # a target may have more rows
-            raise IndexError(f"token {max(tokens)}; the draft model has {self.config.vocab_size}")
-        self.cache.reserve(row.slot, len(tokens))
-        self.cache.will_write(row.slot, len(tokens))
-        num_wanted = 1 + len(row.tree)
-        logits_NV, draws = chain.run(row.slot, tokens, start, row.draw or _LIKELIEST, num_wanted)
-        return Scores(logits_NV, (range(num_wanted),), {}, (range(len(tokens)),), draws)
 
 
 def for_drafts(
@@ -109,8 +91,3 @@ def _first_rows(matrix: Matrix, num_rows: int) -> Matrix:
         return matrix[:num_rows]
     groups = -(-num_rows // GROUP_ROWS)
     return replace(matrix, packed_GCN=matrix.packed_GCN[:groups], part_rows=(num_rows,))
-
-
-def _is_small(row: ScoreRow) -> bool:
-    num_tokens = len(row.pending) + len(row.tree)
-    return row.wants_logits and row.tree.is_chain and num_tokens <= MOST_TOKENS

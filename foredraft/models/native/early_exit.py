@@ -12,25 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from operator import eq
 
 import torch
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
-from foredraft.cache.store import Entries
 from foredraft.models.base import Computed, ScoreRow
-from foredraft.models.native.plan import ForwardPlan, announce, plan_forward, tail
+from foredraft.models.native.model import Decoder
+from foredraft.models.native.plan import ForwardPlan, announce, plan_forward
 
 _Identity = tuple[int, int, tuple[int, ...]]
-
-
-class PartialDecoder(Protocol):
-    """A decoder that heeds `ForwardPlan.layers`."""
-
-    def forward(
-        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, dict[int, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -61,15 +53,6 @@ class FirstLayers:
             and self.first_entry == entry
         )
 
-    def states(self, identities: Sequence[_Identity]) -> Tensor:
-        """The output for as many of these tokens as are known, from the first on; [T, E]."""
-        count = 0
-        for mine, theirs in zip(self.tokens, identities, strict=False):
-            if mine != theirs:
-                break
-            count += 1
-        return self.hidden_TE[:count]
-
 
 class ShallowView:
     """The first layers of a target as a `foredraft.models.base.ShallowTarget`.
@@ -80,7 +63,7 @@ class ShallowView:
         exit_layer: how many layers.
     """
 
-    def __init__(self, decoder: PartialDecoder, cache: KVCache, exit_layer: int) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, exit_layer: int) -> None:
         self._decoder, self._cache, self.exit_layer = decoder, cache, exit_layer
 
     @torch.no_grad()
@@ -91,10 +74,9 @@ class ShallowView:
             for row, span in zip(rows, plan.rows, strict=True)
         ]
         announce(plan, self._cache)
-        rest = tail(plan, [*map(_count, known)])
-        last = [span.stop - 1 for span in rest.rows]
-        rest = replace(rest, heads=last)
-        logits_RV, hidden_TE = run_first(self._decoder, rest, self._cache, self.exit_layer)
+        rest = _unknown(plan, known)
+        rest = replace(rest, heads=[span.stop - 1 for span in rest.rows])
+        logits_RV, new = run_first(self._decoder, rest, self._cache, self.exit_layer)
         computed: list[Computed] = [
             FirstLayers(
                 self._cache,
@@ -102,9 +84,9 @@ class ShallowView:
                 plan.entries[span.start],
                 self.exit_layer,
                 _identities(plan, span),
-                torch.cat([*states, hidden_TE[new.start : new.stop]]),
+                torch.cat((known_TE, new_TE)) if len(known_TE) else new_TE,
             )
-            for span, new, states in zip(plan.rows, rest.rows, known, strict=True)
+            for span, known_TE, new_TE in zip(plan.rows, known, new, strict=True)
         ]
         return list(logits_RV), computed
 
@@ -115,24 +97,23 @@ class Resumption:
 
     Attributes:
         exit_layer: the first layer that has not seen the known tokens.
-        known: for each row, the output of the layer before it for the row's first tokens: none, or
-            [T, E].
+        known: for each row, the output [T, E] of the layer before it for the row's first tokens;
+            [0] of a row without any.
     """
 
     exit_layer: int
-    known: list[list[Tensor]]
+    known: list[Tensor]
 
     def rest(
-        self, plan: ForwardPlan, decoder: PartialDecoder, cache: KVCache, num_layers: int
+        self, plan: ForwardPlan, decoder: Decoder, cache: KVCache, num_layers: int
     ) -> ForwardPlan:
         """Run the first layers for the tokens they have not seen; what is then left of ``plan``."""
-        new = tail(plan, [*map(_count, self.known)])
-        parts = iter(_split(new, decoder, cache, self.exit_layer))
+        new = _unknown(plan, self.known)
+        parts = iter(run_first(decoder, new, cache, self.exit_layer)[1] if new.rows else ())
         states = list[Tensor]()
-        for span, known in zip(plan.rows, self.known, strict=True):
-            states += known
-            if _count(known) < len(span):
-                states.append(next(parts))
+        for span, known_TE in zip(plan.rows, self.known, strict=True):
+            states += [known_TE] if len(known_TE) else []
+            states += [next(parts)] if len(known_TE) < len(span) else []
         layers = range(self.exit_layer, num_layers)
         return replace(plan, layers=layers, hidden_TE=torch.cat(states))
 
@@ -157,45 +138,37 @@ def resumption(
         _known(row.computed, plan, span, cache, exit_layer)
         for row, span in zip(rows, plan.rows, strict=True)
     ]
-    return Resumption(exit_layer, known) if any(known) else None
+    return Resumption(exit_layer, known) if any(map(len, known)) else None
 
 
 def run_first(
-    decoder: PartialDecoder, plan: ForwardPlan, cache: KVCache, exit_layer: int
-) -> tuple[Tensor, Tensor]:
-    """Logits of the plan's heads, and the output of the last of the first layers [T, E]."""
+    decoder: Decoder, plan: ForwardPlan, cache: KVCache, exit_layer: int
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Logits of the plan's heads, and of each row the output of the last of the first layers."""
     last = exit_layer - 1
     logits_NV, tapped = decoder.forward(replace(plan, layers=range(exit_layer)), cache, (last,))
-    return logits_NV, tapped[last]
+    return logits_NV, torch.split(tapped[last], [*map(len, plan.rows)])
 
 
 def _known(
     known: Computed | None, plan: ForwardPlan, span: range, cache: KVCache, exit_layer: int
-) -> list[Tensor]:
-    """What a row brings along of the first of these tokens of its own: nothing, or [T, E]."""
+) -> Tensor:
+    """What a row brings along of the first of these tokens of its own: [T, E], or [0]."""
     if not isinstance(known, FirstLayers) or known.exit_layer != exit_layer or not span:
-        return []
+        return torch.empty(0)
     if not known.is_of(cache, plan.slot(span), plan.entries[span.start]):
-        return []
-    states_TE = known.states(_identities(plan, span))
-    return [states_TE] if len(states_TE) else []
+        return torch.empty(0)
+    same = [*map(eq, known.tokens, _identities(plan, span)), False]
+    return known.hidden_TE[: same.index(False)]
 
 
-def _split(
-    plan: ForwardPlan, decoder: PartialDecoder, cache: KVCache, exit_layer: int
-) -> Sequence[Tensor]:
-    """What the first layers make of each row; [tokens of the row, E]."""
-    if not plan.rows:
-        return ()
-    _, hidden_TE = run_first(decoder, plan, cache, exit_layer)
-    return [hidden_TE[span.start : span.stop] for span in plan.rows]
+def _unknown(plan: ForwardPlan, known: Sequence[Tensor]) -> ForwardPlan:
+    """The forward of the tokens behind those that are known of each row; it wants no logits."""
+    rest = zip(plan.rows, known, strict=True)
+    return replace(plan, heads=[]).part([span[len(known_TE) :] for span, known_TE in rest])
 
 
 def _identities(plan: ForwardPlan, span: range) -> list[_Identity]:
     """What each token of a row is and sees; with the entry, that fixes its numbers."""
     tokens = slice(span.start, span.stop)
     return [*zip(plan.token_ids[tokens], plan.prefixes[tokens], plan.extras[tokens], strict=True)]
-
-
-def _count(states: Sequence[Tensor]) -> int:
-    return sum(map(len, states))

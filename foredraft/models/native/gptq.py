@@ -25,10 +25,10 @@ from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.quant import (
+    INT4,
+    INT8,
     SCALE_INPUTS,
     Blocks,
-    Int4Matrix,
-    Int8Matrix,
     Matrix,
     Shelf,
     Stack,
@@ -115,13 +115,13 @@ def compensated(
         ) -> Matrix:
             weight_RK = as_tensor(weight, torch.float32).float()
             blocks = _rounded(weight_RK, products[id(weight)])
-            return Int4Matrix.of_blocks(blocks, weight_RK.shape[1], num_parts, shelf)
+            return INT4.of_blocks(blocks, weight_RK.shape[1], num_parts, shelf)
 
         layers.append(layer.with_matrices(packed))
         decoder.replace_layer(index, layers[-1].with_matrices(unpacked))
         hidden_TE = decoder.through(index, hidden_TE)
         advance(f"layer {index + 1}")
-    head_VE = Int8Matrix.of_weight(as_tensor(weights.head_VE, weights.dtype), 1, shelf)
+    head_VE = INT8.of_weight(as_tensor(weights.head_VE, weights.dtype), 1, shelf)
     return replace(weights, layers=tuple(layers), head_VE=head_VE)
 
 

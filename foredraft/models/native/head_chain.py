@@ -35,8 +35,9 @@ from foredraft.models.native.cuda import (
     Recorder,
     padded_context,
     power_of_two,
+    storage_of,
 )
-from foredraft.models.native.model import EagerDecoder, HandedDecoder
+from foredraft.models.native.model import Decoder, HandedDecoder
 from foredraft.models.native.weights import DecoderWeights
 
 _MOST_RECORDED = 16
@@ -105,7 +106,7 @@ class RecordedChain:
         inputs: ChainInputs,
         names_V: Tensor,
         num_taps: int,
-        decoder: EagerDecoder,
+        decoder: Decoder,
     ) -> None:
         is_handed = isinstance(decoder, HandedDecoder)
         self._decoder = (_HandedLayer if is_handed else _Layers)(config, weights)
@@ -157,8 +158,7 @@ class RecordedChain:
 
     def _round(self, shape: _Shape) -> _Round:
         """The recording of this shape, made if there is none."""
-        store = self._layers.store
-        storage = store.keys.data_ptr(), store.values.data_ptr(), store.keys.shape
+        storage = storage_of(self._layers.store)
         if storage != self._storage or len(self._rounds) >= _MOST_RECORDED:
             self._recorder.wait()
             self._rounds.clear()
@@ -283,9 +283,9 @@ class _Layers(PagedDecoder):
     def logits_of(self, states_NE: Tensor, has_norm: bool) -> Tensor:
         """Float32 [N, V]."""
         weights = self._weights
-        norm_E = weights.final_norm_E if has_norm else None
+        norm = self._norm_of(weights.final_norm_E if has_norm else None)
         logits_NV: Tensor = self._packed.multiply(
-            states_NE, weights.head_VE, norm_K=norm_E, dtype=torch.float32, **self._norms
+            states_NE, weights.head_VE, norm=norm, dtype=torch.float32
         )
         return logits_NV
 
@@ -301,11 +301,9 @@ class _HandedLayer(_Layers):
         layers: Entries,
         turns: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        from foredraft.models.native import triton_ops as ops
-
         (layer,), size = self._weights.layers, self._config.hidden_size
         inputs_NE = inputs_NE.to(self._weights.dtype)
         hidden_NE, qkv = inputs_NE[:, :size].contiguous(), inputs_NE[:, size:].contiguous()
-        attended = self._see(ops, qkv, 0, layer, inputs, bucket, layers, turns)
+        attended = self._see(qkv, 0, layer, inputs, bucket, layers, turns)
         hidden_NE = self._added(hidden_NE, attended, layer.output_weight, None, None)
         return self._fed(hidden_NE, layer, inputs.lengths)

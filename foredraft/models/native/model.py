@@ -39,31 +39,23 @@ from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 
 class Decoder(Protocol):
-    """Something that runs a forward plan: the eager reference or a faster equal."""
+    """Something that runs a forward plan: the eager reference or a faster equal.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        reads_unseen: whether it reads entries that no token sees, with weight 0: they must be
+            finite.
+        resumes: whether a forward may go on from what some layers gave: their numbers are its own.
+        reads_packed: whether packed weights save it time: then it also runs heads in few bits.
+        runs_copies: whether copies of its weights in few bits are faster than these.
+        draws: whether it fills in `ForwardPlan.draws`.
+    """
 
-    @property
-    def reads_unseen(self) -> bool:
-        """Whether it reads entries that no token sees, with weight 0: they must be finite."""
-
-    @property
-    def resumes(self) -> bool:
-        """Whether a forward may go on from what some layers gave: their numbers are its own."""
-        ...
-
-    @property
-    def reads_packed(self) -> bool:
-        """Whether packed weights save it time: then it also runs heads in few bits."""
-
-    @property
-    def runs_copies(self) -> bool:
-        """Whether copies of its weights in few bits are faster than these."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether it fills in `ForwardPlan.draws`."""
+    name: str
+    reads_unseen: bool
+    resumes: bool
+    reads_packed: bool
+    runs_copies: bool
+    draws: bool
 
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
@@ -181,7 +173,7 @@ class EagerDecoder:
                 if layer.kind.mixes_beside:
                     part_TE = part_TE + self._recurrent(run, self._numbers[index], layer, hidden_TE)
                 hidden_TE = self._add(hidden_TE, part_TE, layer.attention_post_norm_E)
-            part_TE = self._mlp(layer, input_TE if self._config.is_parallel else hidden_TE)
+            part_TE = self._mlp(layer, input_TE if self._config.family.is_parallel else hidden_TE)
             hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
             if index in taps:
                 tapped[index] = hidden_TE

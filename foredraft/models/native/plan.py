@@ -85,6 +85,22 @@ class ForwardPlan:
     def positions_T(self) -> Tensor:
         return torch.tensor(self.positions)
 
+    def part(self, spans: Sequence[range]) -> ForwardPlan:
+        """The forward of some tokens alone, a row for each span that is not empty.
+
+        Those that they see were computed before, or are among them.
+        """
+        wanted, part = {*self.heads}, ForwardPlan()
+        for span in filter(None, spans):
+            first, here = len(part), slice(span.start, span.stop)
+            for name in ("token_ids", "positions", "slots", "entries", "prefixes", "extras"):
+                getattr(part, name).extend(getattr(self, name)[here])
+            heads = [first + token - span.start for token in span if token in wanted]
+            part.row_heads.append(range(len(part.heads), len(part.heads) + len(heads)))
+            part.heads.extend(heads)
+            part.rows.append(range(first, len(part)))
+        return part
+
     def mask(self, row: range, window: int | None = None) -> Tensor | None:
         """Which entries before the row's `end` each of its tokens sees; None: all of them.
 
@@ -130,27 +146,6 @@ def plan_forward(rows: Sequence[ScoreRow], starts: Sequence[int]) -> ForwardPlan
     for row, start in zip(rows, starts, strict=True):
         _add_row(plan, row, start)
     return plan
-
-
-def tail(plan: ForwardPlan, known: Sequence[int]) -> ForwardPlan:
-    """The same forward without the first ``known`` tokens of each row.
-
-    The entries of these must be in the cache already. Wants no logits; a row of which nothing is
-    left is not in it.
-    """
-    rest = ForwardPlan()
-    for row, count in zip(plan.rows, known, strict=True):
-        left, first = slice(row.start + count, row.stop), len(rest)
-        rest.token_ids.extend(plan.token_ids[left])
-        rest.positions.extend(plan.positions[left])
-        rest.slots.extend(plan.slots[left])
-        rest.entries.extend(plan.entries[left])
-        rest.prefixes.extend(plan.prefixes[left])
-        rest.extras.extend(plan.extras[left])
-        if count < len(row):
-            rest.rows.append(range(first, len(rest)))
-            rest.row_heads.append(range(0))
-    return rest
 
 
 def plan_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -146,370 +146,172 @@ class Blocks:
         return all(bool(torch.isfinite(tensor).all()) for tensor in floats)
 
 
-@dataclass(frozen=True)
-class PackedMatrix:
-    """A matrix [R, K] in groups of rows (``kernels/groups.h``).
+Numbers = Sequence[tuple[str, int, torch.dtype]]
+"""Fields of `Blocks`, how many numbers of each there are for a row, and what these are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A layout of weights in few bits, in groups of 16 rows (``kernels/groups.h``).
+
+    Each chunk holds its 16 rows' scales and minima, and then its weights. Numbers of scales are as
+    [blocks, 16 rows] each. Where they are whole numbers, the steps of scales and minima lie before
+    each run of four chunks.
 
     Attributes:
-        packed_GCN: uint8 [G, C, bytes], laid out as the subclass says.
-        part_rows: rows of the matrices that lie one below the other in it. Each begins with a group
-            of its own, filled up with zeros.
-        num_inputs: K; the last chunk is filled up with zeros.
+        bits: of a weight as it is stored.
+        code: its ``ForedraftFormat``.
+        head: the numbers that a chunk begins with.
+        steps: the numbers that a run of chunks begins with.
+        is_signed: weights are stored half of their range higher: 128, or 8 of 4 bits.
+        codes: sixteen numbers, of which weights are stored as the places.
+        formats: of GGUF files and of quantised safetensors, whose numbers it holds.
+        rounded: rounds some rows [R, K] to nearest; None: matrices come in this form only.
     """
 
-    bits: ClassVar[int]
-    bytes_per_weight: ClassVar[float]
-    """Its share of scale and minimum included."""
-    format: ClassVar[int] = 0
-    """A ``ForedraftFormat``, of quantised ones."""
-    run_inputs: ClassVar[int] = CHUNK_INPUTS
-
-    packed_GCN: Tensor
-    part_rows: tuple[int, ...]
-    num_inputs: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(self.part_rows), self.num_inputs
+    name: str
+    bits: int
+    code: int
+    head: Numbers
+    steps: Numbers = ()
+    is_signed: bool = False
+    codes: Sequence[int] = ()
+    formats: tuple[str, ...] = ()
+    rounded: Callable[[Tensor], Blocks] | None = None
 
     @property
-    def parts(self) -> tuple[Self, ...]:
-        """The matrices that lie one below the other in it; views, nothing is copied."""
-        pieces = torch.split(self.packed_GCN, [_num_groups(rows) for rows in self.part_rows])
-        return tuple(
-            type(self)(piece, (rows,), self.num_inputs)
-            for piece, rows in zip(pieces, self.part_rows, strict=True)
-        )
+    def takes_eight(self) -> bool:
+        """Whether it is multiplied with activations of 8 bits too, if these are asked for."""
+        return not self.codes and (self.bits <= 4 or bool(self.steps))
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The weights [R, K] as numbers, rounded to ``dtype``."""
-        parts = [self._unpack(part.packed_GCN)[: part.shape[0]] for part in self.parts]
-        return torch.cat(parts)[:, : self.num_inputs].to(dtype)
+    @property
+    def has_fine_minima(self) -> bool:
+        """Whether each 16 inputs have a minimum of their own."""
+        return ("minima_RB", 4, torch.int8) in self.head
 
-    def rows(self, indices_R: Tensor, dtype: torch.dtype) -> Tensor:
-        """Some rows [R, K] of a matrix of one part, likewise."""
-        indices_R = indices_R.to(self.packed_GCN.device)
-        groups_RGK = self._unpack(self.packed_GCN[indices_R // GROUP_ROWS]).view(
-            len(indices_R), GROUP_ROWS, -1
-        )
-        rows_RK = groups_RGK[torch.arange(len(indices_R)), indices_R % GROUP_ROWS]
-        return rows_RK[:, : self.num_inputs].to(dtype)
+    @property
+    def run_inputs(self) -> int:
+        """Inputs of a run of chunks."""
+        return STEP_INPUTS if self.steps else CHUNK_INPUTS
 
-    @classmethod
-    def of_weight(cls, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None) -> Self:
-        """Bring a matrix into this form; what is lost is said by the subclass.
+    @property
+    def bytes_per_weight(self) -> float:
+        """Its share of scale and minimum included."""
+        chunk_bytes = _size(self.head) + GROUP_ROWS * CHUNK_INPUTS * self.bits // 8
+        run_bytes = _size(self.steps) + self.run_inputs // CHUNK_INPUTS * chunk_bytes
+        return run_bytes / (GROUP_ROWS * self.run_inputs)
+
+    def of_weight(
+        self, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None
+    ) -> PackedMatrix:
+        """Bring a matrix into this form, rounded.
 
         Args:
             weight_RK: float weights, finite.
             num_parts: equally high matrices that lie one below the other in it.
             shelf: where to put it.
         """
-        raise NotImplementedError
+        assert self.rounded is not None
+        rounded = self.rounded
+        return self.of_rows(
+            lambda rows: rounded(weight_RK[rows].float()), weight_RK.shape, num_parts, shelf
+        )
 
-    @classmethod
+    def of_blocks(
+        self, blocks: Blocks, num_inputs: int, num_parts: int = 1, shelf: Shelf | None = None
+    ) -> PackedMatrix:
+        """Pack integers and scales that are there already."""
+        shape = (len(blocks.integers_RBK), num_inputs)
+        return self.of_rows(blocks.rows, shape, num_parts, shelf)
+
+    def of_rows(
+        self,
+        rows_of: Callable[[slice], Blocks],
+        shape: Sequence[int],
+        num_parts: int = 1,
+        shelf: Shelf | None = None,
+    ) -> PackedMatrix:
+        """Pack integers and scales, of some rows of ``shape`` [R, K] at a time."""
+        return self._of_pieces(
+            shape, num_parts, shelf, lambda rows, place: self._put(rows_of(rows), place)
+        )
+
     def _of_pieces(
-        cls,
+        self,
         shape: Sequence[int],
         num_parts: int,
         shelf: Shelf | None,
         put: Callable[[slice, Tensor], None],
-    ) -> Self:
+    ) -> PackedMatrix:
         """Of some rows at a time, which ``put`` writes to their whole groups."""
         num_rows, num_inputs = shape[0] // num_parts, shape[1]
-        groups, runs = _num_groups(num_rows), -(-num_inputs // cls.run_inputs)
-        run_bytes = int(GROUP_ROWS * cls.run_inputs * cls.bytes_per_weight)
+        groups, runs = _num_groups(num_rows), -(-num_inputs // self.run_inputs)
+        run_bytes = int(GROUP_ROWS * self.run_inputs * self.bytes_per_weight)
         packed_GCN = (shelf or Shelf()).empty((num_parts * groups, runs, run_bytes))
         for part in range(num_parts):
             for first, rows in _pieces(num_rows):
                 start, row = part * groups + first // GROUP_ROWS, part * num_rows + first
                 place = packed_GCN[start : start + _num_groups(rows)]
                 put(slice(row, row + rows), place)
-        return cls(packed_GCN, (num_rows,) * num_parts, num_inputs)
+        return PackedMatrix(self, packed_GCN, (num_rows,) * num_parts, num_inputs)
 
-    @staticmethod
-    def _unpack(packed_GCN: Tensor) -> Tensor:
-        """All rows and inputs of a part, those filled up included; float32 [R, K]."""
-        raise NotImplementedError
-
-
-Numbers = Sequence[tuple[str, int, torch.dtype]]
-"""Fields of `Blocks`, how many numbers of each there are for a row, and what these are."""
-
-
-class QuantisedMatrix(PackedMatrix):
-    """Integers with scales. Each chunk holds its 16 rows' scales and minima, and then its weights.
-
-    Numbers of scales are as [blocks, 16 rows] each. Where they are whole numbers, the steps of
-    scales and minima lie before each run of four chunks.
-    """
-
-    steps: ClassVar[Numbers] = ()
-    """What a run of chunks begins with."""
-    head: ClassVar[Numbers]
-    """What a chunk begins with."""
-    is_signed: ClassVar[bool] = False
-    """Weights are stored half of their range higher: 128, or 8 of 4 bits."""
-    codes: ClassVar[Sequence[int]] = ()
-    """Sixteen numbers, of which weights are stored as the places."""
-
-    takes_eight: ClassVar[bool]
-    """Whether it is multiplied with activations of 8 bits too, if these are asked for."""
-
-    has_fine_minima: ClassVar[bool]
-    """Whether each 16 inputs have a minimum of their own."""
-
-    def __init_subclass__(cls) -> None:
-        cls.has_fine_minima = ("minima_RB", 4, torch.int8) in cls.head
-        cls.takes_eight = not cls.codes and (cls.bits <= 4 or bool(cls.steps))
-        cls.run_inputs = STEP_INPUTS if cls.steps else CHUNK_INPUTS
-        chunk_bytes = cls._size(cls.head) + GROUP_ROWS * CHUNK_INPUTS * cls.bits // 8
-        run_bytes = cls._size(cls.steps) + cls.run_inputs // CHUNK_INPUTS * chunk_bytes
-        cls.bytes_per_weight = run_bytes / (GROUP_ROWS * cls.run_inputs)
-
-    @staticmethod
-    def _size(fields: Numbers) -> int:
-        """Bytes, in whole cache lines."""
-        size = sum(GROUP_ROWS * count * dtype.itemsize for _, count, dtype in fields)
-        return -(-size // _LINE) * _LINE
-
-    @classmethod
-    def _places(cls, packed_GCN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _places(self, packed_GCN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of the steps [G, C, 1, bytes], heads and integers [G, C, chunks, bytes]."""
-        begin, head = cls._size(cls.steps), cls._size(cls.head)
-        chunks = _split(packed_GCN[..., begin:], 2, cls.run_inputs // CHUNK_INPUTS, -1)
+        begin, head = _size(self.steps), _size(self.head)
+        chunks = _split(packed_GCN[..., begin:], 2, self.run_inputs // CHUNK_INPUTS, -1)
         return packed_GCN[:, :, None, :begin], chunks[..., :head], chunks[..., head:]
 
-    @classmethod
-    def of_weight(cls, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None) -> Self:
-        """Round a matrix."""
-        return cls._of_pieces(
-            weight_RK.shape,
-            num_parts,
-            shelf,
-            lambda rows, place: cls._put(cls._blocks(weight_RK[rows].float()), place),
-        )
-
-    @classmethod
-    def of_blocks(
-        cls, blocks: Blocks, num_inputs: int, num_parts: int = 1, shelf: Shelf | None = None
-    ) -> Self:
-        """Pack integers and scales that are there already."""
-        shape = (len(blocks.integers_RBK), num_inputs)
-        return cls.of_rows(blocks.rows, shape, num_parts, shelf)
-
-    @classmethod
-    def of_rows(
-        cls,
-        rows_of: Callable[[slice], Blocks],
-        shape: Sequence[int],
-        num_parts: int = 1,
-        shelf: Shelf | None = None,
-    ) -> Self:
-        """Pack integers and scales, of some rows of ``shape`` [R, K] at a time."""
-        return cls._of_pieces(
-            shape, num_parts, shelf, lambda rows, place: cls._put(rows_of(rows), place)
-        )
-
-    @staticmethod
-    def _blocks(weight_RK: Tensor) -> Blocks:
-        """Round some rows."""
-        raise NotImplementedError
-
-    def in_pieces(self, device: torch.device) -> Iterator[tuple[int, Blocks]]:
-        """Some rows at a time, on a device: which is the first, and what they hold.
-
-        Inputs are filled up to the whole runs of the layout.
-        """
-        start = 0
-        for part in self.parts:
-            for first, rows in _pieces(part.shape[0]):
-                group = first // GROUP_ROWS
-                piece = part.packed_GCN[group : group + _num_groups(rows)].to(device)
-                yield start + first, self._blocks_of(piece).rows(slice(0, rows))
-            start += part.shape[0]
-
-    @classmethod
-    def _put(cls, blocks: Blocks, packed_GCN: Tensor) -> None:
+    def _put(self, blocks: Blocks, packed_GCN: Tensor) -> None:
         """Lay out whole groups."""
         groups, runs, _ = packed_GCN.shape
-        blocks = blocks.filled_up(groups * GROUP_ROWS, runs * cls.run_inputs)
-        steps, heads, integers = cls._places(packed_GCN)
-        _put_numbers(steps, cls.steps, blocks)
-        _put_numbers(heads, cls.head, blocks)
+        blocks = blocks.filled_up(groups * GROUP_ROWS, runs * self.run_inputs)
+        steps, heads, integers = self._places(packed_GCN)
+        _put_numbers(steps, self.steps, blocks)
+        _put_numbers(heads, self.head, blocks)
         numbers = blocks.integers_RBK.contiguous().view(torch.uint8)
-        if cls.codes:
+        if self.codes:
             places = torch.zeros(256, dtype=torch.uint8)
-            places[torch.tensor(cls.codes) & 255] = torch.arange(16, dtype=torch.uint8)
+            places[torch.tensor(self.codes) & 255] = torch.arange(16, dtype=torch.uint8)
             numbers = places[numbers.long()]
-        if cls.is_signed:
-            numbers = numbers + (1 << cls.bits - 1)  # as whole numbers without a sign
+        if self.is_signed:
+            numbers = numbers + (1 << self.bits - 1)  # as whole numbers without a sign
         num_chunks = runs * heads.shape[2]
         quads = numbers.reshape(groups, GROUP_ROWS, num_chunks, -1).view(torch.int32)
-        words = _in_fewer_bits(quads.permute(0, 2, 3, 1), cls.bits).flatten(2)
+        words = _in_fewer_bits(quads.permute(0, 2, 3, 1), self.bits).flatten(2)
         integers.view(torch.int32).copy_(_split(words, 1, runs, -1))
 
-    @classmethod
-    def _unpack(cls, packed_GCN: Tensor) -> Tensor:
-        return cls._blocks_of(packed_GCN).dequantised()
-
-    @classmethod
-    def _blocks_of(cls, packed_GCN: Tensor) -> Blocks:
-        """What `_put` was given, filled up."""
-        steps, heads, integers = cls._places(packed_GCN)
-        found = _numbers(steps, cls.steps) | _numbers(heads, cls.head)
+    def blocks_of(self, packed_GCN: Tensor) -> Blocks:
+        """Integers and scales of whole groups, with the rows and inputs that were filled up."""
+        steps, heads, integers = self._places(packed_GCN)
+        found = _numbers(steps, self.steps) | _numbers(heads, self.head)
         words = _split(integers.flatten(1, 2), 2, -1, GROUP_ROWS * _QUAD)
-        quads = _split(_in_bytes(words, cls.bits), 3, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
+        quads = _split(_in_bytes(words, self.bits), 3, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
         numbers = quads.reshape(*found["scales_RB"].shape, -1)
-        if cls.is_signed:
-            numbers = (numbers.to(torch.int16) - (1 << cls.bits - 1)).to(torch.int8)
-        if cls.codes:
-            numbers = torch.tensor(cls.codes, dtype=torch.int8, device=numbers.device)[
-                numbers.long()
-            ]
+        if self.is_signed:
+            numbers = (numbers.to(torch.int16) - (1 << self.bits - 1)).to(torch.int8)
+        if self.codes:
+            codes = torch.tensor(self.codes, dtype=torch.int8, device=numbers.device)
+            numbers = codes[numbers.long()]
         return Blocks(numbers, **found)
 
+    def unpack(self, packed_GCN: Tensor) -> Tensor:
+        """The weights of whole groups, float32 [R, K]."""
+        return self.blocks_of(packed_GCN).dequantised()
 
-class Int8Matrix(QuantisedMatrix):
-    """8 bits with a sign, a scale for 32 inputs."""
-
-    bits, format, is_signed = 8, 0, True
-    head = (("scales_RB", 2, torch.float16),)
-
-    @staticmethod
-    def _blocks(weight_RK: Tensor) -> Blocks:
-        blocks_RBK = _in_blocks(weight_RK)
-        largest_RB = torch.maximum(blocks_RBK.amax(-1), -blocks_RBK.amin(-1))
-        scales_RB = (largest_RB / 127).to(torch.float16)
-        # Where a scale was rounded down, the largest weight comes out a little above 127.
-        rounded_RBK = (blocks_RBK / _steps(scales_RB)).round_().clamp_(-127, 127)
-        return Blocks(rounded_RBK.to(torch.int8), scales_RB)
+    def rows(self, packed_GCN: Tensor, indices_R: Tensor) -> Tensor:
+        """Some rows of whole groups, float [R, K]."""
+        groups_RGK = self.unpack(packed_GCN[indices_R // GROUP_ROWS]).view(
+            len(indices_R), GROUP_ROWS, -1
+        )
+        return groups_RGK[torch.arange(len(indices_R)), indices_R % GROUP_ROWS]
 
 
-class Int4Matrix(QuantisedMatrix):
-    """4 bits, a scale and a minimum for 32 inputs."""
-
-    bits, format = 4, 1
-    head = (("scales_RB", 2, torch.float16), ("minima_RB", 2, torch.float16))
-
-    @staticmethod
-    def _blocks(weight_RK: Tensor) -> Blocks:
-        blocks_RBK = _in_blocks(weight_RK)
-        minima_RB = blocks_RBK.amin(-1).to(torch.float16)
-        above_RBK = blocks_RBK - minima_RB.float()[..., None]
-        scales_RB = (above_RBK.amax(-1) / 15).to(torch.float16)
-        rounded_RBK = (above_RBK / _steps(scales_RB)).round_().clamp_(0, 15)
-        return Blocks(rounded_RBK.to(torch.int8), scales_RB, minima_RB)
-
-
-class Int5Matrix(QuantisedMatrix):
-    """5 bits, a scale and a minimum for 32 inputs."""
-
-    bits, format = 5, 2
-    head = (("scales_RB", 2, torch.float16), ("minima_RB", 2, torch.float16))
-
-
-_STEPS = (("steps_RS", 1, torch.float16), ("minimum_steps_RS", 1, torch.float16))
-_FACTORS = (("scales_RB", 2, torch.int8), ("minima_RB", 2, torch.int8))
-_FINE_FACTORS = (("scales_RB", 4, torch.int8), ("minima_RB", 4, torch.int8))
-
-
-class Nested4Matrix(QuantisedMatrix):
-    """4 bits; scales and minima for 32 inputs are whole numbers times steps for 256."""
-
-    bits, format = 4, 3
-    steps, head = _STEPS, _FACTORS
-
-
-class Nested5Matrix(QuantisedMatrix):
-    """5 bits; scales and minima likewise."""
-
-    bits, format = 5, 4
-    steps, head = _STEPS, _FACTORS
-
-
-class Nested6Matrix(QuantisedMatrix):
-    """6 bits with a sign; scales for 16 inputs are whole numbers times steps for 256."""
-
-    bits, format, is_signed = 6, 5, True
-    steps, head = _STEPS[:1], _FINE_FACTORS[:1]
-
-
-class Centred4Matrix(QuantisedMatrix):
-    """4 bits with a sign, a scale for 32 inputs."""
-
-    bits, format, is_signed = 4, 6, True
-    head = (("scales_RB", 2, torch.float16),)
-
-
-class Centred5Matrix(QuantisedMatrix):
-    """5 bits with a sign, a scale for 32 inputs."""
-
-    bits, format, is_signed = 5, 7, True
-    head = (("scales_RB", 2, torch.float16),)
-
-
-class Nested2Matrix(QuantisedMatrix):
-    """2 bits; scales and minima for 16 inputs are whole numbers times steps for 256."""
-
-    bits, format = 2, 8
-    steps, head = _STEPS, _FINE_FACTORS
-
-
-class Nested3Matrix(QuantisedMatrix):
-    """3 bits with a sign, in 4; scales for 16 inputs likewise."""
-
-    bits, format, is_signed = 4, 9, True
-    steps, head = _STEPS[:1], _FINE_FACTORS[:1]
-
-
-class Iq4Matrix(QuantisedMatrix):
-    """4 bits that stand for a list of numbers, a scale for 32 inputs."""
-
-    bits, format, codes = 4, 10, IQ4
-    head = (("scales_RB", 2, torch.float16),)
-
-
-class Fp4Matrix(QuantisedMatrix):
-    """Floats of 4 bits, a scale for 32 inputs."""
-
-    bits, format, codes = 4, 11, FP4
-    head = (("scales_RB", 2, torch.float16),)
-
-
-class NestedIq4Matrix(QuantisedMatrix):
-    """As `Iq4Matrix`; scales for 16 inputs are whole numbers times float32 steps for 256."""
-
-    bits, format = 4, 12
-    codes: ClassVar[Sequence[int]] = IQ4
-    steps, head = (("steps_RS", 1, torch.float32),), _FINE_FACTORS[:1]
-
-
-class NestedIq2Matrix(NestedIq4Matrix):
-    """Magnitudes of IQ2 formats with a sign, in 4 bits."""
-
-    format, codes = 13, (-43, -25, -8, 8, 25, 43, *(0,) * 10)
-
-
-class NestedIq3SMatrix(NestedIq4Matrix):
-    """Magnitudes of IQ3_S with a sign, in 4 bits."""
-
-    format, codes = 14, tuple(range(-15, 16, 2))
-
-
-class NestedIq3Matrix(NestedIq4Matrix):
-    """Magnitudes of IQ3_XXS with a sign, halved, in 4 bits."""
-
-    format, codes = 15, (-31, *range(-26, 27, 4), 31)
-
-
-class TiledMatrix(PackedMatrix):
+class _Tiles(Form):
     """bfloat16 as it is. Each chunk holds two tiles [16 pairs of inputs, 16 rows, 2 inputs]."""
 
-    bits = 16
-    bytes_per_weight = 2.0
-
-    @classmethod
-    def of_weight(cls, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None) -> Self:
+    def of_weight(
+        self, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None
+    ) -> PackedMatrix:
         """Lay out a matrix; bfloat16 weights lose nothing."""
 
         def put(rows: slice, place_GCN: Tensor) -> None:
@@ -522,33 +324,140 @@ class TiledMatrix(PackedMatrix):
             pairs = some_RK.view(torch.int32).view(groups, GROUP_ROWS, -1, _TILE_PAIRS)
             _tiles(place_GCN).copy_(pairs.permute(0, 2, 3, 1))
 
-        return cls._of_pieces(weight_RK.shape, num_parts, shelf, put)
+        return self._of_pieces(weight_RK.shape, num_parts, shelf, put)
 
-    def rows(self, indices_R: Tensor, dtype: torch.dtype) -> Tensor:
-        indices_R = indices_R.to(self.packed_GCN.device)
-        tiles = _tiles(self.packed_GCN)
-        pairs = tiles[indices_R // GROUP_ROWS, :, :, indices_R % GROUP_ROWS]
-        return pairs.flatten(1).view(torch.bfloat16)[:, : self.num_inputs].to(dtype)
-
-    @staticmethod
-    def _unpack(packed_GCN: Tensor) -> Tensor:
+    def unpack(self, packed_GCN: Tensor) -> Tensor:
         pairs = _tiles(packed_GCN).permute(0, 3, 1, 2).reshape(len(packed_GCN) * GROUP_ROWS, -1)
         return pairs.view(torch.bfloat16).float()
 
+    def rows(self, packed_GCN: Tensor, indices_R: Tensor) -> Tensor:
+        pairs = _tiles(packed_GCN)[indices_R // GROUP_ROWS, :, :, indices_R % GROUP_ROWS]
+        return pairs.flatten(1).view(torch.bfloat16)
 
-PACKED: Mapping[int, type[PackedMatrix]] = {16: TiledMatrix, 8: Int8Matrix, 4: Int4Matrix}
-"""What weights are brought into, by bits of a weight."""
 
-QUANTISED: Sequence[type[QuantisedMatrix]] = (
-    *(Int8Matrix, Int4Matrix, Int5Matrix, Nested4Matrix),
-    *(Nested5Matrix, Nested6Matrix, Centred4Matrix, Centred5Matrix),
-    *(Nested2Matrix, Nested3Matrix, Iq4Matrix, Fp4Matrix),
-    *(NestedIq4Matrix, NestedIq2Matrix, NestedIq3SMatrix, NestedIq3Matrix),
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix [R, K] in one of the forms.
+
+    Attributes:
+        packed_GCN: uint8 [G, C, bytes], laid out as ``form`` says.
+        part_rows: rows of the matrices that lie one below the other in it. Each begins with a group
+            of its own, filled up with zeros.
+        num_inputs: K; the last chunk is filled up with zeros.
+    """
+
+    form: Form
+    packed_GCN: Tensor
+    part_rows: tuple[int, ...]
+    num_inputs: int
+
+    @property
+    def bits(self) -> int:
+        return self.form.bits
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(self.part_rows), self.num_inputs
+
+    @property
+    def parts(self) -> tuple[PackedMatrix, ...]:
+        """The matrices that lie one below the other in it; views, nothing is copied."""
+        pieces = torch.split(self.packed_GCN, [_num_groups(rows) for rows in self.part_rows])
+        return tuple(
+            PackedMatrix(self.form, piece, (rows,), self.num_inputs)
+            for piece, rows in zip(pieces, self.part_rows, strict=True)
+        )
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weights [R, K] as numbers, rounded to ``dtype``."""
+        parts = [self.form.unpack(part.packed_GCN)[: part.shape[0]] for part in self.parts]
+        return torch.cat(parts)[:, : self.num_inputs].to(dtype)
+
+    def rows(self, indices_R: Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows [R, K] of a matrix of one part, likewise."""
+        rows_RK = self.form.rows(self.packed_GCN, indices_R.to(self.packed_GCN.device))
+        return rows_RK[:, : self.num_inputs].to(dtype)
+
+    def in_pieces(self, device: torch.device) -> Iterator[tuple[int, Blocks]]:
+        """Some rows at a time, on a device: which is the first, and what they hold.
+
+        Inputs are filled up to the whole runs of the layout.
+        """
+        start = 0
+        for part in self.parts:
+            for first, rows in _pieces(part.shape[0]):
+                group = first // GROUP_ROWS
+                piece = part.packed_GCN[group : group + _num_groups(rows)].to(device)
+                yield start + first, self.form.blocks_of(piece).rows(slice(0, rows))
+            start += part.shape[0]
+
+
+def _rounded_to_8(weight_RK: Tensor) -> Blocks:
+    blocks_RBK = _in_blocks(weight_RK)
+    largest_RB = torch.maximum(blocks_RBK.amax(-1), -blocks_RBK.amin(-1))
+    scales_RB = (largest_RB / 127).to(torch.float16)
+    # Where a scale was rounded down, the largest weight comes out a little above 127.
+    rounded_RBK = (blocks_RBK / _steps(scales_RB)).round_().clamp_(-127, 127)
+    return Blocks(rounded_RBK.to(torch.int8), scales_RB)
+
+
+def _rounded_to_4(weight_RK: Tensor) -> Blocks:
+    blocks_RBK = _in_blocks(weight_RK)
+    minima_RB = blocks_RBK.amin(-1).to(torch.float16)
+    above_RBK = blocks_RBK - minima_RB.float()[..., None]
+    scales_RB = (above_RBK.amax(-1) / 15).to(torch.float16)
+    rounded_RBK = (above_RBK / _steps(scales_RB)).round_().clamp_(0, 15)
+    return Blocks(rounded_RBK.to(torch.int8), scales_RB, minima_RB)
+
+
+_SCALES: Numbers = (("scales_RB", 2, torch.float16),)
+_MINIMA: Numbers = (*_SCALES, ("minima_RB", 2, torch.float16))
+_STEP: Numbers = (("steps_RS", 1, torch.float16),)
+_STEPS: Numbers = (*_STEP, ("minimum_steps_RS", 1, torch.float16))
+_WIDE_STEP: Numbers = (("steps_RS", 1, torch.float32),)
+_FACTORS: Numbers = (("scales_RB", 2, torch.int8), ("minima_RB", 2, torch.int8))
+_FINE_SCALES: Numbers = (("scales_RB", 4, torch.int8),)
+_FINE_FACTORS: Numbers = (*_FINE_SCALES, ("minima_RB", 4, torch.int8))
+_IQ2 = (-43, -25, -8, 8, 25, 43, *(0,) * 10)
+_IQ3_S = tuple(range(-15, 16, 2))
+_IQ3 = (-31, *range(-26, 27, 4), 31)
+"""Magnitudes with a sign; those of IQ3_XXS are halved."""
+
+TILES = _Tiles("tiles", 16, 0, ())
+INT8 = Form("int8", 8, 0, _SCALES, is_signed=True, formats=("int8", "Q8_0"), rounded=_rounded_to_8)
+INT4 = Form("int4", 4, 1, _MINIMA, formats=("MLX 4 bits", "Q4_1"), rounded=_rounded_to_4)
+CENTRED4 = Form("centred4", 4, 6, _SCALES, is_signed=True, formats=("int4", "Q4_0"))
+NESTED4 = Form("nested4", 4, 3, _FACTORS, _STEPS, formats=("Q4_K",))
+NESTED6 = Form("nested6", 6, 5, _FINE_SCALES, _STEP, True, formats=("Q6_K",))
+_IQ2_FORMATS = ("IQ2_S", "IQ2_XS", "IQ2_XXS")
+
+QUANTISED: Sequence[Form] = (
+    INT8,
+    INT4,
+    Form("int5", 5, 2, _MINIMA, formats=("Q5_1",)),
+    NESTED4,
+    Form("nested5", 5, 4, _FACTORS, _STEPS, formats=("Q5_K",)),
+    NESTED6,
+    CENTRED4,
+    Form("centred5", 5, 7, _SCALES, is_signed=True, formats=("uint4", "Q5_0")),
+    Form("nested2", 2, 8, _FINE_FACTORS, _STEPS, formats=("Q2_K", "TQ1_0", "TQ2_0")),
+    Form("nested3", 4, 9, _FINE_SCALES, _STEP, True, formats=("Q3_K",)),
+    Form("iq4", 4, 10, _SCALES, codes=IQ4, formats=("IQ4_NL",)),
+    Form("fp4", 4, 11, _SCALES, codes=FP4, formats=("MXFP4",)),
+    Form("nested-iq4", 4, 12, _FINE_SCALES, _WIDE_STEP, codes=IQ4, formats=("IQ4_XS",)),
+    Form("nested-iq2", 4, 13, _FINE_SCALES, _WIDE_STEP, codes=_IQ2, formats=_IQ2_FORMATS),
+    Form("nested-iq3s", 4, 14, _FINE_SCALES, _WIDE_STEP, codes=_IQ3_S, formats=("IQ3_S",)),
+    Form("nested-iq3", 4, 15, _FINE_SCALES, _WIDE_STEP, codes=_IQ3, formats=("IQ3_XXS",)),
 )
 """By ``ForedraftFormat``."""
 
-_FORMS: Sequence[type[PackedMatrix]] = (TiledMatrix, *QUANTISED)
-_BY_NAME = {form.__name__: form for form in _FORMS}
+PACKED: Mapping[int, Form] = {16: TILES, 8: INT8, 4: INT4}
+"""The forms that weights are brought into, by bits of a weight."""
+
+FORMS: Mapping[str, Form] = {name: form for form in QUANTISED for name in form.formats}
+"""The form of each format of GGUF files and of quantised safetensors."""
+
+_BY_NAME = {form.name: form for form in (TILES, *QUANTISED)}
 
 Matrix = Tensor | PackedMatrix
 """Weights [R, K] of a product, as stored."""
@@ -593,7 +502,7 @@ def to_tensors(name: str, matrix: Stack) -> dict[str, Tensor]:
         parts = (to_tensors(f"{name}/{i}", part) for i, part in enumerate(matrix.parts))
         return {key: tensor for part in parts for key, tensor in part.items()}
     rows, *others = matrix.part_rows
-    layout = type(matrix).__name__, rows, 1 + len(others), matrix.num_inputs
+    layout = matrix.form.name, rows, 1 + len(others), matrix.num_inputs
     return {":".join(map(str, (name, *layout))): matrix.packed_GCN}
 
 
@@ -605,7 +514,7 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Stack]:
         matrix: Matrix = tensor
         if layout:
             rows, num_parts, num_inputs = map(int, layout[1:])
-            matrix = _BY_NAME[layout[0]](tensor, (rows,) * num_parts, num_inputs)
+            matrix = PackedMatrix(_BY_NAME[layout[0]], tensor, (rows,) * num_parts, num_inputs)
         found.setdefault(name.partition("/")[0], []).append(matrix)
     return {
         name: parts[0] if len(parts) == 1 else StackedMatrix(tuple(map(_packed, parts)))
@@ -621,6 +530,12 @@ def _packed(matrix: Matrix) -> PackedMatrix:
 def tensor_of(matrix: Matrix) -> Tensor:
     """The tensor that holds the weights."""
     return matrix.packed_GCN if isinstance(matrix, PackedMatrix) else matrix
+
+
+def _size(fields: Numbers) -> int:
+    """Bytes, in whole cache lines."""
+    size = sum(GROUP_ROWS * count * dtype.itemsize for _, count, dtype in fields)
+    return -(-size // _LINE) * _LINE
 
 
 def _pieces(num_rows: int) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ H value heads, D key size, V value size, M outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -40,7 +40,7 @@ class Recurrent:
 
     Attributes:
         window: K.
-        channels: C.
+        width: C of a short convolution.
         key_heads, value_heads, key_size, value_size: G, H, D, V; 0 of short convolutions.
         is_tiled: value heads h, h + G, h + 2 G ... share a key head, and not neighbours.
         has_bias: of the convolution.
@@ -49,7 +49,7 @@ class Recurrent:
 
     kind: RecurrentKind
     window: int
-    channels: int
+    width: int = 0
     key_heads: int = 0
     value_heads: int = 0
     key_size: int = 0
@@ -58,41 +58,11 @@ class Recurrent:
     has_bias: bool = False
     has_norm: bool = True
 
-    @classmethod
-    def delta_net(
-        cls,
-        window: int,
-        key_heads: int,
-        value_heads: int,
-        key_size: int,
-        value_size: int,
-        is_tiled: bool = False,
-    ) -> Recurrent:
-        channels = 2 * key_heads * key_size + value_heads * value_size
-        return cls(
-            "delta_net",
-            window,
-            channels,
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_size=key_size,
-            value_size=value_size,
-            is_tiled=is_tiled,
-        )
-
-    @classmethod
-    def mamba2(
-        cls,
-        window: int,
-        groups: int,
-        heads: int,
-        state_size: int,
-        head_size: int,
-        has_bias: bool,
-        has_norm: bool,
-    ) -> Recurrent:
-        net = cls.delta_net(window, groups, heads, state_size, head_size)
-        return replace(net, kind="mamba2", has_bias=has_bias, has_norm=has_norm)
+    @property
+    def channels(self) -> int:
+        """C."""
+        keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
+        return self.width or 2 * keys + values
 
     @property
     def num_inputs(self) -> int:
@@ -112,22 +82,11 @@ class Recurrent:
         return 2 * self.value_heads
 
     @property
-    def gate_rows(self) -> int:
-        """Rows of the matrix that these are computed with: Mamba-2 has one number for both."""
-        return self.value_heads * (1 if self.kind == "mamba2" else 2)
-
-    @property
     def norm_size(self) -> int:
         """Of the norm of outputs: of each head, or of all."""
         if not self.has_norm:
             return 0
         return self.num_outputs if self.kind == "mamba2" else self.value_size
-
-    def num_vector_parameters(self, hidden_size: int) -> int:
-        """Weights of a layer outside of its projections."""
-        gates = self.gate_rows * hidden_size + self.num_gates
-        skips = self.value_heads if self.kind == "mamba2" else 0
-        return (self.window + self.has_bias) * self.channels + gates + self.norm_size + skips
 
     def states(self, num_layers: int) -> StateShape:
         """The numbers that so many layers keep."""

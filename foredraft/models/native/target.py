@@ -133,7 +133,7 @@ class NativeTarget:
             taps=range(self.config.num_hidden_layers),
             parts=self.parts,
             # States of some layers are not those of all, and the first ones share them.
-            layer_views=self if self.config.recurrent is None else None,
+            first_layers=self if self.config.recurrent is None else None,
             apart=self,
             cache_layers=self,
             low_bit=self if self.low_bits else None,
@@ -215,7 +215,7 @@ class NativeTarget:
     def apart(self, num_tokens: int) -> NativeTarget:
         dtype = self.cache.store.dtype
         memory = in_blocks(num_tokens) * self.config.kv_shape.bytes_per_token(dtype)
-        return NativeTarget(
+        return type(self)(
             *(self.config, self.weights, self.new_decoder, num_tokens, memory), cache_dtype=dtype
         )
 
@@ -228,33 +228,14 @@ class NativeTarget:
     def num_layers(self) -> int:
         return self.config.num_hidden_layers
 
-    def layer_view(self, layers: Sequence[int]) -> NativeTarget:
-        """A target of some of the layers, sharing the weights, with a cache of its own.
-
-        Raises:
-            ConfigError: a layer does not exist.
-        """
-        self._check_layers(layers)
-        return self._view(self.weights.select_layers(layers))
-
     def shallow(self, exit_layer: int) -> ShallowView:
         """The first ``exit_layer`` layers on this target's own cache.
 
         Raises:
             ConfigError: there are not that many layers.
         """
-        self._check_layers([exit_layer - 1])
+        if not 0 < exit_layer <= self.num_layers:
+            raise ConfigError(
+                f"layer {exit_layer - 1} does not exist; the model has {self.num_layers}"
+            )
         return ShallowView(self.decoder, self.cache, exit_layer)
-
-    def _check_layers(self, layers: Sequence[int]) -> None:
-        for layer in layers:
-            if not 0 <= layer < self.num_layers:
-                raise ConfigError(f"layer {layer} does not exist; the model has {self.num_layers}")
-
-    def _view(self, weights: DecoderWeights) -> NativeTarget:
-        kinds = tuple(layer.kind for layer in weights.layers) if self.config.kinds else ()
-        config = replace(self.config, num_hidden_layers=len(weights.layers), kinds=kinds)
-        return NativeTarget(
-            *(config, weights, self.new_decoder, self.max_context, self.cache.memory),
-            cache_dtype=self.cache.store.dtype,
-        )

@@ -18,11 +18,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foredraft.models.native.config import Experts
-from foredraft.models.native.triton_ops import linear
+from foredraft.models.native.triton_ops import Norm, launch, linear
 from foredraft.models.native.triton_packed import (
     CardMatrix,
     Chosen,
-    launch,
     num_groups,
     prepared,
     product,
@@ -173,8 +172,7 @@ def mixture(
     experts: Experts,
     lengths_N: Tensor,
     *,
-    eps: float,
-    norm_offset: float,
+    norm: Norm | None,
     activation: str,
     scale: float | None,
     floor: float,
@@ -184,8 +182,7 @@ def mixture(
     assert router_XE is not None
     assert isinstance(gate_up, Tensor | CardMatrix)
     assert isinstance(down, Tensor | CardMatrix)
-    norm_K = layer.mlp_norm_E
-    normed_NE, sums = prepared(hidden_NE, norm_K, eps, norm_offset, num_groups(gate_up))
+    normed_NE, sums = prepared(hidden_NE, norm, num_groups(gate_up))
     logits_NX = linear(normed_NE, router_XE)
     chosen, chances_NS = route(logits_NX, lengths_N, experts, floor)
     num_entries, num_inner = chances_NS.numel(), down.shape[1]
@@ -199,7 +196,7 @@ def mixture(
     )
     sums = inner_sums
     if sums is None:
-        _, sums = prepared(inner, None, eps, norm_offset, num_groups(down))
+        _, sums = prepared(inner, None, num_groups(down))
     parts = product(inner, down, sums=sums, chosen=chosen._replace(from_slots=True))
     out_NE, size = torch.empty_like(hidden_NE), hidden_NE.shape[1]
     part = min(triton.next_power_of_2(size), 512)

@@ -51,6 +51,26 @@ _LARGE = AttentionSizes(keys=128, stretch=128)
 """Of heads with more than 64 numbers: partial sums cost more there than waiting for keys."""
 
 
+class Norm(NamedTuple):
+    """An RMS norm: weights [K], to which ``offset`` is added."""
+
+    weight_K: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+@triton.jit
+def activated(total, ups, ACTIVATION: tl.constexpr):
+    """What `ACTIVATIONS` name, of gates, times ups; else the same."""
+    if ACTIVATION == 1:
+        total = total / (1.0 + tl.exp(-total)) * ups
+    if ACTIVATION == 2:
+        inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
+        total = 0.5 * total * (1.0 + tanh) * ups
+    return total
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
     x,
@@ -116,12 +136,7 @@ def _linear_kernel(
         factors = 1.0 / tl.sqrt(squares / num_inputs + eps)
         sums = sums * factors[:, None]
         ups = ups * factors[:, None]
-    if ACTIVATION == 1:
-        sums = sums / (1.0 + tl.exp(-sums)) * ups
-    if ACTIVATION == 2:
-        inner = 0.7978845608028654 * (sums + 0.044715 * sums * sums * sums)
-        tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
-        sums = 0.5 * sums * (1.0 + tanh) * ups
+    sums = activated(sums, ups, ACTIVATION)
     if HAS_BIAS:
         sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     mask = is_token[:, None] & is_output[None, :]
@@ -364,7 +379,7 @@ def _join_kernel(
         tl.store(out_sums + at + 8, (of_groups - upper.to(tl.float32)).to(out.dtype.element_ty))
 
 
-def _early(x: Tensor) -> dict[str, bool]:
+def launch(x: Tensor) -> dict[str, bool]:
     """On a GPU a kernel is launched while the one before it ends, and waits for it by itself."""
     return {"EARLY": True, "launch_pdl": True} if x.is_cuda else {"EARLY": False}
 
@@ -387,7 +402,7 @@ def _tiles(num_outputs: int, num_inputs: int, gated: bool, is_wide: bool) -> dic
     return {"TILE_M": 16, "TILE_K": 256, "num_warps": 4, "num_stages": 4}
 
 
-_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 
 def linear(
@@ -395,9 +410,7 @@ def linear(
     weight_MK: Tensor,
     bias_M: Tensor | None = None,
     *,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    norm_offset: float = 0.0,
+    norm: Norm | None = None,
     residual_NM: Tensor | None = None,
     scale: float = 1.0,
     activation: str | None = None,
@@ -408,7 +421,7 @@ def linear(
     """Products [N, M] of tokens and weights, float32 inside.
 
     Args:
-        norm_K: of an RMS norm of x, with ``norm_offset`` added.
+        norm: of the inputs.
         residual_NM: ``scale`` times the products are added to it.
         activation: "silu" or "gelu_tanh" of the first half of the outputs, times the second.
         dtype: of the result; None: that of ``x_NK``.
@@ -425,18 +438,19 @@ def linear(
     tile = TILE if num_tokens <= TILE else 2 * TILE
     grid = (triton.cdiv(num_tokens, tile), triton.cdiv(num_outputs, tiles["TILE_M"]))
     nothing = weight_MK
+    norm_K, eps, offset = norm or Norm(nothing, 0.0)
     _linear_kernel[grid](
-        *(x_NK, weight_MK, nothing if bias_M is None else bias_M),
-        *(nothing if norm_K is None else norm_K, nothing if residual_NM is None else residual_NM),
-        *(out_NM, num_tokens, num_outputs, num_inputs, eps, norm_offset, scale),
-        HAS_NORM=norm_K is not None,
+        *(x_NK, weight_MK, nothing if bias_M is None else bias_M, norm_K),
+        *(nothing if residual_NM is None else residual_NM, out_NM),
+        *(num_tokens, num_outputs, num_inputs, eps, offset, scale),
+        HAS_NORM=norm is not None,
         HAS_BIAS=bias_M is not None,
         HAS_RESIDUAL=residual_NM is not None,
-        ACTIVATION=_ACTIVATIONS[activation] if activation else 0,
+        ACTIVATION=ACTIVATIONS[activation],
         EVEN=num_inputs % tiles["TILE_K"] == 0,
         TILE_N=tile,
         PRECISION="ieee",
-        **_early(x_NK),
+        **launch(x_NK),
         **tiles,
     )
     return out_NM
@@ -452,9 +466,7 @@ def rotate_and_store(
     offsets_N: Tensor,
     *,
     rotation: tuple[Tensor, Tensor] | None = None,
-    norms: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    norm_offset: float = 0.0,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Queries [N, H, D], normed and rotated; keys, likewise, and values go to the cache.
 
@@ -462,16 +474,16 @@ def rotate_and_store(
         qkv_NX: queries, keys and values of all heads, [N, (H + 2 G) D].
         store: keys and values of all layers, [blocks, layers, G, B, D].
         rotation: cosines and signed sines [N, P] (see `model.rotate`).
-        norms: weights [D] of the norms of queries and keys.
+        norms: of queries and of keys, alike but for their weights [D].
     """
     keys, values = store
     num_tokens, num_kv, block = len(qkv_NX), keys.shape[2], keys.shape[3]
     query_NHD = qkv_NX.new_empty((num_tokens, num_query, head_dim))
     cosines, sines = rotation or (qkv_NX, qkv_NX)
-    query_norm, key_norm = norms or (qkv_NX, qkv_NX)
+    (query_norm, eps, offset), (key_norm, *_) = norms or (Norm(qkv_NX, 0.0),) * 2
     _rotate_kernel[(num_tokens, num_query + 2 * num_kv)](
         *(qkv_NX, cosines, sines, query_norm, key_norm, query_NHD, keys, values),
-        *(blocks_N, offsets_N, layer, eps, norm_offset, keys.stride(0), keys.stride(1)),
+        *(blocks_N, offsets_N, layer, eps, offset, keys.stride(0), keys.stride(1)),
         NUM_QUERY=num_query,
         NUM_KV=num_kv,
         HEAD=head_dim,
@@ -479,7 +491,7 @@ def rotate_and_store(
         BLOCK=block,
         ROTATED=rotation[0].shape[1] if rotation else 0,
         HAS_NORM=norms is not None,
-        **_early(qkv_NX),
+        **launch(qkv_NX),
         num_warps=1,
     )
     return query_NHD
@@ -542,7 +554,7 @@ def attend(
         KEYS=sizes.keys,
         STRETCH=sizes.stretch,
         PRECISION="ieee",
-        **_early(query_NHD),
+        **launch(query_NHD),
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )
@@ -556,7 +568,7 @@ def attend(
         STRETCH=sizes.stretch,
         JOINED=_JOINED,
         HAS_SUMS=out_sums is not None,
-        **_early(query_NHD),
+        **launch(query_NHD),
         num_warps=1,
     )
     return out_NHD

@@ -27,12 +27,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foredraft.models.native.quant import (
     Blocks,
+    Form,
     PackedMatrix,
-    QuantisedMatrix,
     Stack,
     StackedMatrix,
 )
-from foredraft.models.native.triton_ops import linear
+from foredraft.models.native.triton_ops import ACTIVATIONS, Norm, activated, launch, linear
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 TILE = 16
@@ -218,17 +218,6 @@ def _add_minima(total, sums, minima_at, first, num_rows, mask):
     return tl.dot(lower, sums, total, input_precision="ieee")
 
 
-@triton.jit
-def _finished(total, ups, ACTIVATION: tl.constexpr):
-    if ACTIVATION == 1:
-        total = total / (1.0 + tl.exp(-total)) * ups
-    if ACTIVATION == 2:
-        inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
-        tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
-        total = 0.5 * total * (1.0 + tanh) * ups
-    return total
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _product_kernel(
     x,
@@ -395,7 +384,7 @@ def _product_kernel(
                 ups += tl.load(at + (2 * one + 1) * size, cache_modifier=".cg")
         tl.store(counters + tile, 0, mask=is_last)
         stored = stored & is_last
-    total = _finished(total, ups, ACTIVATION)
+    total = activated(total, ups, ACTIVATION)
     if HAS_BIAS:
         total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
     place = entries.to(tl.int64)[None, :] * out_stride + outputs[:, None]
@@ -519,12 +508,6 @@ def _unpack_kernel(
         tl.store(place, numbers, mask=mask & (columns < num_inputs)[None, :])
 
 
-def launch(x: Tensor) -> dict[str, bool]:
-    """On a GPU a kernel is launched while the one before it ends, and waits for it by itself."""
-    return {"EARLY": True, "launch_pdl": True} if x.is_cuda else {"EARLY": False}
-
-
-_ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 _PART = 512
 _PIECE = 1 << 25
 """Weights that are numbers at once."""
@@ -545,21 +528,22 @@ class CardMatrix(PackedMatrix):
         scales: int32 [C, M], two float16 numbers of 32 inputs each; [2 C, M] of 16 inputs each.
             Products of scales and their steps are rounded to float16.
         minima: float16 [2 C, M] of 32 inputs each; None: there are none.
-        integer_bits: 4 or 8.
-        centre: what stands for 0 of 4 bits: 0 or 8.
         counters: of the tiles of split products; zeros.
     """
 
     scales: Tensor
     minima: Tensor | None
-    integer_bits: int
-    centre: int
-    stored_bits: int
     counters: Tensor
 
     @property
-    def bits(self) -> int:  # type: ignore[override]
-        return self.stored_bits
+    def integer_bits(self) -> int:
+        """4 or 8."""
+        return 4 if self.form.bits == 4 and not self.form.codes else 8
+
+    @property
+    def centre(self) -> int:
+        """What stands for 0 of 4 bits: 0 or 8."""
+        return 8 if self.integer_bits == 4 and self.form.is_signed else 0
 
     @property
     def group(self) -> int:
@@ -604,35 +588,31 @@ class CardMatrix(PackedMatrix):
         return out
 
     @classmethod
-    def of(cls, matrix: QuantisedMatrix, device: torch.device) -> CardMatrix:
+    def of(cls, matrix: PackedMatrix, device: torch.device) -> CardMatrix:
         """Bring a matrix into this form on the card, some rows at a time."""
         num_rows, num_inputs = matrix.shape
-        made = cls.empty(type(matrix), num_rows, num_inputs, device)
+        made = cls.empty(matrix.form, num_rows, num_inputs, device)
         for first, blocks in matrix.in_pieces(device):
             made._put(slice(first, first + len(blocks.integers_RBK)), blocks)
         return made
 
     @classmethod
-    def empty(
-        cls, form: type[QuantisedMatrix], num_rows: int, num_inputs: int, device: torch.device
-    ) -> CardMatrix:
+    def empty(cls, form: Form, num_rows: int, num_inputs: int, device: torch.device) -> CardMatrix:
         """One without numbers, for what comes in a form."""
         chunks = -(-num_inputs // (4 * CHUNK)) * 4
-        is_half = form.bits == 4 and not form.codes
         fields = {name: count for name, count, _ in form.head}
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        is_half = form.bits == 4 and not form.codes
         return cls(
+            form,
             zeros(torch.int16, chunks // 2 if is_half else chunks, num_rows, 32),
             (num_rows,),
             num_inputs,
             scales=zeros(torch.int32, chunks * fields["scales_RB"] // 2, num_rows),
             minima=zeros(torch.float16, 2 * chunks, num_rows) if "minima_RB" in fields else None,
-            integer_bits=4 if is_half else 8,
-            centre=8 if is_half and form.is_signed else 0,
-            stored_bits=form.bits,
             counters=zeros(torch.int32, -(-num_rows // _LEAST_TILE) * _MOST_TILES),
         )
 
@@ -675,24 +655,19 @@ _EXPERT_TILES = {"TILE_M": 32, "SPLITS": 1, "STAGES": 3, "num_warps": 2}
 """An expert's matrices are small: more programs share them."""
 
 
-def prepared(
-    x_NK: Tensor,
-    norm_K: Tensor | None,
-    eps: float,
-    norm_offset: float,
-    num_groups: int,
-) -> tuple[Tensor, Tensor | None]:
+def prepared(x_NK: Tensor, norm: Norm | None, num_groups: int) -> tuple[Tensor, Tensor | None]:
     """Normed inputs [N, K], and sums of their groups for minima; None: no groups are asked for."""
-    if norm_K is None and not num_groups:
+    if norm is None and not num_groups:
         return x_NK, None
     num_tokens, num_inputs = x_NK.shape
-    out_NK = x_NK if norm_K is None else torch.empty_like(x_NK)
+    out_NK = x_NK if norm is None else torch.empty_like(x_NK)
+    norm_K, eps, offset = norm or Norm(x_NK, 0.0)
     sums = x_NK.new_empty((num_tokens, 2 * num_groups)) if num_groups else None
     parts = triton.cdiv(max(num_inputs, 32 * num_groups), _PART)
     _prepare_kernel[(num_tokens, parts)](
-        *(x_NK, x_NK if norm_K is None else norm_K, out_NK, x_NK if sums is None else sums),
-        *(num_inputs, num_groups, eps, norm_offset),
-        HAS_NORM=norm_K is not None,
+        *(x_NK, norm_K, out_NK, x_NK if sums is None else sums),
+        *(num_inputs, num_groups, eps, offset),
+        HAS_NORM=norm is not None,
         HAS_SUMS=sums is not None,
         PADDED=triton.next_power_of_2(num_inputs),
         PART=_PART,
@@ -813,7 +788,7 @@ def product(
         HAS_BIAS=bias_M is not None,
         HAS_RESIDUAL=residual_NM is not None,
         HAS_OUT_SUMS=out_sums is not None,
-        ACTIVATION=_ACTIVATIONS[activation],
+        ACTIVATION=ACTIVATIONS[activation],
         SLOTS=slots,
         PADDED_SLOTS=triton.next_power_of_2(max(slots, 1)),
         FROM_SLOTS=bool(chosen and chosen.from_slots),
@@ -832,49 +807,33 @@ def multiply(
     weight: Stack,
     bias_M: Tensor | None = None,
     *,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    norm_offset: float = 0.0,
-    residual_NM: Tensor | None = None,
-    scale: float = 1.0,
-    activation: str | None = None,
-    dtype: torch.dtype | None = None,
-    out_NM: Tensor | None = None,
+    norm: Norm | None = None,
     out_sums: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """As `triton_ops.linear`, with weights in few bits, too; ``out_sums``: see `product`."""
+    """As `triton_ops.linear`, with weights in few bits, too.
+
+    Args:
+        norm: of the inputs, where their sums are not known.
+        out_sums: see `product`.
+        options: ``residual_NM``, ``scale``, ``activation``, ``dtype`` and ``out_NM``; of stacked
+            weights none.
+    """
     x_NK, sums = inputs if isinstance(inputs, Inputs) else (inputs, None)
     if isinstance(weight, Tensor):
-        return linear(
-            *(x_NK, weight, bias_M),
-            norm_K=norm_K,
-            eps=eps,
-            norm_offset=norm_offset,
-            residual_NM=residual_NM,
-            scale=scale,
-            activation=activation,
-            dtype=dtype,
-            out_NM=out_NM,
-        )
+        return linear(x_NK, weight, bias_M, norm=norm, **options)
     if sums is None:
-        x_NK, sums = prepared(x_NK, norm_K, eps, norm_offset, num_groups(weight))
-    if out_NM is None:
-        num_outputs = weight.shape[0] // (2 if activation else 1)
-        out_NM = x_NK.new_empty((len(x_NK), num_outputs), dtype=dtype or x_NK.dtype)
-    first, parts = 0, weight.parts if isinstance(weight, StackedMatrix) else (weight,)
-    for part in parts:
-        columns = slice(first, first + part.shape[0])
+        x_NK, sums = prepared(x_NK, norm, num_groups(weight))
+    if isinstance(weight, CardMatrix):
+        return product(x_NK, weight, bias_M, sums=sums, out_sums=out_sums, **options)
+    assert isinstance(weight, StackedMatrix)
+    assert not options
+    rows = [part.shape[0] for part in weight.parts]
+    out_NM = x_NK.new_empty((len(x_NK), sum(rows)))
+    biases = [None] * len(rows) if bias_M is None else torch.split(bias_M, rows)
+    for part, bias, out in zip(weight.parts, biases, torch.split(out_NM, rows, 1), strict=True):
         assert isinstance(part, CardMatrix)
-        product(
-            *(x_NK, part, None if bias_M is None else bias_M[columns]),
-            sums=sums,
-            residual_NM=residual_NM,
-            scale=scale,
-            activation=activation,
-            out_NM=out_NM if len(parts) == 1 else out_NM[:, columns],
-            out_sums=out_sums,
-        )
-        first += part.shape[0]
+        product(x_NK, part, bias, sums=sums, out_NM=out)
     return out_NM
 
 
@@ -906,14 +865,13 @@ def on_card(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
 
     def moved(_: str, matrix: Any, num_parts: int) -> Any:
         parts = matrix.parts if isinstance(matrix, StackedMatrix) else (matrix,)
-        if any(isinstance(part, QuantisedMatrix) and part.has_fine_minima for part in parts):
+        if any(isinstance(part, PackedMatrix) and part.form.has_fine_minima for part in parts):
             return matrix.dequantised(weights.dtype).to(device)
         if isinstance(matrix, StackedMatrix):
             if num_parts > 1:
                 return matrix.dequantised(weights.dtype).to(device)
             return StackedMatrix(tuple(moved("", part, 1) for part in matrix.parts))
-        is_packed = isinstance(matrix, QuantisedMatrix)
-        return CardMatrix.of(matrix, device) if is_packed else matrix
+        return CardMatrix.of(matrix, device) if isinstance(matrix, PackedMatrix) else matrix
 
     def in_dtype(layer: LayerWeights) -> LayerWeights:
         plain = {

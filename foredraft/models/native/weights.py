@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,29 +35,17 @@ from foredraft.models.files.tensors import FLOATS, StoredTensor
 from foredraft.models.native import quant
 from foredraft.models.native.config import USUAL_KIND, DecoderConfig, LayerKind
 from foredraft.models.native.quant import (
+    CENTRED4,
+    FORMS,
     GROUP_ROWS,
+    INT4,
     PACKED,
     SCALE_INPUTS,
+    TILES,
     Blocks,
-    Centred4Matrix,
-    Centred5Matrix,
-    Fp4Matrix,
-    Int4Matrix,
-    Int5Matrix,
-    Int8Matrix,
-    Iq4Matrix,
+    Form,
     Matrix,
-    Nested2Matrix,
-    Nested3Matrix,
-    Nested4Matrix,
-    Nested5Matrix,
-    Nested6Matrix,
-    NestedIq2Matrix,
-    NestedIq3Matrix,
-    NestedIq3SMatrix,
-    NestedIq4Matrix,
     PackedMatrix,
-    QuantisedMatrix,
     Shelf,
     Stack,
     StackedMatrix,
@@ -98,14 +86,14 @@ class LayerWeights:
 
     attention_norm_E: Tensor | None
     qkv_weight: Stack  # [Q + 2K, E]
-    qkv_bias: Tensor | None  # [Q + 2K]
-    query_norm_D: Tensor | None  # or [Q], of all heads together
-    key_norm_D: Tensor | None
     output_weight: Matrix  # [E, Q]
-    output_bias: Tensor | None  # [E]
     mlp_norm_E: Tensor | None
     gate_up_weight: Stack  # [2F, E], gate first; or [X 2F, E]
     down_weight: Matrix  # [E, F], or [X E, F]
+    qkv_bias: Tensor | None = None  # [Q + 2K]
+    query_norm_D: Tensor | None = None  # or [Q], of all heads together
+    key_norm_D: Tensor | None = None
+    output_bias: Tensor | None = None  # [E]
     attention_post_norm_E: Tensor | None = None
     mlp_post_norm_E: Tensor | None = None
     router_XE: Tensor | None = None
@@ -148,22 +136,24 @@ class LayerWeights:
         is_gated = self.gate_up_weight.shape[0] != self.down_weight.shape[1]
         return (1 + is_gated) * self.num_experts
 
-    def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
-        """The same layer with other matrices.
+    @property
+    def matrices(self) -> dict[str, tuple[Stack, int]]:
+        """By field: a matrix, and how many lie one below the other in it."""
+        parts = {
+            "qkv_weight": 1,
+            "output_weight": 1,
+            "gate_up_weight": self.num_gate_parts,
+            "down_weight": self.num_experts,
+            "beside_in": 1,
+            "beside_out": 1,
+        }
+        found = ((name, getattr(self, name), count) for name, count in parts.items())
+        return {name: (matrix, count) for name, matrix, count in found if matrix is not None}
 
-        Args:
-            new: from a field's name, its matrix, and how many matrices lie one below the other in
-                it, to the one that takes its place.
-        """
-        return replace(
-            self,
-            qkv_weight=new("qkv_weight", self.qkv_weight, 1),
-            output_weight=new("output_weight", self.output_weight, 1),
-            gate_up_weight=new("gate_up_weight", self.gate_up_weight, self.num_gate_parts),
-            down_weight=new("down_weight", self.down_weight, self.num_experts),
-            beside_in=None if self.beside_in is None else new("beside_in", self.beside_in, 1),
-            beside_out=None if self.beside_out is None else new("beside_out", self.beside_out, 1),
-        )
+    def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
+        """The same layer with other matrices, made of a field's name and what `matrices` has."""
+        own: dict[str, Any] = {name: new(name, *found) for name, found in self.matrices.items()}
+        return replace(self, **own)
 
 
 @dataclass(frozen=True)
@@ -243,10 +233,6 @@ class DecoderWeights:
             return matrix.bits
         return 8 * matrix.dtype.itemsize
 
-    def select_layers(self, layers: Sequence[int]) -> DecoderWeights:
-        """The same weights with only these layers: a view, nothing is copied."""
-        return replace(self, layers=tuple(self.layers[i] for i in layers))
-
 
 def load_weights(
     source: Path | Checkpoint,
@@ -318,6 +304,43 @@ def rounded(weights: DecoderWeights, bits: int) -> DecoderWeights:
     return replace(weights, layers=layers, head_VE=matrix("", weights.head_VE, 1, max(bits, 8)))
 
 
+class WeightCounts(NamedTuple):
+    """Weights of a model.
+
+    Attributes:
+        all: with a tied head counted once.
+        matrices: of the linear layers and the LM head, with all experts.
+        read: those that one token is multiplied with: of experts only the ones that it chooses.
+    """
+
+    all: int
+    matrices: int
+    read: int
+
+
+def count_weights(config: DecoderConfig) -> WeightCounts:
+    """How many weights a model of this config has."""
+    reader = Reader(None, torch.float32, "meta", bits=None)
+    outline = _assemble(reader, config)
+    matrices = read = prod(outline.head_VE.shape)
+    of_experts, chosen = ("gate_up_weight", "down_weight"), config.experts
+    for layer in outline.layers:
+        for name, (matrix, _) in layer.matrices.items():
+            size = prod(matrix.shape)
+            matrices += size
+            if chosen and layer.num_experts > 1 and name in of_experts:
+                size = size // layer.num_experts * chosen.per_token
+            read += size
+    return WeightCounts(sum(map(prod, reader.asked.values())), matrices, read)
+
+
+def asked_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
+    """The tensors that a model of this config is made of; of experts those of the first alone."""
+    reader = Reader(None, torch.float32, "meta", bits=None, tensors={})
+    _assemble(reader, config)
+    return reader.asked
+
+
 def weight_bytes(config: DecoderConfig, itemsize: int, bits: Bits) -> tuple[int, int]:
     """Bytes of weights in memory, and those of them that a forward of one token reads.
 
@@ -326,18 +349,17 @@ def weight_bytes(config: DecoderConfig, itemsize: int, bits: Bits) -> tuple[int,
         bits: see `load_weights`; of weights as stored see `stored_weight_bytes`.
     """
     assert bits != AS_STORED
-    head = config.vocab_size * config.hidden_size
-    all_matrices, read_matrices = config.num_matrix_parameters, config.num_read_parameters
-    others = config.num_parameters - all_matrices  # embeddings, norms, biases
+    counts, head = count_weights(config), config.vocab_size * config.hidden_size
     if bits is None:
-        return config.num_parameters * itemsize, read_matrices * itemsize
+        return counts.all * itemsize, counts.read * itemsize
     stored, read = (
         int(
             head * PACKED[max(bits, 8)].bytes_per_weight
             + (matrices - head) * PACKED[bits].bytes_per_weight
         )
-        for matrices in (all_matrices, read_matrices)
+        for matrices in (counts.matrices, counts.read)
     )
+    others = counts.all - counts.matrices  # embeddings, norms, biases
     if config.tie_word_embeddings:  # the head is a copy
         others += head
     return stored + others * itemsize, read
@@ -390,7 +412,7 @@ def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, f
     outline = Reader(checkpoint, torch.float32, "meta", bits=None)
     _assemble(outline, config)
     outline.raise_problems()
-    unused = checkpoint.tensors.keys() - outline.taken
+    unused = checkpoint.tensors.keys() - outline.asked.keys()
     if config.tie_word_embeddings and _HEAD in checkpoint.tensors:
         if not _is_tied(checkpoint):
             return fit(checkpoint, replace(config, tie_word_embeddings=False))
@@ -677,11 +699,7 @@ class _Layer:
             inputs = [self._of_mamba(slice(None, -sizes.value_heads))]
         return {
             "qkv_weight": self._reader.take_matrix(inputs, hidden),
-            "qkv_bias": None,
-            "query_norm_D": None,
-            "key_norm_D": None,
             "output_weight": self._single([out], sizes.num_outputs),
-            "output_bias": None,
             "mixer": self._mixer(sizes),
         }
 
@@ -798,7 +816,8 @@ def mamba_order(sizes: Recurrent) -> Tensor:
 class Reader:
     """Hands out tensors by name and collects everything that is wrong, to report it at once.
 
-    On the meta device it reads nothing, and finds what is missing or misshapen all the same.
+    On the meta device it reads nothing, and finds what is missing or misshapen all the same. There
+    it needs no checkpoint: then each tensor is taken to be there, or only some ``tensors`` are.
 
     Memory stays at one copy of the weights: each tensor is copied from the mapped file straight to
     its place, and the map is closed again (its pages would count a second time). For few
@@ -807,31 +826,35 @@ class Reader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | None,
         dtype: torch.dtype,
         device: torch.device | str,
         bits: Bits,
         progress: Progress | None = None,
+        tensors: Mapping[str, StoredTensor] | None = None,
     ) -> None:
-        self._checkpoint, self._device, self._bits = checkpoint, device, bits
+        self._device, self._bits = device, bits
+        self._directory = checkpoint.directory if checkpoint else Path()
+        self._tensors = checkpoint.tensors if checkpoint else tensors
         self._dtype = torch.float32 if bits == AS_STORED else dtype
         self._table_dtype = dtype
-        self._pace = Pace(progress or SilentProgress(), checkpoint.num_bytes)
+        self._pace = Pace(progress or SilentProgress(), checkpoint.num_bytes if checkpoint else 0)
         self._bytes_at_hand = 0
         self._shelf = Shelf()
         self._problems: list[str] = []
-        self.taken: set[str] = set()
+        self.asked: dict[str, tuple[int, ...]] = {}
+        """Shapes of the tensors that were asked for, by name."""
         self.changed: list[str] = []
         """Matrices whose rows are not as they are stored."""
 
     @property
     def num_stored(self) -> int:
         """Tensors of the checkpoint."""
-        return len(self._checkpoint.tensors)
+        return sys.maxsize if self._tensors is None else len(self._tensors)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
-        return name in self._checkpoint.tensors
+        return name in (self._tensors or ())
 
     def fits(self, name: str, *shape: int) -> bool:
         """Whether it has one of this shape."""
@@ -857,18 +880,18 @@ class Reader:
         return stacked
 
     def _are_there(self, parts: Sequence[_Part], *columns: int) -> bool:
-        problems = [self._problem(part.name, part.shape or (part.rows, *columns)) for part in parts]
+        shapes = {part.name: part.shape or (part.rows, *columns) for part in parts}
+        problems = [self._problem(name, shape) for name, shape in shapes.items()]
         self._problems += filter(None, problems)
         self._pace.add(self._bytes_at_hand)
-        names = {part.name for part in parts}
-        found = {name for name in names if name in self._checkpoint.tensors} - self.taken
-        self._bytes_at_hand = sum(self._checkpoint.tensors[name].num_bytes for name in found)
-        self.taken |= found
+        new = shapes.keys() & (self._tensors or {}).keys() - self.asked.keys()
+        self._bytes_at_hand = sum((self._tensors or {})[name].num_bytes for name in new)
+        self.asked |= shapes
         return not any(problems)
 
     def take_table(self, name: str, *shape: int) -> Matrix:
         """Embeddings or a head: one tensor of this shape, quantised where all are as stored."""
-        stored = self._checkpoint.tensors.get(name)
+        stored = (self._tensors or {}).get(name)
         if self._bits != AS_STORED or stored is None or not stored.is_quantised:
             return self.take(name, *shape, dtype=self._table_dtype)
         matrix = self.take_matrix([_Part(name, shape[0])], shape[1])
@@ -880,7 +903,7 @@ class Reader:
 
         Args:
             num_inputs: of each row.
-            num_parts: see `foredraft.models.native.quant.PackedMatrix.of_weight`.
+            num_parts: see `foredraft.models.native.quant.Form.of_weight`.
         """
         self.changed += [part.name for part in parts if not part.is_stored]
         if self._bits == AS_STORED:
@@ -898,39 +921,44 @@ class Reader:
     def _as_stored(self, parts: Sequence[_Part], num_inputs: int, num_parts: int) -> Stack:
         if not self._are_there(parts, num_inputs):
             return torch.empty(0, num_inputs)
-        tensors = [self._checkpoint.tensors[part.name] for part in parts]
+        assert self._tensors is not None
+        tensors = [self._tensors[part.name] for part in parts]
         return matrix_as_stored(tensors, num_parts, self._shelf)
 
     def _packed(self, weight: Tensor, parts: Sequence[_Part], num_parts: int, bits: Bits) -> Matrix:
         if bits is None or bits == AS_STORED or self._problems:
             return weight
+        assert self._tensors is not None
         kind, names = PACKED[bits], [part.name for part in parts]
         if not all(part.is_stored for part in parts):
             return kind.of_weight(weight, num_parts, self._shelf)
-        if self._bits == Int4Matrix.bits and issubclass(kind, QuantisedMatrix):
-            blocks = stacked_blocks(self._checkpoint.directory, names, weight)
-            if blocks and (blocks.minima_RB is not None) == (kind is Int4Matrix):
+        if self._bits == INT4.bits and kind is not TILES:
+            blocks = stacked_blocks(self._directory, names, weight)
+            if blocks and (blocks.minima_RB is not None) == (kind is INT4):
                 return kind.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
-        tensors = [self._checkpoint.tensors[name] for name in names]
-        if issubclass(kind, QuantisedMatrix) and all(holds(kind, one) for one in tensors):
+        tensors = [self._tensors[name] for name in names]
+        if kind is not TILES and all(holds(kind, one) for one in tensors):
             matrix = matrix_as_stored(tensors, num_parts, self._shelf, kind)
             assert isinstance(matrix, PackedMatrix)
             return matrix
         return kind.of_weight(weight, num_parts, self._shelf)
 
     def _problem(self, name: str, shape: tuple[int, ...]) -> str | None:
-        stored = self._checkpoint.tensors.get(name)
+        if self._tensors is None:
+            return None
+        stored = self._tensors.get(name)
         if stored is None:
             return f"{name} is missing"
-        if _without_ones(stored.shape) != _without_ones(shape):
+        if without_ones(stored.shape) != without_ones(shape):
             return f"{name} has shape {stored.shape}, not {shape}"
         if not stored.is_readable:
             return f"{name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read"
         return None
 
     def _copy(self, part: _Part, place: Tensor) -> None:
+        assert self._tensors is not None
         name = part.name
-        tensor = read_tensor(self._checkpoint.tensors[name], name)
+        tensor = read_tensor(self._tensors[name], name)
         if part.change is not None:
             tensor = part.change(tensor.reshape(part.shape or (part.rows, *place.shape[1:])))
         place.copy_(tensor.reshape(place.shape))
@@ -950,46 +978,18 @@ class Reader:
             shown = "; ".join(self._problems[:3])
             more = f" and {len(self._problems) - 3} more" if len(self._problems) > 3 else ""
             raise ModelLoadError(
-                f"{self._checkpoint.directory} does not hold the model its config.json describes: "
+                f"{self._directory} does not hold the model its config.json describes: "
                 f"{shown}{more}. Missing or damaged weights are never made up; get the whole "
                 "checkpoint again"
             )
 
 
-def _without_ones(shape: Sequence[int]) -> list[int]:
+def without_ones(shape: Sequence[int]) -> list[int]:
     """GGUF files leave out the one of a convolution's channels."""
     return [size for size in shape if size != 1]
 
 
 Numbers = np.ndarray[Any, Any]
-
-FORMS: Mapping[str, type[QuantisedMatrix]] = {
-    "int8": Int8Matrix,
-    "int4": Centred4Matrix,
-    "uint4": Centred5Matrix,
-    "MLX 4 bits": Int4Matrix,
-    "Q8_0": Int8Matrix,
-    "Q5_0": Centred5Matrix,
-    "Q5_1": Int5Matrix,
-    "Q4_0": Centred4Matrix,
-    "Q4_1": Int4Matrix,
-    "Q4_K": Nested4Matrix,
-    "Q5_K": Nested5Matrix,
-    "Q6_K": Nested6Matrix,
-    "Q2_K": Nested2Matrix,
-    "TQ1_0": Nested2Matrix,
-    "TQ2_0": Nested2Matrix,
-    "Q3_K": Nested3Matrix,
-    "IQ4_NL": Iq4Matrix,
-    "MXFP4": Fp4Matrix,
-    "IQ4_XS": NestedIq4Matrix,
-    "IQ3_S": NestedIq3SMatrix,
-    "IQ3_XXS": NestedIq3Matrix,
-    "IQ2_S": NestedIq2Matrix,
-    "IQ2_XS": NestedIq2Matrix,
-    "IQ2_XXS": NestedIq2Matrix,
-}
-"""The packed form of each format of GGUF files and of quantised safetensors."""
 
 
 def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
@@ -1047,22 +1047,22 @@ def formats_of(checkpoint: Checkpoint) -> list[str]:
     return sorted(counts, key=lambda name: -counts[name])
 
 
-def holds(form: type[PackedMatrix], tensor: StoredTensor) -> bool:
+def holds(form: Form, tensor: StoredTensor) -> bool:
     """Whether a form has the very numbers of a tensor's format."""
     own = FORMS.get(tensor.dtype) if tensor.is_quantised else None
-    return own is form or (own is Centred4Matrix and form is Int4Matrix)
+    return own is form or (own is CENTRED4 and form is INT4)
 
 
 def matrix_as_stored(
     tensors: Sequence[StoredTensor],
     num_parts: int,
     shelf: Shelf,
-    form: type[QuantisedMatrix] | None = None,
-) -> QuantisedMatrix | StackedMatrix:
+    form: Form | None = None,
+) -> PackedMatrix | StackedMatrix:
     """Matrices of as many inputs, one below the other, packed without rounding.
 
     Args:
-        num_parts: see `foredraft.models.native.quant.PackedMatrix.of_weight`.
+        num_parts: see `foredraft.models.native.quant.Form.of_weight`.
         form: that `holds` them all; None: each has that of its format.
 
     Raises:
@@ -1077,8 +1077,8 @@ def matrix_as_stored(
 
 
 def _packed(
-    form: type[QuantisedMatrix], tensors: Sequence[StoredTensor], num_parts: int, shelf: Shelf
-) -> QuantisedMatrix:
+    form: Form, tensors: Sequence[StoredTensor], num_parts: int, shelf: Shelf
+) -> PackedMatrix:
     found = [(tensor.shape[0], _rows_of(tensor, form)) for tensor in tensors]
 
     def rows_of(wanted: slice) -> Blocks:
@@ -1102,7 +1102,7 @@ def _packed(
     return form.of_rows(rows_of, (num_rows, tensors[0].shape[1]), num_parts, shelf)
 
 
-def _rows_of(tensor: StoredTensor, form: type[QuantisedMatrix]) -> Callable[[slice], Blocks]:
+def _rows_of(tensor: StoredTensor, form: Form) -> Callable[[slice], Blocks]:
     if tensor.gguf is not None:
         kind, blocks = tensor.gguf.kind, read_blocks(tensor)
         return lambda rows: unpacked(kind, blocks[rows], form)
@@ -1129,12 +1129,12 @@ def _rows_of(tensor: StoredTensor, form: type[QuantisedMatrix]) -> Callable[[sli
         blocks = Blocks(
             integers_RBK, halves(found.scales_RG), None if minima is None else halves(minima)
         )
-        return blocks.from_minimum() if form is Int4Matrix and minima is None else blocks
+        return blocks.from_minimum() if form is INT4 and minima is None else blocks
 
     return of_groups
 
 
-def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks:
+def unpacked(kind: Kind, blocks_N: Bytes, form: Form) -> Blocks:
     """Some rows [R, blocks of a row, N] as a form has them that `holds` their format."""
     assert kind.unpack is not None
     with np.errstate(all="ignore"):  # scales are looked at afterwards
@@ -1156,7 +1156,7 @@ def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks
         steps_RS=None if found.step is None else tensor(found.step),
         minimum_steps_RS=None if found.minimum_step is None else tensor(found.minimum_step),
     )
-    return rows.from_minimum() if form is Int4Matrix and rows.minima_RB is None else rows
+    return rows.from_minimum() if form is INT4 and rows.minima_RB is None else rows
 
 
 def _as_halves(scales_S: Numbers, integers_SK: Numbers) -> Numbers:
