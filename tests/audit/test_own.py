@@ -134,7 +134,7 @@ def test_a_difference_that_only_preemption_makes_is_found(
 
     def forgets_its_seed(scheduler: Scheduler, request: Request) -> None:
         preempt(scheduler, request)
-        request.seed += 1
+        request.first_key = request.first_key._replace(seed=request.seed + 1)
         preempted.append(request)
 
     monkeypatch.setattr(Scheduler, "preempt", forgets_its_seed)
