@@ -23,7 +23,8 @@ class SpeculationStats:
 
     Attributes:
         steps: target forwards that committed tokens.
-        drafted: draft tokens sent to verification.
+        drafted: draft tokens sent to verification, in all branches of trees and those that rules
+            force.
         accepted: draft tokens committed.
         rejected: draft tokens that verification did not accept.
         discarded: draft tokens accepted by verification but past the stop.
