@@ -46,7 +46,8 @@ def test_it_is_said_why_nothing_was_drafted(run: Run) -> None:
 
 
 def test_generate_json_holds_everything(run: Run) -> None:
-    result = run("generate", "a b a b a b", "--max-tokens", "9", "--seed", "3", "--json")
+    asked = ("a b a b a b", "--max-tokens", "9", "--seed", "3", "--drafter", "suffix")
+    result = run("generate", *asked, "--json")
     report = json.loads(result.stdout)
     assert report["drafter"] == "suffix"
     assert report["seed"] == 3
