@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from foredraft.bench.load import Load, OurServer, ServedStep, serve
 from foredraft.bench.prompts import encoded_prompts
@@ -148,6 +148,19 @@ class Work:
         return Load(prompts, self.params, load, stays_full=True)
 
 
+Counts: TypeAlias = Callable[[ServedStep, int], bool]
+"""Whether a step counts under a load."""
+_COUNTS: tuple[Counts, ...] = (
+    lambda step, load: step.is_decoding and step.num_rows == load,
+    lambda step, load: step.is_decoding and step.num_rows > 0,
+    lambda step, load: step.num_rows > 0,
+)
+"""Steps of full load without a prompt; without a prompt; all in which any row decodes. Under many
+short requests a prompt is read in nearly every step."""
+_ENOUGH = 8
+"""Steps that each setting must have: else the next kind counts, for all of them."""
+
+
 class Runner(OurServer):
     """Runs loads with one setting, and records them as a `Recording`.
 
@@ -163,19 +176,19 @@ class Runner(OurServer):
         )
         self.setting = setting
 
-    def recording(self, num_prompts: int) -> Recording:
+    def recording(self, num_prompts: int, counts: Counts = _COUNTS[0]) -> Recording:
         """The recording of the load that has ended.
 
         Args:
             num_prompts: different ones.
+            counts: the steps that count.
         """
         served, load = self.served, self._load.concurrency
-        steps = [step for step in served.steps if step.is_decoding and step.num_rows]
         plan = getattr(self.llm.controller, "plan", None)
         return Recording(
             self.setting,
             load,
-            [step for step in steps if step.num_rows == load] or steps,
+            [step for step in served.steps if counts(step, load)],
             {request_id: number % num_prompts for request_id, number in self.numbers.items()},
             {each.number: each.token_ids for each in served.finished},
             1e3 * median(each.first_s for each in served.finished),
@@ -204,8 +217,16 @@ def record(
     found = dict[int, list[Recording]]()
     for load in loads:
         serve(runners, work.under(load), advance)
-        found[load] = [runner.recording(len(work.prompts)) for runner in runners]
+        counts = next((each for each in _COUNTS if _is_enough(runners, each, load)), _COUNTS[-1])
+        found[load] = [runner.recording(len(work.prompts), counts) for runner in runners]
     return found
+
+
+def _is_enough(runners: Sequence[Runner], counts: Counts, load: int) -> bool:
+    """Whether every setting has enough steps that count."""
+    return all(
+        sum(counts(step, load) for step in runner.served.steps) >= _ENOUGH for runner in runners
+    )
 
 
 def recorded_settings(llm: LLM, drafters: Iterable[Setting]) -> list[Setting]:

@@ -295,3 +295,12 @@ def test_a_missing_file_and_a_limit_of_nothing_are_errors() -> None:
         load_prompts("no/such/file.jsonl")
     with pytest.raises(ConfigError, match="limit is 0"):
         load_prompts(None, 0)
+
+
+def test_many_short_requests_leave_no_step_without_a_prompt(llm: LLM, work: Work) -> None:
+    """A request ends in each step, and the next one is read: such steps count then."""
+    short = replace(work, params=replace(work.params, max_tokens=2))
+    recorded = record(llm, [Setting("ngram", 4)], short, [16], lambda note: None)
+    (runs,) = recorded.values()
+    assert all(run.steps for run in runs)
+    assert Gains.of(recorded).by_load[16]
