@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_run import Results, Run
 from benchmarks.gpu_texts import draws, rounds, scripted, texts
 from benchmarks.one_kernel.step import CompiledStep, Phase, Step, StepDecoder
 from benchmarks.random_model import random_config, random_weights
@@ -46,13 +47,12 @@ _DECODERS: dict[str, DecoderFactory] = {
 _MODELS = {"135m": "smollm2-135m", "1b": "llama-1b", "8b": "llama-8b"}
 _CONTEXTS = (256, 2048, 8000)
 _TOKENS = (1, 2, 4, 8, 16, 32)
-_Results = dict[str, Any]
 
 
 def main() -> None:
     asked = _arguments()
     device = torch.device(asked.device)
-    results: _Results = {"command": asked.label, "torch": torch.__version__, "parts": {}}
+    results: Results = {"command": asked.label, "torch": torch.__version__, "parts": {}}
     if device.type == "cuda":
         results["card"] = torch.cuda.get_device_name(device)
     deadline = time.monotonic() + 60 * asked.minutes
@@ -64,7 +64,7 @@ def main() -> None:
                 Path(asked.out).write_text(json.dumps(results, indent=1))
 
             try:
-                _PARTS[name](asked, device, found, deadline, save)
+                _PARTS[name](Run(asked, device, found, deadline, save))
             except Exception as error:
                 found["error"] = f"{type(error).__name__}: {error}"[:2000]
                 import traceback
@@ -101,65 +101,57 @@ def _arguments() -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------ floors
 
 
-def floor(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def floor(run: Run) -> None:
     """Bytes a second of a large copy and of a large read, and what a node of a graph costs."""
-    size = 1 << (30 if device.type == "cuda" else 20)
-    source = torch.empty(size, dtype=torch.bfloat16, device=device).normal_()
+    size = 1 << (30 if run.device.type == "cuda" else 20)
+    source = torch.empty(size, dtype=torch.bfloat16, device=run.device).normal_()
     target = torch.empty_like(source)
-    seconds = _seconds(lambda: target.copy_(source), device, asked.rounds)
-    found["copy_tb_s"] = 4 * size / seconds / 1e12
-    _say(f"copy {found['copy_tb_s']:.2f} TB/s")
-    seconds = _seconds(source.sum, device, asked.rounds)
-    found["read_tb_s"] = 2 * size / seconds / 1e12
-    _say(f"read {found['read_tb_s']:.2f} TB/s")
-    one = torch.zeros(16, device=device)
+    seconds = _seconds(lambda: target.copy_(source), run.device, run.asked.rounds)
+    run.found["copy_tb_s"] = 4 * size / seconds / 1e12
+    _say(f"copy {run.found['copy_tb_s']:.2f} TB/s")
+    seconds = _seconds(source.sum, run.device, run.asked.rounds)
+    run.found["read_tb_s"] = 2 * size / seconds / 1e12
+    _say(f"read {run.found['read_tb_s']:.2f} TB/s")
+    one = torch.zeros(16, device=run.device)
     for count in (50, 150, 300):
-        replay = _recorded(lambda n=count: [one.add_(1.0) for _ in range(n)], device)  # type: ignore[misc]
-        seconds = _seconds(replay, device, asked.rounds)
-        found[f"graph_of_{count}_us_a_node"] = 1e6 * seconds / count
+        replay = _recorded(lambda n=count: [one.add_(1.0) for _ in range(n)], run.device)  # type: ignore[misc]
+        seconds = _seconds(replay, run.device, run.asked.rounds)
+        run.found[f"graph_of_{count}_us_a_node"] = 1e6 * seconds / count
         _say(f"graph of {count}: {1e6 * seconds / count:.2f} us a node")
-    save()
+    run.save()
 
 
 # ------------------------------------------------------------------------------------------- steps
 
 
-def steps(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def steps(run: Run) -> None:
     """Milliseconds of a step by shape, context and tokens; of the device, of the host, of both."""
-    for model in asked.models.split(","):
-        target = new_target(model, device)
+    for model in run.asked.models.split(","):
+        target = new_target(model, run.device)
         weights = target.weights
         read = weights.num_bytes
         if weights.head_VE is not weights.embedding_VE:
             read -= weights.embedding_VE.numel() * weights.dtype.itemsize  # type: ignore[union-attr]
-        rows = found.setdefault(model, {"read_bytes": read, "steps": []})
-        for context in map(int, asked.contexts.split(",")):
+        rows = run.found.setdefault(model, {"read_bytes": read, "steps": []})
+        for context in map(int, run.asked.contexts.split(",")):
             slot = _filled(target, context)
-            for tokens in map(int, asked.tokens.split(",")):
-                if time.monotonic() > deadline:
+            for tokens in map(int, run.asked.tokens.split(",")):
+                if run.is_over:
                     return
-                row = {"context": context, "tokens": tokens, **_step(target, slot, tokens, asked)}
+                row = {
+                    "context": context,
+                    "tokens": tokens,
+                    **_step(target, slot, tokens, run.asked),
+                }
                 rows["steps"].append(row)
                 _say(model, row)
             target.cache.free(slot)
-            save()
+            run.save()
         del target
-        _empty(device)
+        _empty(run.device)
 
 
-def _step(target: NativeTarget, slot: int, tokens: int, asked: argparse.Namespace) -> _Results:
+def _step(target: NativeTarget, slot: int, tokens: int, asked: argparse.Namespace) -> Results:
     device = target.weights.device
     row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
     target.score([row])[0].logits_NV.argmax(-1).tolist()
@@ -183,30 +175,24 @@ def _step(target: NativeTarget, slot: int, tokens: int, asked: argparse.Namespac
 # -------------------------------------------------------------------------------------------- bits
 
 
-def bits(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def bits(run: Run) -> None:
     """Whether the logits of a text are the same, token by token and in chains of 2 to 16."""
-    for model in asked.models.split(","):
-        target = new_target(model, device)
+    for model in run.asked.models.split(","):
+        target = new_target(model, run.device)
         text = torch.randint(5, 1000, (49,), generator=torch.Generator().manual_seed(1)).tolist()
         for context in (250, 2040):
             alone = _chained(target, context, text, 1)
             equal = {}
             for size in range(2, 17):
-                if time.monotonic() > deadline:
+                if run.is_over:
                     return
                 together = _chained(target, context, text, size)
                 equal[size] = int((alone == together).all(-1).sum())
-            found.setdefault(model, {})[context] = {"rows": len(alone), "equal": equal}
-            _say(model, context, found[model][context])
-            save()
+            run.found.setdefault(model, {})[context] = {"rows": len(alone), "equal": equal}
+            _say(model, context, run.found[model][context])
+            run.save()
         del target
-        _empty(device)
+        _empty(run.device)
 
 
 def _chained(target: NativeTarget, context: int, text: list[int], size: int) -> Tensor:
@@ -224,25 +210,19 @@ def _chained(target: NativeTarget, context: int, text: list[int], size: int) -> 
 # ----------------------------------------------------------------------------------------- profile
 
 
-def profile(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def profile(run: Run) -> None:
     """Microseconds of a step by kernel."""
-    for model in asked.models.split(","):
-        target = new_target(model, device)
-        _trace(target, model, device, found)
-        save()
-        if time.monotonic() > deadline:
+    for model in run.asked.models.split(","):
+        target = new_target(model, run.device)
+        _trace(target, model, run.device, run.found)
+        run.save()
+        if run.is_over:
             return
         del target
-        _empty(device)
+        _empty(run.device)
 
 
-def _trace(target: NativeTarget, label: str, device: torch.device, found: _Results) -> None:
+def _trace(target: NativeTarget, label: str, device: torch.device, found: Results) -> None:
     slot = _filled(target, 2048)
     for tokens in (1, 16):
         row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
@@ -272,16 +252,10 @@ def _trace(target: NativeTarget, label: str, device: torch.device, found: _Resul
 # ------------------------------------------------------------------------------------------ phases
 
 
-def phases(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def phases(run: Run) -> None:
     """Cycles of the one kernel of a step, by kind of phase: reading inputs, working, waiting."""
     kept, uses_words, compiled = list[int](), [True], list[CompiledStep]()
-    trace = torch.zeros(1 << 20, dtype=torch.int64, device=device)
+    trace = torch.zeros(1 << 20, dtype=torch.int64, device=run.device)
 
     def launch(step: Step) -> None:
         step.trace = trace.data_ptr()
@@ -289,31 +263,31 @@ def phases(
         kept[:] = [step.num_phases]
         compiled[0](step)
 
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    for model in asked.models.split(","):
-        compiled[:] = [CompiledStep(device, random_config(_MODELS.get(model, model)))]
+    blocks = torch.cuda.get_device_properties(run.device).multi_processor_count
+    for model in run.asked.models.split(","):
+        compiled[:] = [CompiledStep(run.device, random_config(_MODELS.get(model, model)))]
         for uses_words[0] in (True, False):
-            target = new_target(model, device, lambda c, w: StepDecoder(c, w, launch))
-            for context in map(int, asked.contexts.split(",")):
+            target = new_target(model, run.device, lambda c, w: StepDecoder(c, w, launch))
+            for context in map(int, run.asked.contexts.split(",")):
                 slot = _filled(target, context)
                 for tokens in (1, 16):
-                    if time.monotonic() > deadline:
+                    if run.is_over:
                         return
                     row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
                     trace.zero_()
                     for _ in range(3):
                         target.score([row])
-                    _wait(device)
+                    _wait(run.device)
                     stamps = trace[: blocks * kept[0] * 3].view(blocks, kept[0], 3).cpu()
                     name = f"{model} {context} {tokens} {'words' if uses_words[0] else 'barriers'}"
-                    rows = found.setdefault(name, _by_kind(stamps))
+                    rows = run.found.setdefault(name, _by_kind(stamps))
                     _say(name)
                     for kind, row_ in rows.items():
                         _say("  ", kind, row_)
                 target.cache.free(slot)
-                save()
+                run.save()
             del target
-            _empty(device)
+            _empty(run.device)
 
 
 def _by_kind(stamps_BP3: Tensor) -> dict[str, dict[str, list[int]]]:
@@ -382,58 +356,48 @@ def _product_shapes(model: str) -> dict[str, tuple[int, int, str]]:
     }
 
 
-def compile_all(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def compile_all(run: Run) -> None:
     """Compile what `products` and `attention` time; ``--shard 2/12`` is a part of it."""
-    shard, count = map(int, asked.shard.split("/"))
+    shard, count = map(int, run.asked.shard.split("/"))
     products_ = [
         (shape, tile)
-        for model in asked.models.split(",")
+        for model in run.asked.models.split(",")
         for shape in _product_shapes(model).values()
         for tile in _TILES
     ]
     for (outputs, inputs, kind), tile in products_[shard::count]:
-        weight = torch.ones(outputs, inputs, device=device, dtype=torch.bfloat16)
-        x = torch.ones(2, inputs, device=device, dtype=torch.bfloat16)
+        weight = torch.ones(outputs, inputs, device=run.device, dtype=torch.bfloat16)
+        x = torch.ones(2, inputs, device=run.device, dtype=torch.bfloat16)
         try:
             _run_product(x, weight, kind, tile)
         except Exception as error:
             _say(kind, tile, str(error)[:80])
-    for model in asked.models.split(","):
+    for model in run.asked.models.split(","):
         for size in _sizes()[shard::count]:
             try:
-                _attention_work(model, 256, 2, size, device)()
+                _attention_work(model, 256, 2, size, run.device)()
             except Exception as error:
                 _say(size, str(error)[:80])
 
 
-def products(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def products(run: Run) -> None:
     """Microseconds of each product of a layer, tile by tile, beside those of the library."""
-    for model in asked.models.split(","):
+    for model in run.asked.models.split(","):
         for name, (outputs, inputs, kind) in _product_shapes(model).items():
-            if time.monotonic() > deadline:
+            if run.is_over:
                 return
             copies = max(1, min(16, (200 << 20) // (2 * outputs * inputs)))
             weights = [
-                torch.empty(outputs, inputs, device=device, dtype=torch.bfloat16).normal_(0, 0.02)
+                torch.empty(outputs, inputs, device=run.device, dtype=torch.bfloat16).normal_(
+                    0, 0.02
+                )
                 for _ in range(copies)
             ]
             times: dict[str, list[float]] = {}
             for tile in (None, *_TILES):
                 label = "library" if tile is None else "x".join(map(str, tile.values()))
                 for tokens in (1, 16):
-                    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+                    x = torch.randn(tokens, inputs, device=run.device, dtype=torch.bfloat16)
                     how = "library" if tile is None else kind
 
                     def work(
@@ -445,66 +409,54 @@ def products(
                         for weight in weights:
                             _run_product(x, weight, how, tile)
 
-                    times.setdefault(label, []).append(_microseconds(work, device, copies))
+                    times.setdefault(label, []).append(_microseconds(work, run.device, copies))
             best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
             gb = 2 * outputs * inputs / 1e9
-            found.setdefault(model, {})[name] = {"gigabytes": gb, "us": times}
+            run.found.setdefault(model, {})[name] = {"gigabytes": gb, "us": times}
             _say(model, name, f"{gb:.4f} GB", "library", times["library"], best[:4])
-            save()
+            run.save()
 
 
-def product_bits(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def product_bits(run: Run) -> None:
     """Rows of random numbers whose products are the same alone and among 2 to 16."""
-    for model in asked.models.split(","):
+    for model in run.asked.models.split(","):
         for name, (outputs, inputs, kind) in _product_shapes(model).items():
-            weight = torch.empty(outputs, inputs, device=device, dtype=torch.bfloat16)
+            weight = torch.empty(outputs, inputs, device=run.device, dtype=torch.bfloat16)
             weight.normal_(0, 0.02)
             for how in (kind, "library"):
                 rows = equal = 0
                 for size in range(2, 17):
-                    for _ in range(asked.rounds):
-                        x = torch.randn(size, inputs, device=device, dtype=torch.bfloat16)
+                    for _ in range(run.asked.rounds):
+                        x = torch.randn(size, inputs, device=run.device, dtype=torch.bfloat16)
                         together = _run_product(x, weight, how, None)
                         alone = [_run_product(row[None], weight, how, None) for row in x]
                         rows += size
                         equal += int((together == torch.cat(alone)).all(-1).sum())
-                found.setdefault(model, {})[f"{name} {how}"] = {"rows": rows, "equal": equal}
+                run.found.setdefault(model, {})[f"{name} {how}"] = {"rows": rows, "equal": equal}
                 _say(model, name, how, equal, "of", rows)
-                if time.monotonic() > deadline:
+                if run.is_over:
                     return
-            save()
+            run.save()
 
 
-def step_bits(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def step_bits(run: Run) -> None:
     """As `product_bits`, of the products in the one kernel of a step: 135 rows of each batch."""
-    launch = CompiledStep(device, None)
-    for model in asked.models.split(","):
+    launch = CompiledStep(run.device, None)
+    for model in run.asked.models.split(","):
         for name, (outputs, inputs, kind) in _product_shapes(model).items():
-            weight = torch.empty(outputs, inputs, device=device, dtype=torch.bfloat16)
+            weight = torch.empty(outputs, inputs, device=run.device, dtype=torch.bfloat16)
             product = _StepProduct(weight.normal_(0, 0.02), kind, launch)
             rows = equal = 0
-            for _ in range(asked.rounds):
+            for _ in range(run.asked.rounds):
                 product.x.normal_()
                 alone = torch.cat([product.run(i, 1) for i in range(16)])
                 for size in range(2, 17):
                     rows += size
                     equal += int((product.run(0, size) == alone[:size]).all(-1).sum())
-            found.setdefault(model, {})[name] = {"rows": rows, "equal": equal}
+            run.found.setdefault(model, {})[name] = {"rows": rows, "equal": equal}
             _say(model, name, equal, "of", rows)
-            save()
-            if time.monotonic() > deadline:
+            run.save()
+            if run.is_over:
                 return
 
 
@@ -602,28 +554,22 @@ def _attention_work(
     return work
 
 
-def attention(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def attention(run: Run) -> None:
     """Microseconds of a layer's attention, by sizes."""
-    for model in asked.models.split(","):
+    for model in run.asked.models.split(","):
         for context in (250, 2040, 8000):
             times: dict[str, list[float]] = {}
             for size in _sizes():
-                if time.monotonic() > deadline:
+                if run.is_over:
                     return
                 for tokens in (1, 16):
-                    work = _attention_work(model, context, tokens, size, device)
+                    work = _attention_work(model, context, tokens, size, run.device)
                     label = "x".join(map(str, size))
-                    times.setdefault(label, []).append(_microseconds(work, device, 8))
-            found.setdefault(model, {})[context] = times
+                    times.setdefault(label, []).append(_microseconds(work, run.device, 8))
+            run.found.setdefault(model, {})[context] = times
             best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
             _say(model, context, best)
-            save()
+            run.save()
 
 
 def _microseconds(work: Callable[[], object], device: torch.device, count: int) -> float:
@@ -686,70 +632,58 @@ def _packed_work(
     return work
 
 
-def packed_compile(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def packed_compile(run: Run) -> None:
     """Compile what `packed_products` times; ``--shard 2/12`` is a part of it."""
-    shard, count = map(int, asked.shard.split("/"))
+    shard, count = map(int, run.asked.shard.split("/"))
     wanted = [
         (form, kind, tiles, splits, tokens)
         for tiles in _PACKED_TILES
-        for form in asked.forms.split(",")
+        for form in run.asked.forms.split(",")
         for kind, splits in (("gated", 1), ("gated", 2), ("residual", 2), ("head", 1))
         for tokens in (1, 16)
     ]
     for form, kind, tiles, splits, tokens in wanted[shard::count]:
-        x = torch.ones(tokens, 4096, device=device, dtype=torch.bfloat16)
+        x = torch.ones(tokens, 4096, device=run.device, dtype=torch.bfloat16)
         try:
-            matrix = _packed_matrix(1024, 4096, form, device)
+            matrix = _packed_matrix(1024, 4096, form, run.device)
             _packed_work([matrix], x, kind, {**tiles, "SPLITS": splits})()
         except Exception as error:
             _say(form, kind, tiles, str(error)[:200])
 
 
-def packed_products(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def packed_products(run: Run) -> None:
     """Microseconds of each product of a layer by form and tile; 1 and 16 tokens."""
-    for model in asked.models.split(","):
+    for model in run.asked.models.split(","):
         for name, (outputs, inputs, kind) in _product_shapes(model).items():
-            for form in asked.forms.split(","):
-                if time.monotonic() > deadline:
+            for form in run.asked.forms.split(","):
+                if run.is_over:
                     return
-                first = _packed_matrix(outputs, inputs, form, device)
+                first = _packed_matrix(outputs, inputs, form, run.device)
                 num_bytes = sum(x.nbytes for x in first.tensors())
                 more = max(0, min(15, (160 << 20) // num_bytes))
                 matrices = [first] + [
-                    _packed_matrix(outputs, inputs, form, device) for _ in range(more)
+                    _packed_matrix(outputs, inputs, form, run.device) for _ in range(more)
                 ]
                 times: dict[str, list[float]] = {}
                 for tiles in _PACKED_TILES:
                     for splits in {"gated": (1, 2, 4), "head": (1,)}.get(kind, (2, 4, 8)):
                         label = "x".join(map(str, (*tiles.values(), splits)))
                         for tokens in (1, 16):
-                            x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+                            x = torch.randn(tokens, inputs, device=run.device, dtype=torch.bfloat16)
                             work = _packed_work(matrices, x, kind, {**tiles, "SPLITS": splits})
-                            taken = _microseconds(work, device, len(matrices))
+                            taken = _microseconds(work, run.device, len(matrices))
                             times.setdefault(label, []).append(taken)
                 if form == "int4":
                     times["torch"] = [
-                        _microseconds(*_torch_int4(outputs, inputs, tokens, device))
+                        _microseconds(*_torch_int4(outputs, inputs, tokens, run.device))
                         for tokens in (1, 16)
                     ]
                 best = sorted((t for t in times.items() if min(t[1]) > 0), key=lambda t: sum(t[1]))
                 row = {"gigabytes": num_bytes / 1e9, "us": times}
-                found.setdefault(model, {}).setdefault(name, {})[form] = row
+                run.found.setdefault(model, {}).setdefault(name, {})[form] = row
                 floor_us = num_bytes / 4.2e6
                 _say(model, name, form, f"{num_bytes / 1e6:.1f} MB, floor {floor_us:.1f}", best[:3])
-                save()
+                run.save()
 
 
 def _torch_int4(
@@ -808,52 +742,42 @@ def _packed_target(model: str, form: str, device: torch.device) -> NativeTarget:
     return NativeTarget(config, weights, PagedDecoder, 8192, memory)
 
 
-def packed_steps(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def packed_steps(run: Run) -> None:
     """Milliseconds of steps with weights in few bits, and the bytes that they read."""
-    for model in asked.models.split(","):
-        for form in asked.forms.split(","):
-            if time.monotonic() > deadline:
+    for model in run.asked.models.split(","):
+        for form in run.asked.forms.split(","):
+            if run.is_over:
                 return
-            target = _packed_target(model, form, device)
+            target = _packed_target(model, form, run.device)
             weights = target.weights
             matrices = [weights.head_VE]
             for layer in weights.layers:
                 matrices += [layer.qkv_weight, layer.output_weight]  # type: ignore[list-item]
                 matrices += [layer.gate_up_weight, layer.down_weight]  # type: ignore[list-item]
             read = sum(x.nbytes for m in matrices for x in m.tensors())  # type: ignore[union-attr]
-            rows = found.setdefault(model, {}).setdefault(form, {"read_bytes": read, "steps": []})
-            for context in map(int, asked.contexts.split(",")):
+            rows = run.found.setdefault(model, {}).setdefault(
+                form, {"read_bytes": read, "steps": []}
+            )
+            for context in map(int, run.asked.contexts.split(",")):
                 slot = _filled(target, context)
-                for tokens in map(int, asked.tokens.split(",")):
-                    step = _step(target, slot, tokens, asked)
+                for tokens in map(int, run.asked.tokens.split(",")):
+                    step = _step(target, slot, tokens, run.asked)
                     row = {"context": context, "tokens": tokens, **step}
                     rows["steps"].append(row)
                     _say(model, form, f"floor {read / 4.2e9:.3f} ms", row)
-                    save()
+                    run.save()
                 target.cache.free(slot)
-            if asked.trace:
-                _trace(target, f"{model}_{form}", device, found)
-                save()
+            if run.asked.trace:
+                _trace(target, f"{model}_{form}", run.device, run.found)
+                run.save()
             del target
-            _empty(device)
+            _empty(run.device)
 
 
 # ---------------------------------------------------------------------------------------- drafters
 
 
-def drafters(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: _Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def drafters(run: Run) -> None:
     """Tokens a second of whole requests, with drafts and without, and whether texts are equal.
 
     Greedy texts of made-up weights soon repeat themselves, so acceptance says nothing of real ones.
@@ -862,29 +786,29 @@ def drafters(
     from foredraft.llm import LLM
     from foredraft.options import LoadOptions
 
-    for model in asked.models.split(","):
-        target = new_target(model, device)
+    for model in run.asked.models.split(","):
+        target = new_target(model, run.device)
         prompt = torch.randint(5, 250, (200,), generator=torch.Generator().manual_seed(2)).tolist()
         for temperature in (0.0, 0.7):
-            params = SamplingParams(max_tokens=asked.length, temperature=temperature, seed=5)
+            params = SamplingParams(max_tokens=run.asked.length, temperature=temperature, seed=5)
             texts, rates = {}, {}
             for name in ("none", "ngram", "suffix"):
-                if time.monotonic() > deadline:
+                if run.is_over:
                     return
                 llm = LLM(target, None, LoadOptions(drafter=name))
                 llm.generate(prompt, params)
-                _wait(device)
+                _wait(run.device)
                 begun = time.perf_counter()
                 result = llm.generate(prompt, params)[0]
                 rates[name] = round(len(result.token_ids) / (time.perf_counter() - begun), 1)
                 texts[name] = result.token_ids
             equal = all(text == texts["none"] for text in texts.values())
             row = {"tokens_a_second": rates, "texts_equal": equal}
-            found.setdefault(model, {})[f"temperature {temperature}"] = row
+            run.found.setdefault(model, {})[f"temperature {temperature}"] = row
             _say(model, temperature, row)
-            save()
+            run.save()
         del target, llm
-        _empty(device)
+        _empty(run.device)
 
 
 # ----------------------------------------------------------------------------------------- helpers

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -14,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
+from benchmarks.gpu_run import Results, Run
 from foredraft.core.choices import DrawKey
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
@@ -37,54 +37,43 @@ from foredraft.models.native.head_chain import RecordedChain
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 
-Results = dict[str, Any]
 _LAPS = ("draft_ms", "score_ms", "verify_ms", "learn_ms")
 
 
-def texts(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def texts(run: Run) -> None:
     """Tokens a second of a real model by drafter and temperature, and whether texts are equal.
 
     Plain decoding takes turns with the drafters, prompt by prompt; each text is timed once.
     """
-    names = asked.drafters.split(",")
+    names = run.asked.drafters.split(",")
     options = LoadOptions(drafter="none", prefix_caching=False)
     # A drafter is named for its forwards to be timed: what is drafted is weighed against that.
-    llm = LLM.load(asked.checkpoint, drafter=names[-1], device=str(device), exact=asked.exact)
+    llm = LLM.load(
+        run.asked.checkpoint, drafter=names[-1], device=str(run.device), exact=run.asked.exact
+    )
     others = {name: llm.with_drafter(replace(options, drafter=name)) for name in names}
-    prompts = _prompts(asked.prompts, llm)
+    prompts = _prompts(run.asked.prompts, llm)
     warm_up = llm.encode([{"role": "user", "content": "Describe a town by the sea, twice."}])
     for each in others.values():  # recordings are made, kernels compiled
         for temperature in (0.0, 1.0):
             warm = SamplingParams(max_tokens=96, temperature=temperature, seed=1)
             each.generate([warm_up], warm)
     for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=asked.length, temperature=temperature, seed=5)
+        params = SamplingParams(max_tokens=run.asked.length, temperature=temperature, seed=5)
         rows = {name: _Row() for name in names}
         for prompt in prompts:
-            if time.monotonic() > deadline:
+            if run.is_over:
                 break
             for name, each in others.items():
                 rows[name].add(each, prompt, params)
         plain = rows[names[0]]
-        found[f"temperature {temperature}"] = {
+        run.found[f"temperature {temperature}"] = {
             name: row.figures(plain) for name, row in rows.items()
         }
-        save()
+        run.save()
 
 
-def draws(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def draws(run: Run) -> None:
     """Milliseconds from logits to tokens: drawn on the device, and on the host."""
     from foredraft.core.noise import gumbel_argmax
 
@@ -109,17 +98,17 @@ def draws(
             tokens.append(gumbel_argmax(logits_V, 5, place, law.scale, law.cut))
         return tokens
 
-    recorded = RecordedDraws(device)
+    recorded = RecordedDraws(run.device)
     for vocab in (49152, 128256):
         for rows in (1, 5, 16):
-            logits_NV = 3 * torch.randn(rows, vocab, device=device)
+            logits_NV = 3 * torch.randn(rows, vocab, device=run.device)
             for name, params in laws.items():
                 keys = [DrawKey.of(params, 5, place) for place in range(rows)]
                 ways = partial(on_device, logits_NV, keys), partial(on_host, logits_NV, params)
-                device_ms, host_ms = (_milliseconds(way, asked.rounds) for way in ways)
+                device_ms, host_ms = (_milliseconds(way, run.asked.rounds) for way in ways)
                 figures = {"device_ms": device_ms, "host_ms": host_ms}
-                found[f"{vocab} {rows} {name}"] = figures | {"equal": ways[0]() == ways[1]()}
-        save()
+                run.found[f"{vocab} {rows} {name}"] = figures | {"equal": ways[0]() == ways[1]()}
+        run.save()
 
 
 def _milliseconds(work: Callable[[], object], rounds: int) -> float:
@@ -202,20 +191,14 @@ _HEADS: dict[str, tuple[int, tuple[int, ...]]] = {
 """Output rows and taps."""
 
 
-def rounds(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def rounds(run: Run) -> None:
     """Milliseconds of a head's round: 3 tokens of the text read, so many drafted."""
-    for model in asked.models.split(","):
-        target = _made_up(model, device)
+    for model in run.asked.models.split(","):
+        target = _made_up(model, run.device)
         for kind in ("hidden_head", "eagle"):
-            if time.monotonic() > deadline:
+            if run.is_over:
                 return
-            head = _head(kind, model, target, device)
+            head = _head(kind, model, target, run.device)
             runner = cast(StepHead, head).runner(target)
             ids_R = head.output_ids_R
             assert ids_R is not None
@@ -226,7 +209,8 @@ def rounds(
             target.cache.fill(slot, 300)
             size = target.config.hidden_size
             taps = [
-                torch.randn(250, size, device=device).to(target.weights.dtype) for _ in head.taps
+                torch.randn(250, size, device=run.device).to(target.weights.dtype)
+                for _ in head.taps
             ]
             text = [7 + i % 90 for i in range(250)]
             runner.run([HeadRow(slot, 0, 250)], runner.text_inputs(text, taps))
@@ -237,16 +221,16 @@ def rounds(
                 times = dict[str, float]()
                 for steps in (2, 4, 6):
                     times[f"whole {steps}"] = _milliseconds(
-                        partial(chain.run, [row], steps), asked.rounds
+                        partial(chain.run, [row], steps), run.asked.rounds
                     )
                     replay = chain._rounds[chain._shape([row], steps)].replay
-                    times[f"device {steps}"] = _replayed(replay, device)
-                found[f"{model} {kind} temperature {temperature}"] = times
-            save()
+                    times[f"device {steps}"] = _replayed(replay, run.device)
+                run.found[f"{model} {kind} temperature {temperature}"] = times
+            run.save()
             target.cache.free(slot)
             del head, runner, chain, taps
         del target
-        if device.type == "cuda":
+        if run.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
@@ -264,32 +248,26 @@ def _replayed(replay: Callable[[], object], device: torch.device) -> float:
     return round(float(begin.elapsed_time(end)) / 5, 4)
 
 
-def scripted(
-    asked: argparse.Namespace,
-    device: torch.device,
-    found: Results,
-    deadline: float,
-    save: Callable[[], None],
-) -> None:
+def scripted(run: Run) -> None:
     """A made-up model with a head whose guesses are right as often as a trained head's were.
 
     The head runs and its time counts; its guesses are replaced by the text's own next tokens, each
     right with the chance that was measured at its depth.
     """
-    for model in asked.models.split(","):
-        target = _made_up(model, device)
+    for model in run.asked.models.split(","):
+        target = _made_up(model, run.device)
         llm = LLM(target, None, LoadOptions(drafter="none", prefix_caching=False))
         prompt = [5 + (i * 37 + 11) % 900 for i in range(200)]
-        head = _head("eagle", model, target, device)
+        head = _head("eagle", model, target, run.device)
         for temperature in (0.0, 1.0):
-            params = SamplingParams(max_tokens=asked.length, temperature=temperature, seed=5)
+            params = SamplingParams(max_tokens=run.asked.length, temperature=temperature, seed=5)
             plain, row = _Row(), {}
             for _ in range(2):
                 plain = _Row()
                 plain.add(llm, prompt, params)
             row["plain"] = plain.figures(plain)
             for depth in (4, 6):
-                if time.monotonic() > deadline:
+                if run.is_over:
                     return
                 text = [*prompt, *plain.texts[0]]
                 drafter = Scripted(head, target, GrowthLimits(max_depth=depth), text)  # type: ignore[arg-type]
@@ -299,10 +277,10 @@ def scripted(
                     mine = _Row()
                     mine.add(view, prompt, params)
                 row[f"{depth} drafts"] = mine.figures(plain)
-            found[f"{model} temperature {temperature}"] = row
-            save()
+            run.found[f"{model} temperature {temperature}"] = row
+            run.save()
         del target, llm, head, drafter, view
-        if device.type == "cuda":
+        if run.device.type == "cuda":
             torch.cuda.empty_cache()
 
 

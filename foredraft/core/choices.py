@@ -79,7 +79,7 @@ class DrawKey(NamedTuple):
         return cls(seed, position, scale, *filters)
 
     @property
-    def filters(self) -> bool:
+    def has_filters(self) -> bool:
         """Whether there are any."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
@@ -105,6 +105,10 @@ class DrawKey(NamedTuple):
     def draw_residual(self, probs_V: Tensor) -> int:
         """Draw the next token after the decisions."""
         return draw_token(probs_V, keyed_uniform(self.seed, self.position, Purpose.RESIDUAL))
+
+
+LIKELIEST = DrawKey(0, 0)
+"""Draws the likeliest token."""
 
 
 class SharedChoices:
@@ -144,7 +148,7 @@ class SharedChoices:
             scale: of the logits; 0 at temperature 0.
         """
         if self._seed is None:
-            return DrawKey(0, 0)
+            return LIKELIEST
         return DrawKey(self._seed, self._num_tokens + depth, scale)
 
     def among_sums(self, scored: Scored, count: int, trust: float = TRUST) -> list[Choice]:

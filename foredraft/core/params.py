@@ -192,13 +192,18 @@ class SamplingParams:
     bans: ClassVar[bool] = False
     filters_only: ClassVar[bool] = True
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether top_k, top_p or min_p leaves tokens out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
     @cached_property
     def scale(self) -> float | None:
         """See `Rules.scale`."""
         if self.temperature == 0.0:
             return 0.0
-        filters = self.top_k or self.top_p < 1.0 or self.min_p > 0.0
-        return None if filters or self.temperature < _COLDEST else 1.0 / self.temperature
+        is_plain = not self.has_filters and self.temperature >= _COLDEST
+        return 1.0 / self.temperature if is_plain else None
 
     def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
         """See `Rules.law`."""

@@ -19,7 +19,7 @@ from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.generation import GenerationRequest, ReplyState
 from foredraft.server.resume import StreamPlace
 from foredraft.server.usage import speculation_of
-from foredraft.server.wire import JsonResponse, SseResponse, data_event
+from foredraft.server.wire import JsonResponse, SseResponse, data_event, until_gone
 
 T = TypeVar("T")
 DEFAULTS_HEADER = "x-foredraft-sampling-defaults"
@@ -151,13 +151,8 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientDisconnect: the client has disconnected.
     """
-
-    async def until_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(until_gone())
+    watching = asyncio.ensure_future(until_gone(request.receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():

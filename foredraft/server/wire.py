@@ -63,6 +63,12 @@ def named_event(value: Mapping[str, Any]) -> bytes:
     return b"event: " + str(value["type"]).encode() + b"\n" + data_event(value)
 
 
+async def until_gone(receive: Receive) -> None:
+    """Wait for the client to leave; what it sends until then is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class SseResponse(Response):
     """A stream of events, which ends when the client leaves; comments keep it open meanwhile.
 
@@ -95,15 +101,11 @@ class SseResponse(Response):
                 await asyncio.sleep(self._ping_interval)
                 await send({"type": "http.response.body", "body": _PING, "more_body": True})
 
-        async def until_gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
         tasks = list[asyncio.Future[None]]()
         try:
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            tasks += [asyncio.ensure_future(each()) for each in (write, until_gone, ping)]
+            tasks += map(asyncio.ensure_future, (write(), until_gone(receive), ping()))
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:

@@ -139,7 +139,7 @@ def candidates(
     spread_V[names_R] = law.logits_V
     assert law.scale is not None
     scored = gumbel_top(spread_V, 16, key.seed, key.position + step, law.scale)
-    largest = 0.0 if key.filters else float(logits_R.max()) * law.scale
+    largest = 0.0 if key.has_filters else float(logits_R.max()) * law.scale
     return [(token, score + largest) for token, score in scored]
 
 

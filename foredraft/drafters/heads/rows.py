@@ -148,7 +148,7 @@ class OutputRows:
         is_greedy = params.temperature == 0.0
         scale = 1.0 if is_greedy else 1.0 / max(params.temperature, 1e-3)
         assert not isinstance(row.choices, DrawnChoices)
-        if not is_greedy and not _has_filter(params):
+        if not is_greedy and not params.has_filters:
             laws = self._laws(logits_NR, scale, copied)
             return row.choices.best_each(laws, [*map(len, drafted)], count, HEAD_TRUST)
         wanted = count if is_greedy else _CANDIDATES
@@ -232,13 +232,9 @@ def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]
     return [Choice(*pair) for pair in sorted(chances.items(), key=lambda pair: -pair[1])]
 
 
-def _has_filter(params: SamplingParams) -> bool:
-    return params.top_p < 1.0 or params.min_p > 0.0 or params.top_k > 0
-
-
 def _filtered(candidates: list[Choice], params: SamplingParams) -> list[Choice]:
     """Candidates (in falling order) that pass top-k, top-p and min-p, renormalised."""
-    if not _has_filter(params):
+    if not params.has_filters:
         return candidates
     if params.top_k > 0:
         candidates = candidates[: params.top_k]

@@ -24,13 +24,14 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.cache.states import StateCache
 from foredraft.cache.store import Entries
+from foredraft.core.choices import LIKELIEST
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import quant
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.cpu import LIKELIEST, FusedDecoder, PreparedChain
+from foredraft.models.native.cpu import FusedDecoder, PreparedChain
 from foredraft.models.native.model import Decoder, DecoderFactory, scored
 from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import INT4, Matrix, PackedMatrix, tensor_of

@@ -32,7 +32,7 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.layers import StoredLayers
 from foredraft.cache.states import RowStates
 from foredraft.cache.store import BlockStore, Entries
-from foredraft.core.choices import DrawKey
+from foredraft.core.choices import LIKELIEST
 from foredraft.core.draws import DrawRow
 from foredraft.core.errors import ConfigError
 from foredraft.core.sampling import drawn_laws
@@ -630,8 +630,6 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
 
 MOST_TOKENS = 16
 """Of a prepared forward: more are worth a plan."""
-LIKELIEST = DrawKey(0, 0, 0.0)
-"""Draws the likeliest token."""
 
 Layers = StoredLayers | KVCache
 

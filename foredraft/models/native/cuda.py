@@ -590,7 +590,7 @@ class RecordedDraws:
         """
         from foredraft.models.native.device_draws import drawn, key_numbers, laws_of
 
-        rows, has_cuts = power_of_two(len(keys)), any(key.filters for key in keys)
+        rows, has_cuts = power_of_two(len(keys)), any(key.has_filters for key in keys)
         if rows > _MOST_DRAWN:  # bound by their number, not by launches
             numbers_6N = torch.from_numpy(key_numbers(keys)).to(self._device)
             return laws_of(drawn(logits_NV, numbers_6N, has_cuts), logits_NV, keys)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.core.choices import LIKELIEST
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.copy import prepared_chain, screen_of
-from foredraft.models.native.cpu import LIKELIEST
 from foredraft.models.native.quant import GROUP_ROWS, Matrix, PackedMatrix
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights

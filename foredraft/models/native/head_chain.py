@@ -153,7 +153,7 @@ class RecordedChain:
     def _shape(self, rows: Sequence[ChainRow], num_steps: int) -> _Shape:
         first = [row.start - self._layers.first(row.slot) for row in rows]
         context = padded_context(max(first) + TILE + num_steps, self._layers.store.block_size)
-        has_cuts = any(row.key.filters for row in rows)
+        has_cuts = any(row.key.has_filters for row in rows)
         return _Shape(power_of_two(len(rows)), num_steps, context, has_cuts)
 
     def _round(self, shape: _Shape) -> _Round:

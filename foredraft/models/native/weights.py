@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -318,6 +318,7 @@ class WeightCounts(NamedTuple):
     read: int
 
 
+@cache
 def count_weights(config: DecoderConfig) -> WeightCounts:
     """How many weights a model of this config has."""
     reader = Reader(None, torch.float32, "meta", bits=None)
