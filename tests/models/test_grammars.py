@@ -96,6 +96,24 @@ def test_what_a_grammar_describes_can_be_written(
     assert not rules.permits(tokenizer.eos_token_ids[0], seen[:-1])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text", "is_written"),
+    [
+        (r"\d{2}", "42", True),
+        (r"\d{2}", "٤٢", False),
+        (r"[\d٤]{2}", "4٤", True),
+        (r"\D", "٤", True),
+        (r"\\\\d", r"\\d", True),
+    ],
+)
+def test_digits_of_an_expression_are_ascii(
+    grammars: Grammars, tokenizer: Tokenizer, pattern: str, text: str, is_written: bool
+) -> None:
+    matcher = grammars.new_matcher(Grammar.regex(pattern))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert all(matcher.consume(token) for token in ids) == is_written
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_path_of_guesses_is_like_a_text(
     grammars: Grammars, tokenizer: Tokenizer, seed: int

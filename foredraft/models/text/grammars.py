@@ -306,10 +306,16 @@ def _description(grammar: Grammar) -> dict[str, Any]:
         texts = (json.dumps(text, ensure_ascii=False) for text in grammar.choices)
         return {"lark_grammar": f"start: {' | '.join(texts)}"}
     if grammar.kind == "regex":
-        source = LLMatcher.grammar_from_regex(grammar.source)
+        source = LLMatcher.grammar_from_regex(_ascii_digits(grammar.source))
     else:
         schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.source
         options: Any = {"whitespace_pattern": _JSON_SPACE, "lenient": False}
         source = LLMatcher.grammar_from_json_schema(schema, overrides=options)
     described: dict[str, Any] = json.loads(source)["grammars"][0]
     return described
+
+
+def _ascii_digits(pattern: str) -> str:
+    r"""``\d`` as 0 to 9, as JSON Schema and other engines have it; llguidance has all scripts'."""
+    digits = {r"\d": "[0-9]", r"\D": "[^0-9]"}
+    return re.sub(r"\\.", lambda escape: digits.get(escape[0], escape[0]), pattern, flags=re.DOTALL)
