@@ -248,6 +248,16 @@ def test_what_older_versions_stored_needlessly_is_ignored_in_silence(
     assert not caplog.records
 
 
+def test_an_index_may_name_what_no_version_needs(checkpoint: Path) -> None:
+    split(checkpoint, 2)
+    path = checkpoint / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = sorted({*index["weight_map"].values()})
+    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = files[0]
+    path.write_text(json.dumps(index))
+    load(checkpoint)
+
+
 # -------------------------------------------------------------------------------------- tied heads
 
 

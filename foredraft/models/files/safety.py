@@ -170,7 +170,8 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             )
         found |= tensors
     for name, file in weight_map.items():
-        if name not in found or found[name].file.name != file:
+        is_here = name in found and found[name].file.name == file
+        if not is_here and not name.endswith(_NEVER_NEEDED):
             raise ModelLoadError(
                 f"{directory / _INDEX} says that {name!r:.80} is in {file}, and it is not; get the "
                 "whole checkpoint again"

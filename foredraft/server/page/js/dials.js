@@ -58,7 +58,8 @@ export class Dials {
     const recent = steps.slice(-RECENT);
     const lately = recent.reduce((sum, step) => sum + drafting(step, plainMs), 0);
     const share = lately / recent.reduce((sum, step) => sum + total(step.times), 0);
-    if (recent.length >= 12 && share < -NOISE) {
+    // A plain step of another hour says nothing of this one: other work may have come since.
+    if (seen && recent.length >= 12 && share < -NOISE) {
       this.alarm.hidden = false;
       this.alarm.textContent = `Speculation is costing you here: over the last ${recent.length} steps, ${number(-lately / 1000, 2)} s more than plain decoding would have taken.`;
     }

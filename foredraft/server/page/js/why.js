@@ -84,8 +84,9 @@ function list(texts) {
 
 function draftSection(row) {
   const said = row.draft.draft_probs ? "drafted with → " : row.draft.chances ? "drafter's estimate → " : "";
-  const count = row.draft.tokens.length;
-  return h("section", {}, h("h3", {}, `The draft: ${count} ${count === 1 ? "token" : "tokens"} of ${row.budget} allowed, ${row.num_accepted} accepted`),
+  const count = row.draft.tokens.length, beside = count - row.budget;
+  const budget = beside > 0 ? `, ${beside} of them copies beyond the ${row.budget} allowed` : ` of ${row.budget} allowed`;
+  return h("section", {}, h("h3", {}, `The draft: ${count} ${count === 1 ? "token" : "tokens"}${budget}, ${row.num_accepted} accepted`),
     h("div", { class: "tree-scroll", tabindex: 0, role: "region", "aria-label": "The drafted tree" }, treePicture(row)),
     h("p", { class: "note" }, `Drafted by ${row.drafter.replaceAll("_", " ")}. Small figures: ${said}the model's own probability, after what stands to the left.`, row.draft.tokens.some((_, node) => isCopy(row, node)) ? " Dashed: copied from earlier text." : ""));
 }
