@@ -463,8 +463,8 @@ def test_mistyped_options_name_the_nearest(model: PreTrainedModel) -> None:
         generate(num_draft_tokns=3)
 
 
-def test_models_that_cannot_be_speculated_with_are_refused() -> None:
-    config = transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2)
+def test_models_whose_past_cannot_be_copied_are_refused() -> None:
+    config = transformers.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2)
     with pytest.raises(CapabilityError, match="a rejected token cannot be taken out"):
         tiny_model(config).generate(
             **one_row(), max_new_tokens=4, custom_generate=foredraft.custom_generate

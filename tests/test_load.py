@@ -148,23 +148,6 @@ def test_configurations_with_names_of_their_own(config: Any, tmp_path: Path) -> 
     assert llm.generate([[5, 6, 7] * 9])[0].token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize(
-    ("config", "kind", "reason"),
-    [
-        (
-            transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2),
-            transformers.MambaForCausalLM,
-            "model_type 'mamba' names no attention heads.*is not supported",
-        ),
-    ],
-    ids=["mamba"],
-)
-def test_other_architectures_are_named(config: Any, kind: Any, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=reason) as refused:
-        LLM.load(save(tmp_path, config, kind))
-    assert "Correct the file" not in str(refused.value)
-
-
 def test_a_sliding_window_cuts_no_prompt(tmp_path: Path) -> None:
     config = transformers.MistralConfig(
         **{**NATIVE_CONFIGS["mistral"]().to_dict(), "sliding_window": 16}

@@ -269,21 +269,6 @@ def test_a_model_that_ignores_what_a_tree_needs_is_found_out(family: str, ignore
     assert not HFTarget(model).capabilities.tree_attention
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2),
-        transformers.Qwen3NextConfig(
-            **{**SIZES, "num_hidden_layers": 4}, num_key_value_heads=2, num_experts=2
-        ),
-    ],
-    ids=["mamba", "hybrid"],
-)
-def test_models_with_a_running_state_are_refused(config: transformers.PretrainedConfig) -> None:
-    with pytest.raises(CapabilityError, match="a rejected token cannot be taken out"):
-        HFTarget(tiny_model(config))
-
-
 def test_encoder_decoder_models_are_refused() -> None:
     config = transformers.T5Config(vocab_size=VOCAB_SIZE, d_model=32, d_ff=32, num_layers=1)
     model = transformers.T5ForConditionalGeneration(config).eval()

@@ -286,24 +286,27 @@ def _either(*names: str, default: Any = ...) -> Any:
     return Field(default, validation_alias=AliasChoices(*names))
 
 
-ATTENTION_HEADS = (
-    *("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "num_heads"),
-)
-"""Names of the number of attention heads in configurations."""
+def _counted(value: Any) -> Any:
+    """A list of layers by kind says how many there are."""
+    return len(value) if isinstance(value, list) else value
 
 
 class SizeFields(_Schema):
     """``config.json`` of any other language model: how large it, or its decoder, is.
 
     Attributes:
+        num_attention_heads: 1 where there is no attention.
         max_position_embeddings: None for positions that go on (those by attention bias).
     """
 
-    num_hidden_layers: Count = _either(
+    num_hidden_layers: Annotated[Count, BeforeValidator(_counted)] = _either(
         *("decoder_layers", "num_decoder_layers"),
-        *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers_block_type"),
     )
-    num_attention_heads: Count = _either(*ATTENTION_HEADS)
+    num_attention_heads: Count = _either(
+        *("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "num_heads"),
+        default=1,
+    )
     hidden_size: Count = _either("hidden_size", "n_embd", "d_model")
     max_position_embeddings: Count | None = _either(
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), default=None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from foredraft.cache.index import common_prefix
 from foredraft.cache.memory import UNLIMITED, CacheMemory
 from foredraft.cache.paged import PagedCache
 from foredraft.core.errors import CacheFullError, CapabilityError
+from foredraft.models.base import ScoreRow
 
 try:
     from transformers.cache_utils import DummyLayer
@@ -183,9 +184,20 @@ class HFCache(PagedCache):
 
     def allocate(self) -> int:
         slot = super().allocate()
-        self._pasts[slot] = _dynamic_cache(self._new_layers())
+        self._pasts[slot] = self._new_past()
         self._rooms[slot] = 0
         return slot
+
+    def _new_past(self) -> Any:
+        return _dynamic_cache(self._new_layers())
+
+    def forwards(self, row: ScoreRow) -> Iterator[tuple[ScoreRow, int]]:
+        """The forwards that score a row, of which the last one's logits count.
+
+        Yields:
+            A row to run on the cache that `open` returns, and how many entries that has.
+        """
+        yield row, self.length(row.slot)
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         needed = self.length(slot) + num_tokens

@@ -6,13 +6,10 @@ whether the weight files hold them.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.json_files import parse_fields
 from foredraft.models.files.safety import Checkpoint
-from foredraft.models.files.schema import ATTENTION_HEADS, SizeFields
+from foredraft.models.files.schema import SizeFields
 from foredraft.models.files.tensors import FLOATS
 
 NO_LIMIT = 1 << 30
@@ -23,15 +20,13 @@ def read_sizes(checkpoint: Checkpoint) -> SizeFields:
     """The sizes in ``config.json``, of the text part where there are several.
 
     Raises:
-        ModelLoadError: they are malformed or larger than what the weight files hold; the
-            architecture is not supported; or the weights are of a type that means nothing without
-            scales.
+        ModelLoadError: they are malformed or larger than what the weight files hold; or the
+            weights are of a type that means nothing without scales.
     """
     path, raw = checkpoint.directory / "config.json", checkpoint.config
     text = raw.get("text_config") or raw
     if not isinstance(text, dict):
         raise ModelLoadError(f"{path}: text_config is {text!r:.80}; it must be an object")
-    _check_architecture(checkpoint.directory, text)
     sizes = parse_fields(path, text, SizeFields)
     largest = max((max(t.shape, default=1) for t in checkpoint.tensors.values()), default=0)
     limits = {
@@ -52,21 +47,6 @@ def read_sizes(checkpoint: Checkpoint) -> SizeFields:
     if not raw.get("quantization_config"):
         _check_types(checkpoint)
     return sizes
-
-
-def _check_architecture(directory: Path, config: dict[str, Any]) -> None:
-    """Refuse architectures without attention, before their sizes are read.
-
-    Raises:
-        ModelLoadError: it has none.
-    """
-    kind = f"{directory}: model_type {config.get('model_type')!r:.80}"
-    if config.keys().isdisjoint(ATTENTION_HEADS):
-        raise ModelLoadError(
-            f"{kind} names no attention heads, and an architecture without attention (such as a "
-            "state-space model) is not supported: a rejected token cannot be taken out of its "
-            "state. Choose a model with attention"
-        )
 
 
 def _check_types(checkpoint: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.hf.cache import HFCache, cache_argument, layer_factory
 from foredraft.models.hf.parts import HFParts, find_parts
 from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
+from foredraft.models.hf.states import StateCache, find_reading, has_states, state_layers
 from foredraft.models.native.draft_layers import NativeHeadRunner, head_config, native_join
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 
@@ -61,7 +63,8 @@ class HFTarget:
             share of the memory there is.
 
     Raises:
-        CapabilityError: the model is no causal language model, or its past cannot be rolled back.
+        CapabilityError: the model is no causal language model, or its past cannot be rolled back
+            (`foredraft.models.hf.states` says how a state is).
         ConfigError: the model is in training mode.
     """
 
@@ -84,17 +87,22 @@ class HFTarget:
         self.vocab_size: int = _vocab_size(model, config)
         self.max_context = max_context or _context_limit(config)
         memory = CacheMemory.of(cache_memory, model.device)
-        layers = layer_factory(config)
-        self.cache = self.new_cache(layers, self.max_context, model.device, memory)
+        carries_state = has_states(model)
+        layers = partial(state_layers, config) if carries_state else layer_factory(config)
+        new_cache = StateCache if carries_state else self.new_cache
+        self.cache = new_cache(layers, self.max_context, model.device, memory)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._cache_argument = cache_argument(self._arguments)
         self._mask = _TreeMask(config, model.dtype, model.device)
         may_try = trees and "position_ids" in self._arguments and _masks_are_known(config)
+        may_try = may_try and not carries_state
         prompt = _distinct_tokens(self.vocab_size)
         self._parts = find_parts(model, prompt) if parts else None
         self._takes_trees = False
         self._takes_trees = may_try and self._scores_trees()
+        if isinstance(self.cache, StateCache):
+            find_reading(self, prompt)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -182,12 +190,20 @@ class HFTarget:
         return Scores.of([self._score_row(row, taps) for row in rows])
 
     def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> Scores:
-        plan = plan_forward([row], [self.cache.length(row.slot)])
+        parts = [self._run(part, start, taps) for part, start in self.cache.forwards(row)]
+        scores = Scores.of(parts)  # they may begin with tokens that were read before
+        num_tokens = len(row.pending) + len(row.tree)
+        first = len(scores.logits_NV) - (1 + len(row.tree) if row.wants_logits else 0)
+        taps_TE = {i: tap_TE[len(tap_TE) - num_tokens :] for i, tap_TE in scores.taps.items()}
+        return Scores.of_row(scores.logits_NV[first:], taps_TE)
+
+    def _run(self, row: ScoreRow, start: int, taps: Sequence[int]) -> Scores:
+        plan = plan_forward([row], [start])
         last = self._num_layers - 1
         with self._parts.last_output() if last in taps and self._parts else nullcontext() as caught:
             output = self._forward(row, plan, bool(taps))
         written = self.cache.num_written(row.slot)
-        if written != {plan.end(plan.rows[0])}:
+        if written - {plan.end(plan.rows[0])}:
             raise CapabilityError(
                 f"{type(self.model).__name__} left {sorted(written)} entries in its cache where "
                 f"{plan.end(plan.rows[0])} were due; it cannot be rolled back"
@@ -297,10 +313,10 @@ def check_model(model: Any, has_encoder: bool) -> None:
     if config.is_encoder_decoder != has_encoder or not model.can_generate():
         kind = "an encoder-decoder" if has_encoder else "a causal language model"
         raise CapabilityError(f"{name} is not {kind} with a text head")
-    if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
+    if not model._supports_default_dynamic_cache():
         raise CapabilityError(
-            f"{name} carries a state from token to token instead of one cache entry a token: a "
-            "rejected token cannot be taken out of it again, so it cannot be speculated with"
+            f"{name} keeps its past in a form of its own, which cannot be copied: a rejected token "
+            "cannot be taken out of it again"
         )
     if model.training:
         raise ConfigError(f"{name} is in training mode, where dropout is random; call model.eval()")
