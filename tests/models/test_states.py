@@ -15,7 +15,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow
-from foredraft.models.hf.states import StateCache
+from foredraft.models.hf.states import HFStateCache
 from foredraft.models.hf.target import HFTarget
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer, text, tiny_model
@@ -88,7 +88,7 @@ def target(family: str) -> HFTarget:
 def test_texts_are_those_of_transformers_with_drafts_and_without(
     target: HFTarget, family: str
 ) -> None:
-    assert isinstance(target.cache, StateCache)
+    assert isinstance(target.cache, HFStateCache)
     assert target.cache.reads_on == (family not in ONE_BY_ONE)
     prompts = [text(20) * 2, text(33)]
     for temperature in (0.0, 1.0):

@@ -46,7 +46,7 @@ class _Past:
     ahead: Any = None
 
 
-class StateCache(HFCache):
+class HFStateCache(HFCache):
     """One past per slot, which is copied where drafts are scored.
 
     A slot that was kept is taken over by a text that goes on from its end, and by no other.
@@ -154,7 +154,7 @@ def find_reading(target: Any, tokens: Sequence[int]) -> None:
     """Find out whether a forward of several tokens goes on from a state, beside another text's.
 
     Args:
-        target: an `HFTarget` with a `StateCache`.
+        target: an `HFTarget` with a `HFStateCache`.
         tokens: some that differ.
 
     Raises:

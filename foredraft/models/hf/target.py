@@ -36,7 +36,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.hf.cache import HFCache, cache_argument, layer_factory
 from foredraft.models.hf.parts import HFParts, find_parts
 from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
-from foredraft.models.hf.states import StateCache, find_reading, has_states, state_layers
+from foredraft.models.hf.states import HFStateCache, find_reading, has_states, state_layers
 from foredraft.models.native.draft_layers import NativeHeadRunner, head_config, native_join
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 
@@ -89,7 +89,7 @@ class HFTarget:
         memory = CacheMemory.of(cache_memory, model.device)
         carries_state = has_states(model)
         layers = partial(state_layers, config) if carries_state else layer_factory(config)
-        new_cache = StateCache if carries_state else self.new_cache
+        new_cache = HFStateCache if carries_state else self.new_cache
         self.cache = new_cache(layers, self.max_context, model.device, memory)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
@@ -101,7 +101,7 @@ class HFTarget:
         self._parts = find_parts(model, prompt) if parts else None
         self._takes_trees = False
         self._takes_trees = may_try and self._scores_trees()
-        if isinstance(self.cache, StateCache):
+        if isinstance(self.cache, HFStateCache):
             find_reading(self, prompt)
 
     @property
