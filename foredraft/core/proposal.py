@@ -30,8 +30,6 @@ class Proposal:
 
     Attributes:
         tree: the draft tokens.
-        computed: the part of the target's own forward that drafting has already computed (see
-            `foredraft.models.base.Computed`), or None.
         chances: for each node the drafter's own estimate that it and all above it are accepted.
             For traces only; nothing is decided by it. None: it has none.
         authors: for each node the drafter that proposed it, if several do; for traces only.
@@ -39,7 +37,6 @@ class Proposal:
     """
 
     tree: TokenTree
-    computed: object | None = field(default=None, repr=False, compare=False)
     chances: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
     authors: tuple[str, ...] | None = field(default=None, repr=False, compare=False)
     is_ready: bool = field(default=True, kw_only=True)
@@ -68,7 +65,7 @@ class Proposal:
 
     def plain(self) -> Proposal:
         """The draft for a record that outlives the step: without tensors."""
-        return self if self.computed is None else replace(self, computed=None)
+        return self
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class DrawnProposal(Proposal):
 
     def plain(self) -> DrawnProposal:
         none_NV = self.draft_probs_NV.new_empty((0, self.draft_probs_NV.shape[-1]))
-        return replace(self, draft_probs_NV=none_NV, computed=None)
+        return replace(self, draft_probs_NV=none_NV)
 
     def renamed(self, renaming: Renaming) -> DrawnProposal:
         """`Proposal.renamed`: a renamed draw is a draw from the renamed distribution."""

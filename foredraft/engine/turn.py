@@ -122,14 +122,14 @@ class Turn:
         pending = request.tokens[self.context : self.context + self.num_read]
         if self.wants_prompt_logprobs:
             return ScoreRow(request.slot, pending[:1], TokenTree.chain(pending[1:]))
-        tree, computed = self.proposal.tree, self.proposal.computed
+        tree = self.proposal.tree
         if not self.reads_all:
-            return ScoreRow(request.slot, pending, tree, False, computed, source=request.source)
+            return ScoreRow(request.slot, pending, tree, False, source=request.source)
         draw = None if request.rules.scale is None else self.key
         is_drawn = isinstance(self.proposal, DrawnProposal) and self.key.scale > 0.0
         plain = request.rules.filters_only and request.params.logprobs is None and not is_drawn
         return ScoreRow(
-            *(request.slot, pending, tree, True, computed, draw, request.source),
+            *(request.slot, pending, tree, True, draw, request.source),
             plain=self.key if plain else None,
         )
 

@@ -44,7 +44,7 @@ class Capabilities:
         tree_attention: drafts may branch.
         taps: the layers whose outputs can be handed out, by number; an empty range when none.
         parts: embedding, final norm and LM head.
-        first_layers: its first layers on its own cache.
+        first_layers: its first layers as a model.
         low_bit: a copy of its layers in few bits, which drafts on its own cache.
         apart: the same target with another cache, to try things.
         cache_layers: draft layers, which it runs on cache layers beside its own.
@@ -85,14 +85,6 @@ def check_taps(taps: Sequence[int], capabilities: Capabilities) -> None:
             raise ConfigError(f"layer {layer} cannot be tapped: this target hands out {has}")
 
 
-class Computed(Protocol):
-    """Hidden states of an early-exit pass that a full forward can resume from.
-
-    It is opaque: a `ShallowTarget` makes it, a draft carries it, and the target that it was made
-    from resumes there. It saves time and changes no number; a target may ignore it.
-    """
-
-
 @dataclass(frozen=True)
 class Source:
     """The input that an encoder-decoder's decoder attends to, beside the text that it writes.
@@ -126,7 +118,6 @@ class ScoreRow:
         pending: the tokens to read, at least one: all that are pending, or the first of them.
         tree: draft tokens; empty unless all pending tokens are read.
         wants_logits: False for a chunk whose logits are not needed.
-        computed: hidden states that are known already for these very tokens, if any.
         draw: key of the token after the pending ones, if its law is merely scaled logits; tokens
             after the nodes of a chain are drawn with the noise of the next positions. A target
             may draw them in the forward (`Scores.drawn`), or ignore this.
@@ -141,7 +132,6 @@ class ScoreRow:
     pending: Sequence[int]
     tree: TokenTree = EMPTY_TREE
     wants_logits: bool = True
-    computed: Computed | None = None
     draw: DrawKey | None = None
     source: Source | None = None
     plain: DrawKey | None = None
@@ -628,28 +618,14 @@ class HeadTarget(Target, Protocol):
         """
 
 
-class ShallowTarget(Protocol):
-    """The first layers of a target, its final norm and its head, on the target's own cache."""
-
-    def score_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
-        """Run these layers over each row's pending tokens and the tree so far.
-
-        Tokens that a row's ``computed`` covers are not computed again; the new one covers the
-        whole row. The call commits nothing and keeps no state.
-
-        Returns:
-            Float32 logits [V] after the last token of each row, and the new ``computed`` of each.
-        """
-
-
 class LayeredTarget(Target, Protocol):
     """A target whose first layers can be run alone."""
 
     @property
     def num_layers(self) -> int: ...
 
-    def shallow(self, exit_layer: int) -> ShallowTarget:
-        """The first ``exit_layer`` layers on this target's own cache."""
+    def first_layers(self, count: int) -> Target:
+        """They, its final norm and its head, with a cache of their own."""
 
 
 class LowBitCopy(Protocol):

@@ -248,14 +248,7 @@ def _build(context: DrafterContext) -> Drafter:
         raise ConfigError("the draft model is the target itself: load it a second time")
     shape = _shape(context.options, context.plain_ms)
     if shape is None:
-        # Whoever has no parts hands no observations on, or is run where guesses save nothing.
-        guesses = checked_flag("guesses", context.options.get("guesses", True))
-        guesses = guesses and context.target.capabilities.parts is not None
-        guesser = text_guesser(found_table(context, "table")) if guesses else None
-        fit = measured_fit(context.target, model)
-        return DraftModelDrafter(
-            model, fit, guesser, context.target.vocab_size, stops=not context.is_fixed
-        )
+        return chain_drafter(context, model)
     for who, each in (("target", context.target), ("draft model", model)):
         if not each.capabilities.tree_attention:
             raise CapabilityError(
@@ -263,6 +256,18 @@ def _build(context: DrafterContext) -> Drafter:
                 f"({type(each).__name__}) does not offer; use shape 'chain'"
             )
     return DraftTreeDrafter(model, shape)
+
+
+def chain_drafter(context: DrafterContext, model: Target) -> Drafter:
+    """A drafter of chains with what a context says, on any model of the target's tokens."""
+    # Whoever has no parts hands no observations on, or is run where guesses save nothing.
+    guesses = checked_flag("guesses", context.options.get("guesses", True))
+    guesses = guesses and context.target.capabilities.parts is not None
+    guesser = text_guesser(found_table(context, "table")) if guesses else None
+    fit = measured_fit(context.target, model)
+    return DraftModelDrafter(
+        model, fit, guesser, context.target.vocab_size, stops=not context.is_fixed
+    )
 
 
 def _check_vocabularies(context: DrafterContext, model: Target) -> None:

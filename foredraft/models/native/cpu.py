@@ -83,7 +83,6 @@ class FusedDecoder:
     name = "fused"
     reads_packed = runs_copies = True
     reads_unseen = False
-    resumes = True
     draws = True
 
     def __init__(

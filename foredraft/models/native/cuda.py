@@ -859,7 +859,6 @@ class ExactDecoder(PagedDecoder):
     """
 
     name = "exact"
-    resumes = False
 
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()

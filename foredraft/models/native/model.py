@@ -44,7 +44,6 @@ class Decoder(Protocol):
     Attributes:
         reads_unseen: whether it reads entries that no token sees, with weight 0: they must be
             finite.
-        resumes: whether a forward may go on from what some layers gave: their numbers are its own.
         reads_packed: whether packed weights save it time: then it also runs heads in few bits.
         runs_copies: whether copies of its weights in few bits are faster than these.
         draws: whether it fills in `ForwardPlan.draws`.
@@ -52,7 +51,6 @@ class Decoder(Protocol):
 
     name: str
     reads_unseen: bool
-    resumes: bool
     reads_packed: bool
     runs_copies: bool
     draws: bool
@@ -106,7 +104,6 @@ class EagerDecoder:
     name = "eager"
     reads_packed = runs_copies = False
     reads_unseen = False
-    resumes = True
     draws = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory
-from foredraft.core.errors import CapabilityError, ConfigError
+from foredraft.core.errors import CapabilityError
 from foredraft.models.base import (
     Capabilities,
     HeadWeights,
@@ -33,7 +33,6 @@ from foredraft.models.native.draft_layers import (
     head_config,
     native_join,
 )
-from foredraft.models.native.early_exit import ShallowView, resumption
 from foredraft.models.native.model import DecoderFactory, EagerDecoder, scored
 from foredraft.models.native.mtp import Layout, layout_of, own_config, read_own_layers
 from foredraft.models.native.plan import announce, plan_forward
@@ -132,7 +131,6 @@ class NativeTarget:
             tree_attention=True,
             taps=range(self.config.num_hidden_layers),
             parts=self.parts,
-            # States of some layers are not those of all, and the first ones share them.
             first_layers=self if self.config.recurrent is None else None,
             apart=self,
             cache_layers=self,
@@ -144,11 +142,7 @@ class NativeTarget:
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         check_taps(taps, self.capabilities)
         plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
-        resumed = resumption(rows, plan, self.cache, taps) if self.decoder.resumes else None
         announce(plan, self.cache)
-        if resumed:
-            plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
-        to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
         # Of a tree few nodes will be looked at, and nearly all of a chain.
         wanted = [
             (logits_row, row.draw.ahead(depth))
@@ -156,15 +150,8 @@ class NativeTarget:
             if row.draw is not None
             for depth, logits_row in enumerate(heads if row.tree.is_chain else heads[:1])
         ]
-        scores = scored(self.decoder, plan, self.cache, wanted, to_run)
-        if self._draw is not None:
-            scores = replace(scores, draw=self._draw)
-        if len(to_run) == len(taps):
-            return scores
-        assert plan.hidden_TE is not None
-        hidden_TE = plan.hidden_TE.to(self.weights.dtype)  # of the layer that the plan goes on from
-        others = dict.fromkeys({*taps}.difference(to_run), hidden_TE)
-        return replace(scores, taps={**scores.taps, **others})
+        scores = scored(self.decoder, plan, self.cache, wanted, taps)
+        return scores if self._draw is None else replace(scores, draw=self._draw)
 
     @property
     def parts(self) -> NativeParts:
@@ -228,14 +215,10 @@ class NativeTarget:
     def num_layers(self) -> int:
         return self.config.num_hidden_layers
 
-    def shallow(self, exit_layer: int) -> ShallowView:
-        """The first ``exit_layer`` layers on this target's own cache.
-
-        Raises:
-            ConfigError: there are not that many layers.
-        """
-        if not 0 < exit_layer <= self.num_layers:
-            raise ConfigError(
-                f"layer {exit_layer - 1} does not exist; the model has {self.num_layers}"
-            )
-        return ShallowView(self.decoder, self.cache, exit_layer)
+    def first_layers(self, count: int) -> NativeTarget:
+        weights = replace(self.weights, layers=self.weights.layers[:count])
+        config = replace(self.config, num_hidden_layers=count, kinds=self.config.kinds[:count])
+        return type(self)(
+            *(config, weights, self.new_decoder, self.max_context, self.cache.memory),
+            cache_dtype=self.cache.store.dtype,
+        )
