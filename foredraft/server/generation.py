@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from foredraft.core.params import SamplingParams
 from foredraft.engine.engine import check_ids, context_holds
@@ -18,9 +19,6 @@ from foredraft.server.formats.base import Format
 from foredraft.server.replies import ReplyParser
 from foredraft.server.resume import StreamPlace
 from foredraft.server.tools import NO_TOOLS, ToolUse
-
-if TYPE_CHECKING:
-    from foredraft.server.usage import ExpectedText
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class GenerationRequest:
             not.
         ignored: fields without effect here.
         form: the model's form of thoughts and calls.
-        prediction: the text that the reply is expected to repeat; None: none is named.
+        prediction: how often each id is in the text that a reply is expected to repeat.
         tools: that a reply may call.
         thinks: whether a reply may begin with thoughts.
         in_thoughts: whether the prompt has opened them.
@@ -63,7 +61,7 @@ class GenerationRequest:
     model_defaults: Mapping[str, float] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     form: Format = field(default_factory=Format)
-    prediction: ExpectedText | None = None
+    prediction: Counter[int] = field(default_factory=Counter)
     tools: ToolUse = NO_TOOLS
     thinks: bool = False
     in_thoughts: bool = False

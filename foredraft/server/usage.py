@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.generation import GenerationRequest, ReplyState
 
-_MAX_MASKS = 256
-"""Most distinct tokens of a prediction whose bit masks are cached."""
-
 
 def usage_of(
-    replies: Sequence[ReplyState],
-    request: GenerationRequest,
-    tokenizer: Tokenizer,
-    repeated: Sequence[Repeated] = (),
+    replies: Sequence[ReplyState], request: GenerationRequest, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """OpenAI's ``usage`` of replies that are over, or under way.
 
-    Args:
-        repeated: what each of them repeats of a prediction; empty: there is none.
+    Tokens of a prediction count as accepted where they are in a reply that is over, whatever their
+    order and their drafter.
     """
     prompts = replies[:: request.params.n]  # a prompt counts once
     num_prompt = sum(reply.num_prompt_tokens for reply in prompts)
@@ -35,14 +29,14 @@ def usage_of(
         "prompt_tokens_details": {"cached_tokens": num_cached(prompts)},
     }
     details: dict[str, int] = {}
-    if request.thinks or repeated:
+    if request.thinks or request.prediction:
         counts = (num_reasoning(reply, request, tokenizer) for reply in replies)
         details["reasoning_tokens"] = sum(counts)
-    if repeated:  # independent of the drafter
-        accepted = sum(each.count for each in repeated)
-        rejected = sum(each.num_predicted for each in repeated) - accepted
+    if request.prediction:
+        written = [Counter(each.result.token_ids) for each in replies if each.result is not None]
+        accepted = sum((request.prediction & reply).total() for reply in written)
         details["accepted_prediction_tokens"] = accepted
-        details["rejected_prediction_tokens"] = rejected
+        details["rejected_prediction_tokens"] = request.prediction.total() * len(written) - accepted
     return usage | ({"completion_tokens_details": details} if details else {})
 
 
@@ -66,55 +60,6 @@ def num_reasoning(reply: ReplyState, request: GenerationRequest, tokenizer: Toke
 def num_cached(replies: Sequence[ReplyState]) -> int:
     """Prompt tokens that were cached; known at the end."""
     return sum(reply.result.num_cached_tokens for reply in replies if reply.result is not None)
-
-
-class ExpectedText:
-    """The text that a reply is expected to repeat.
-
-    Args:
-        tokens: its ids.
-    """
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.num_tokens = len(tokens)
-        self._places: dict[int, list[int]] = {}
-        for place, token in enumerate(tokens):
-            self._places.setdefault(token, []).append(place)
-        self.mask = lru_cache(_MAX_MASKS)(self._mask)
-
-    def _mask(self, token: int) -> int:
-        """The positions of a token, as the bits of a number."""
-        bits = bytearray(self.num_tokens // 8 + 1)
-        for place in self._places.get(token, ()):
-            bits[place >> 3] |= 1 << (place & 7)
-        return int.from_bytes(bits, "little")
-
-
-class Repeated:
-    """Counts the tokens of a prediction that a reply repeats in their order, as the reply comes.
-
-    It is the length of their longest common subsequence. A token of the reply costs a few
-    operations on a number of as many bits as the prediction has tokens (H. Hyyrö, Bit-parallel
-    LCS-length computation revisited, 2004).
-    """
-
-    def __init__(self, prediction: ExpectedText) -> None:
-        self._prediction = prediction
-        self._all = self._left = (1 << prediction.num_tokens) - 1  # a bit for each token
-
-    @property
-    def num_predicted(self) -> int:
-        return self._prediction.num_tokens
-
-    @property
-    def count(self) -> int:
-        return self.num_predicted - self._left.bit_count()
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """The reply's next tokens."""
-        for token in tokens:
-            left, matched = self._left, self._left & self._prediction.mask(token)
-            self._left = ((left + matched) | (left - matched)) & self._all
 
 
 def speculation_of(replies: Sequence[ReplyState], detail: str) -> dict[str, Any] | None:

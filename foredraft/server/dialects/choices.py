@@ -16,7 +16,7 @@ from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Refused, Sets, at_most
 from foredraft.server.dialects.sampling import OpenAIFields, Schema, response_grammar
 from foredraft.server.generation import Generation, GenerationRequest
-from foredraft.server.usage import Repeated, usage_of
+from foredraft.server.usage import usage_of
 from foredraft.server.wire import DONE, data_event
 
 _TEXT_ONLY = "text is all there is here"
@@ -133,10 +133,6 @@ class ChoicesWriter(AnswerWriter):
         super().__init__(context, request)
         self._options = options
         self._id, self._created = self.id_prefix + request.reply_id, now()
-        self._repeated: list[Repeated] = []
-        if request.prediction is not None:
-            num_replies = len(request.prompts) * request.params.n
-            self._repeated = [Repeated(request.prediction) for _ in range(num_replies)]
 
     @abstractmethod
     def choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
@@ -160,8 +156,8 @@ class ChoicesWriter(AnswerWriter):
 
     async def whole(self) -> dict[str, Any]:
         async with self.context.generation(self.request) as generation:
-            async for index, event in generation:
-                self._count(index, event)
+            async for _ in generation:
+                pass
             self.finish(generation)
             # Of a long reply with log probabilities it is a million numbers.
             return await asyncio.to_thread(self._answered, generation)
@@ -180,7 +176,6 @@ class ChoicesWriter(AnswerWriter):
             for chunk in self.first_chunks():
                 yield chunk
             async for index, event in generation:
-                self._count(index, event)
                 usage = self._usage(generation) if continuous else None
                 if event.prompt_logprobs is None:
                     piece = self.piece(index, event)
@@ -195,10 +190,6 @@ class ChoicesWriter(AnswerWriter):
                 self.finish(generation)
                 yield data_event(self._with_usage(self._answer(self.chunk_kind, []), generation))
             yield DONE
-
-    def _count(self, index: int, event: Event) -> None:
-        if self._repeated:
-            self._repeated[index].add(event.token_ids)
 
     def chunk(
         self,
@@ -227,4 +218,4 @@ class ChoicesWriter(AnswerWriter):
         return answer | {"usage": self._usage(generation)} | self.metrics(generation.replies)
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
-        return usage_of(generation.replies, self.request, self.tokenizer, self._repeated)
+        return usage_of(generation.replies, self.request, self.tokenizer)

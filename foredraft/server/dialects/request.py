@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
@@ -22,7 +23,6 @@ from foredraft.server.generation import GenerationRequest
 from foredraft.server.resume import placed
 from foredraft.server.thinking import Thinking
 from foredraft.server.tools import ToolUse, read_tools
-from foredraft.server.usage import ExpectedText
 
 _OF_A_MESSAGE = (
     *("role", "content", "tool_calls", "name", "tool_call_id"),
@@ -235,9 +235,7 @@ def _asked(
     if body.stream:
         params, place = placed(params, prompts, caller.last_event)
     tenant, priority = context.tenant(caller.key_id, body.cache_salt), _priority(context, body)
-    prediction = None
-    if params.prediction is not None:
-        prediction = ExpectedText(context.tokenizer.encode(params.prediction, False))
+    expected = context.tokenizer.encode(params.prediction, False) if params.prediction else []
     return GenerationRequest(
         model=model,
         prompts=prompts,
@@ -245,7 +243,7 @@ def _asked(
         tenant=tenant,
         priority=priority,
         arrived=caller.arrived,
-        prediction=prediction,
+        prediction=Counter(expected),
         place=place,
         **more,
     )
