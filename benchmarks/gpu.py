@@ -47,6 +47,7 @@ _DECODERS: dict[str, DecoderFactory] = {
 _MODELS = {"135m": "smollm2-135m", "1b": "llama-1b", "8b": "llama-8b"}
 _CONTEXTS = (256, 2048, 8000)
 _TOKENS = (1, 2, 4, 8, 16, 32)
+_DRAFTERS = "none,suffix,hidden_head,self_draft,auto"
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--label", default="make gpu")
     parser.add_argument("--checkpoint", default="smollm2-135m-instruct", help="of texts")
     parser.add_argument("--prompts", default="specbench.jsonl", help="of texts")
-    parser.add_argument("--drafters", default="none,suffix,hidden_head,auto", help="of texts")
+    parser.add_argument("--drafters", default=_DRAFTERS, help="of texts")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--trace", action="store_true", help="of packed_steps, by kernel")

@@ -159,10 +159,15 @@ def _attention(best: dict[_Place, float], context: int) -> Attention:
 def _measured(target: Target, slot: int, places: list[_Place]) -> dict[_Place, float]:
     """Milliseconds at each place that there is time for, at least the first two.
 
-    All in turns, so that a slow moment does not make one dear.
+    All in turns, so that a slow moment does not make one dear. On a GPU each place is warmed up:
+    its first forward compiles kernels and is recorded, which takes up to seconds.
     """
     best: dict[_Place, float] = {}
-    _forward_ms(target, slot, places[0][1])  # warms up
+    parts = target.capabilities.parts
+    on_gpu = parts is not None and parts.device.type != "cpu"
+    for context, size in places if on_gpu else places[:1]:
+        _moved_to(context, target.cache, slot)
+        _forward_ms(target, slot, size)
     started = time.perf_counter()
     for _ in range(_ROUNDS):
         for number, (context, size) in enumerate(places):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -52,6 +55,25 @@ def test_a_slow_model_is_timed_at_the_telling_sizes_alone(
     assert cost.ms([(1, 0)]) == pytest.approx(601.0)
     assert cost.ms([(4, 0)]) == pytest.approx(604.0)
     assert cost.ms([(8, 0)]) == pytest.approx(608.0)
+
+
+def test_what_a_gpu_records_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward of a size takes seconds there, and the limit would leave no second."""
+    now, tried = [0.0], list[int]()
+
+    def forward_ms(target: TableModel, slot: int, num_tokens: int) -> float:
+        taken = 1.0 if num_tokens in tried else 3000.0
+        tried.append(num_tokens)
+        now[0] += taken / 1e3
+        return taken
+
+    target = TableModel.random(20, seed=1)
+    parts = SimpleNamespace(device=torch.device("cuda"))
+    target.capabilities = replace(target.capabilities, parts=parts)
+    monkeypatch.setattr(timing, "_forward_ms", forward_ms)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    cost = measure_cost(target)
+    assert [cost.ms([(n, 64)]) for n in (1, 4, 17)] == pytest.approx([1.0] * 3)
 
 
 def test_a_slow_moment_of_one_token_makes_no_other_size_dear(

@@ -639,16 +639,17 @@ class CardMatrix(PackedMatrix):
 
 _LEAST_TILE, _MOST_TILES = 32, 16
 """Outputs and token tiles."""
-_PROGRAMS = 256
+_PROGRAMS, _GATED_PROGRAMS = 512, 256
 """A product is split until it has as many, or its stretches are short."""
 
 
 def _tiles(num_outputs: int, num_chunks: int, gated: bool) -> dict[str, int]:
     """The tile of a product by its shape alone: never by the number of tokens."""
-    tiles, splits = -(-num_outputs // 64), 1
-    while tiles * splits < _PROGRAMS and num_chunks // 4 >= 4 * splits:
+    tiles, splits, iterations = -(-num_outputs // 64), 1, num_chunks // 4
+    while tiles * splits < (_GATED_PROGRAMS if gated else _PROGRAMS) and iterations >= 4 * splits:
         splits *= 2
-    return {"TILE_M": 64, "SPLITS": splits, "STAGES": 2 if gated else 3, "num_warps": 2}
+    stages = 2 if gated or iterations <= 2 * splits else 3
+    return {"TILE_M": 64, "SPLITS": splits, "STAGES": stages, "num_warps": 2}
 
 
 _EXPERT_TILES = {"TILE_M": 32, "SPLITS": 1, "STAGES": 3, "num_warps": 2}
