@@ -23,7 +23,7 @@ from foredraft.control.acceptance import LIKELY_CAUSES, Acceptance, FirstToken, 
 from foredraft.control.base import Allowance, Row
 from foredraft.control.experience import Experience
 from foredraft.control.ledger import Ledger
-from foredraft.control.planner import TRIAL_STEPS, Plan, Planner
+from foredraft.control.planner import TRIAL_STEPS, Plan, Planner, guessed_ms
 from foredraft.control.times import HICCUP
 from foredraft.core.cost import CostModel
 from foredraft.core.record import RowStep, StepRecord, StepTimes
@@ -216,14 +216,22 @@ class AdaptiveBudget:
         plain_ms: float,
         forward_ms: float,
     ) -> float:
-        """Learn a drafter's time to propose and to follow from a step."""
+        """Learn a drafter's time to propose and to follow from a step.
+
+        Either part is the time of several forwards of the target only where a GPU compiles and
+        records the work, for the first time or in a new shape: that is done once, and no price.
+        """
         num_asked = sum(row.budget > 0 for row in rows)
         num_rounds, drafter = 1, self._planner.drafters[name]
         share, draft_ms, expected_ms = drafter.round_share, taken.draft_ms, None
+        known_ms, learn_ms = self._times.round_ms(name, num_asked), taken.learn_ms
+        if learn_ms > HICCUP * forward_ms:
+            learn_ms = guessed_ms(drafter, forward_ms)
         if share is not None:
             num_rounds = max(min(len(row.proposal.tree), row.budget) for row in rows)
             expected_ms = share * plain_ms
-        known_ms = self._times.round_ms(name, num_asked)
+        elif not drafter.reads and draft_ms > HICCUP * max(plain_ms, known_ms or 0.0):
+            expected_ms = known_ms or guessed_ms(drafter, plain_ms)
         usual_ms = expected_ms if known_ms is None else known_ms
         if usual_ms is not None:
             most_ms = HICCUP * max(num_rounds, 1) * usual_ms
@@ -232,13 +240,13 @@ class AdaptiveBudget:
                 self._invest(name, draft_ms - most_ms / HICCUP, 0)
                 draft_ms = most_ms / HICCUP
             if not record.is_decoding:
-                return min(draft_ms, most_ms) + taken.learn_ms
+                return min(draft_ms, most_ms) + learn_ms
         if not record.is_decoding:
-            return draft_ms + taken.learn_ms
+            return draft_ms + learn_ms
         slowness = max(1.0, record.times.score_ms / forward_ms)
         return self._times.observe(
             *(name, num_asked, draft_ms / slowness),
-            *(len(rows), taken.learn_ms / slowness, num_rounds),
+            *(len(rows), learn_ms / slowness, num_rounds),
             expected_ms=expected_ms,
         )
 

@@ -341,7 +341,7 @@ class Planner:
             return DrafterCost((0.0, *asking), (0.0,) * (most + 1), share is not None)
         known = [times.round_ms(drafter.name, n) for n in numbers]
         if share is None:
-            guess = plain_ms * (_UNKNOWN if drafter.promise is None else _UNKNOWN_HEAD)
+            guess = guessed_ms(drafter, plain_ms)
             asking = [n * guess if ms is None else ms for n, ms in zip(numbers, known, strict=True)]
         else:
             asking = [share * plain_ms if ms is None else ms for ms in known]
@@ -520,6 +520,11 @@ class Planner:
             / (price_of(step_ms, num_rows * nodes) + cost.ms(num_rows, nodes))
             for nodes, accepted in totals
         )
+
+
+def guessed_ms(drafter: DrafterTraits, forward_ms: float) -> float:
+    """Time of a drafter beside a forward of the target, before it was measured."""
+    return forward_ms * (_UNKNOWN if drafter.promise is None else _UNKNOWN_HEAD)
 
 
 def _why_plain(found: Sequence[Plan], batch: _Batch) -> str:

@@ -19,10 +19,11 @@ from foredraft.control.ledger import SHARE
 from foredraft.control.pairs import expected_of_pair
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import Proposal
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import RowStep, StepRecord, StepTimes
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
+from foredraft.core.verify import Verdict
 from tests.control.simulator import FLAT, STEEP, MadeUp, Simulation, constant
 from tests.engine.helpers import new_request
 
@@ -489,6 +490,38 @@ def test_a_request_that_names_its_drafter_gets_it_in_a_mixed_batch() -> None:
     named = {number: ("suffix", "copies")[number % 2] for number in range(200)}
     done = Simulation(drafters, named=named).run(100, 2)
     assert min(done.drafted_by["suffix"], done.drafted_by["copies"]) > 100
+
+
+@pytest.mark.parametrize("load", [1, 4])
+def test_what_a_gpu_compiles_and_records_does_not_bar_drafts(load: int) -> None:
+    """A first round takes 100 times as long, and the first in each new number of rows as well."""
+    slow = set[int]()
+
+    def slowness(step: int) -> tuple[float, float]:
+        is_new = done.drafted > 0 and len(done.rows) not in slow
+        slow.update({len(done.rows)} if is_new else ())
+        return (100.0 if is_new else 1.0), 1.0
+
+    done = Simulation({"head": MadeUp(constant(0.8), 1.0, 0.2, promise=(0.8, 0.6))})
+    done.slowness = slowness
+    done.run(60, 1).run(60, load)
+    assert slow == {1, load}
+    done.plain_ms = done.spent_ms = 0.0
+    assert done.run(200, load).speedup > (1.3 if load > 1 else 1.7)
+
+
+def test_what_a_gpu_compiles_to_read_a_prompt_does_not_bar_drafts() -> None:
+    head = MadeUp(constant(0.8), 4.0, 0.2, joins_late=False, promise=(0.8, 0.6))
+    done = Simulation({"head": head})
+    row = new_request([1] * 32, done.params, 99)
+    done.control.begin(row, [])
+    done.control.allow([row])
+    verdict = Verdict((), 1, "bonus")
+    read = RowStep(99, 0, 32, "head", 0, NO_PROPOSAL, verdict, (1,), 0)
+    done.control.observe(StepRecord((read,), StepTimes(0.0, 300.0, 0.0, 300.0)))
+    assert done.control.ledger.spent_ms < 320.0
+    done.control.end(99)
+    assert done.run(200, 1).speedup > 1.7
 
 
 def test_what_joining_a_text_takes_is_booked_and_weighed() -> None:

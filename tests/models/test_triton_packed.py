@@ -6,6 +6,7 @@ On a CPU they run in Triton's interpreter, where it is installed: `TRITON_INTERP
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,8 +25,11 @@ from foredraft.models.native.quant import (
     Blocks,
     Form,
     PackedMatrix,
+    Stack,
+    as_tensor,
 )
 from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import DecoderWeights
 from tests.models.checkpoints import made, text
 from tests.models.test_graphed import TREE, Pair
 
@@ -179,12 +183,35 @@ def test_prompts_are_multiplied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     assert_near(packed.dequantised_product(x_NK, card, None), expected, 1e-6)
 
 
+def dequantised(weights: DecoderWeights) -> DecoderWeights:
+    """Plain numbers on the device."""
+
+    def moved(_: str, matrix: Stack, num_parts: int = 1) -> Tensor:
+        return as_tensor(matrix, weights.dtype).to(DEVICE)
+
+    return replace(
+        weights,
+        embedding_VE=moved("", weights.embedding_VE),
+        layers=tuple(layer.with_matrices(moved) for layer in weights.layers),
+        head_VE=moved("", weights.head_VE),
+    )
+
+
+def test_weights_on_a_card_stay_as_they_are() -> None:
+    weights = NativeTarget.load(made("llama-tied"), device=DEVICE, bits=4).weights
+    there = packed.on_card(weights, DEVICE)
+    again = packed.on_card(there, DEVICE)
+    assert again.layers[0].qkv_weight is there.layers[0].qkv_weight
+    assert again.head_VE is there.head_VE
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", ["llama-tied", "mixtral", "qwen3-moe"])
 def test_steps_equal_the_eager_decoder(family: str, bits: int) -> None:
     directory = made(family)
     eager = NativeTarget.load(directory, device=DEVICE, bits=bits)
     paged = NativeTarget.load(directory, device=DEVICE, bits=bits, new_decoder=PagedDecoder)
+    eager.decoder = EagerDecoder(eager.config, dequantised(eager.weights))
     pair = Pair(eager, paged)
     slot, other = pair.open(text(20)), pair.open(text(30))
     rows = [ScoreRow(slot, [11, 12], TREE), ScoreRow(other, [3], TokenTree.chain((4, 5)))]
@@ -200,7 +227,7 @@ def test_a_copy_drafts_on_the_cache_of_its_target() -> None:
     target.score([ScoreRow(slot, text(20))])
     target.cache.keep(slot, 20, ())
     found = copy.score([ScoreRow(slot, [5])], [20])[0].logits_NV
-    eager = EagerDecoder(target.config, copy.weights)
+    eager = EagerDecoder(target.config, dequantised(copy.weights))
     plan = plan_forward([ScoreRow(slot, [5])], [20])
     announce(plan, target.cache)
     expected, _ = eager.forward(plan, target.cache)

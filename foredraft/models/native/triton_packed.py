@@ -865,6 +865,8 @@ def on_card(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
     """
 
     def moved(_: str, matrix: Any, num_parts: int) -> Any:
+        if isinstance(matrix, CardMatrix):
+            return matrix
         parts = matrix.parts if isinstance(matrix, StackedMatrix) else (matrix,)
         if any(isinstance(part, PackedMatrix) and part.form.has_fine_minima for part in parts):
             return matrix.dequantised(weights.dtype).to(device)
