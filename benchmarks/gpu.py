@@ -28,7 +28,12 @@ from benchmarks.one_kernel.step import CompiledStep, Phase, Step, StepDecoder
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.cuda import GraphedDecoder, PagedDecoder, graphed_decoder
+from foredraft.models.native.cuda import (
+    GraphedDecoder,
+    PagedDecoder,
+    exact_decoder,
+    graphed_decoder,
+)
 from foredraft.models.native.model import DecoderFactory
 from foredraft.models.native.quant import (
     CENTRED4,
@@ -41,6 +46,7 @@ from foredraft.models.native.target import NativeTarget
 
 _DECODERS: dict[str, DecoderFactory] = {
     "paged": graphed_decoder,
+    "exact": exact_decoder,
     "step": StepDecoder,
     "torch": GraphedDecoder,
 }
