@@ -67,6 +67,8 @@ def texts(run: Run) -> None:
             taken = round(time.perf_counter() - begun, 2)
             run.found[f"first reply of {name} at temperature {temperature}, s"] = taken
             run.save()
+    for prompt in prompts:  # libraries choose and load kernels for each new length
+        others[names[0]].generate([[*prompt]], SamplingParams(max_tokens=1))
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=run.asked.length, temperature=temperature, seed=5)
         rows = {name: _Row() for name in others}
