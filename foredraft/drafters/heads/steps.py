@@ -305,8 +305,7 @@ class StepDrafter(BaseDrafter):
         requests = [self._requests[row.request_id] for row in rows]
         self._catch_up(each for each in requests if each.num_waiting > self._chain.most_read)
         chains = [_chain_row(*pair) for pair in zip(rows, requests, strict=True)]
-        budget = max(row.budget for row in rows)
-        num_steps = max(2, min(self._limits.max_depth, budget + budget % 2))
+        num_steps = max(map(self._num_steps, rows, requests))
         done = {}
         found = self._chain.run(chains, num_steps)
         for row, request, chain, levels in zip(rows, requests, chains, found, strict=True):
@@ -317,6 +316,18 @@ class StepDrafter(BaseDrafter):
             self._hang_levels(growth, request, levels[: self._limits.max_depth])
             done[row.request_id] = growth.build()
         return done
+
+    def _num_steps(self, row: DraftRow, request: _Request) -> int:
+        """Steps of a round on the device, where no chance is seen before it is over: so many as the
+        head's promise lets pay. Even numbers, so that few rounds are recorded."""
+        most = min(self._limits.max_depth, row.budget + row.budget % 2)
+        if self.traits.promise is not None:
+            greedy, sampled = self.traits.promise
+            chance = greedy + (sampled - greedy) * min(1.0, row.params.temperature)
+            chance = min(0.99, request.reliability.factor * chance)
+            paying = _paying_steps(chance, self._limits.round_cost, most)
+            most = min(most, paying + paying % 2)
+        return max(2, most)
 
     def _hang_levels(
         self, growth: Growth, request: _Request, levels: Sequence[ScoredTokens]
@@ -390,6 +401,17 @@ def _chain_row(row: DraftRow, request: _Request) -> ChainRow:
     assert key is not None
     own = DrawKey.of(row.params, key.seed, key.position) if key.scale else key
     return ChainRow(request.slot, read.start, read.following, read.taps, own)
+
+
+def _paying_steps(chance: float, step_cost: float, most: int) -> int:
+    """The steps after which another would add fewer tokens a plain step than there are so far."""
+    tokens, spent, gain = 1.0, 1.0, 1.0
+    for step in range(most):
+        gain *= chance
+        if gain * spent < tokens * step_cost:
+            return step
+        tokens, spent = tokens + gain, spent + step_cost
+    return most
 
 
 def _joined(reads: Sequence[_Read]) -> _Read:
