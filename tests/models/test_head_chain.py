@@ -20,7 +20,7 @@ from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import EagleModule
 from foredraft.drafters.heads.growth import GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
-from foredraft.drafters.heads.steps import StepDrafter, _paying_steps, StepRunner
+from foredraft.drafters.heads.steps import StepDrafter, StepRunner, _paying_steps
 from foredraft.models.base import ChainRow, HeadRow, ScoreRow
 from foredraft.models.native import draft_layers
 from foredraft.models.native.target import NativeTarget
@@ -173,7 +173,6 @@ def test_a_drafter_goes_by_rounds(params: SamplingParams) -> None:
 @pytest.mark.parametrize(("chance", "steps"), [(0.2, 1), (0.585, 3), (0.7, 4), (0.792, 6)])
 def test_a_round_has_the_steps_that_pay(chance: float, steps: int) -> None:
     rates = [
-        sum(chance**depth for depth in range(count + 1)) / (1.0 + 0.1 * count)
-        for count in range(7)
+        sum(chance**depth for depth in range(count + 1)) / (1.0 + 0.1 * count) for count in range(7)
     ]
     assert steps == _paying_steps(chance, 0.1, 6) == max(range(7), key=rates.__getitem__)
