@@ -225,8 +225,9 @@ class AdaptiveBudget:
         num_rounds, drafter = 1, self._planner.drafters[name]
         share, draft_ms, expected_ms = drafter.round_share, taken.draft_ms, None
         known_ms, learn_ms = self._times.round_ms(name, num_asked), taken.learn_ms
-        if learn_ms > HICCUP * forward_ms:
-            learn_ms = guessed_ms(drafter, forward_ms)
+        if learn_ms > HICCUP * forward_ms:  # again and again, it is a price after all
+            follow_ms = self._times.follow_ms(name, len(rows))
+            learn_ms = min(learn_ms, HICCUP * follow_ms or guessed_ms(drafter, forward_ms))
         if share is not None:
             num_rounds = max(min(len(row.proposal.tree), row.budget) for row in rows)
             expected_ms = share * plain_ms
