@@ -518,7 +518,8 @@ class _Layer:
 
     def __init__(self, reader: Reader, config: DecoderConfig, index: int, prefix: str) -> None:
         self._reader, self._config, self._prefix = reader, config, prefix
-        self._family, self._names = config.family, config.family.names
+        names = config.family.names
+        self._family, self._names = config.family, names.apart if reader.is_apart else names
         self._kind = config.kind(index)
         self._num_experts, self._feed_forward = config.feed_forward(index)
         experts = config.experts
@@ -683,7 +684,7 @@ class _Layer:
         """What each token reads, as so many experts."""
         names, rows, hidden = self._names, self._feed_forward, self._config.hidden_size
         if not is_up:
-            cut = partial(_cut_inputs, count=count)
+            cut = partial(_cut_inputs, count=count) if count > 1 else None
             name = f"{self._prefix}{names.shared_down}.weight"
             return [_Part(name, count * hidden, (hidden, count * rows), cut)]
         parts = self._parts(names.shared_gate_up, [count * rows] * 2, "weight")
@@ -722,7 +723,7 @@ class _Layer:
         inputs = self._parts(names.recurrent_in, rows, "weight")
         (out,) = self._parts([names.recurrent_out], [hidden], "weight")
         out = out.times(self._config.multipliers.mixer_output)
-        if self._family.interleaved:
+        if self._family.interleaved and len(inputs) == 1:
             by_kind = partial(_by_kind, sizes=sizes)
             inputs = [replace(inputs[0], change=by_kind, moves_rows=True)]
         if sizes.kind == "mamba2":
@@ -873,6 +874,10 @@ class Reader:
         self._bytes_at_hand = 0
         self._shelf = Shelf()
         self._problems: list[str] = []
+        self.is_apart = self._tensors is not None and all(
+            tensor.gguf is not None for tensor in self._tensors.values()
+        )
+        """Whether names are those of `Names.apart`."""
         self.asked: dict[str, tuple[int, ...]] = {}
         """Shapes of the tensors that were asked for, by name."""
         self.changed: list[str] = []
@@ -1044,6 +1049,7 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
         if len(tensor.shape) > 1 and not (tensor.is_quantised or may_be_floats):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
     for index in range(config.num_hidden_layers if config.experts else 0):
+        names = names.apart
         parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
         found = (checkpoint.tensors.get(part) for part in parts)
         if len({FORMS[one.dtype] for one in found if one}) > 1:
