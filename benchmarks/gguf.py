@@ -54,12 +54,14 @@ _ARCHITECTURES = {
     "stablelm": "STABLELM",
     "starcoder2": "STARCODER2",
     "arcee": "ARCEE",
+    "granitemoehybrid": "GRANITE_HYBRID",
+    "falcon_h1": "FALCON_H1",
 }
 """The GGUF package's name of the architecture of a ``model_type``."""
 FAMILIES = tuple(_ARCHITECTURES)
 
 _WINDOWED = ("phi3", "gemma2", "gemma3_text", "gpt_oss", "exaone4", "olmo3", "cohere2")
-_PAIRED = ("llama", "mixtral", "smollm3", "granite", "arcee")
+_PAIRED = ("llama", "mixtral", "smollm3", "granite", "granitemoehybrid", "arcee")
 
 
 def write_gguf(
@@ -128,15 +130,21 @@ def _write_tensor(
         values = values[:, order] if name.endswith("out_proj.weight") else values[order]
     if name.endswith("A_log"):
         values = -np.exp(values)
+    if name.endswith(("mamba.A_log", "mamba.D")):
+        values = values[:, None]
+    if name.endswith("mamba.norm.weight") and config.recurrent:
+        values = values.reshape(config.recurrent.key_heads, -1)
     is_norm = name.endswith("norm.weight") and "linear_attn" not in name
     is_small = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv.")
-    is_matrix = values.ndim > 1 and theirs.endswith(".weight")
+    is_matrix = values.ndim > 1 and theirs.endswith(".weight") and "_norm." not in theirs
     is_matrix = is_matrix and not any(part in theirs for part in is_small)
     kind = gguf.GGMLQuantizationType[quantisation.upper() if is_matrix else "F32"]
     added = np.float32(config.family.norm_offset if is_norm else 0)
     rows = quantised(values + added, kind)
     if written is not None:
         numbers = gguf.dequantize(rows, kind).reshape(values.shape) - added
+        if ".mamba." in name and not is_matrix and "conv1d" not in name:
+            numbers = numbers.flatten()
         if name.endswith("A_log"):
             numbers = np.log(-numbers)
         if order is not None:
@@ -185,6 +193,8 @@ def _apart(name: str, config: DecoderConfig) -> dict[str, tuple[Any, Any]]:
             f"{before}gate_proj.{kind}": (axes, (every, first)),
             f"{before}up_proj.{kind}": (axes, (every, last)),
         }
+    if name.endswith("_linear.weight"):
+        return _apart_of_granite(name, config)
     sizes = config.recurrent
     if sizes is None or not name.endswith("in_proj_qkvz.weight"):
         return {}
@@ -196,6 +206,23 @@ def _apart(name: str, config: DecoderConfig) -> dict[str, tuple[Any, Any]]:
     return {
         f"{before}qkv.weight": ((0, 1), np.concatenate(qkv)),
         f"{before}z.weight": ((0, 1), z),
+    }
+
+
+def _apart_of_granite(name: str, config: DecoderConfig) -> dict[str, tuple[Any, Any]]:
+    layer = name.rpartition(".")[0].rpartition(".")[0].rpartition(".")[0]
+    axes: tuple[int, ...] = (0, 1)
+    size, part = config.intermediate_size, "mlp"
+    if "block_sparse_moe" in name:
+        axes, part = (0, 1, 2), "mlp.experts.{expert}"
+    elif config.experts:
+        size, part = config.experts.num_shared * size, "mlp.shared_expert"
+    if "output" in name:
+        return {f"{layer}.{part}.down_proj.weight": (axes, ...)}
+    gates, others = (..., slice(size), slice(None)), (..., slice(size, None), slice(None))
+    return {
+        f"{layer}.{part}.gate_proj.weight": (axes, gates),
+        f"{layer}.{part}.up_proj.weight": (axes, others),
     }
 
 
@@ -228,7 +255,12 @@ def write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(config.num_attention_heads)
-    if config.model_type.startswith("lfm2"):
+    if config.model_type == "granitemoehybrid":
+        kv_heads = config.num_key_value_heads
+        writer.add_head_count_kv([0 if one.is_recurrent else kv_heads for one in config.kinds])
+        writer.add_rope_scaling_finetuned(False)
+        writer.add_expert_shared_feed_forward_length(raw["shared_intermediate_size"])
+    elif config.model_type.startswith("lfm2"):
         kv_heads = config.num_key_value_heads
         writer.add_head_count_kv([0 if one.is_recurrent else kv_heads for one in config.kinds])
         writer.add_shortconv_l_cache(raw["conv_L_cache"])
@@ -239,14 +271,15 @@ def write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -
         writer.add_array(
             f"{writer.arch}.attention.recurrent_layers", [one.is_recurrent for one in config.kinds]
         )
+    if config.recurrent is not None and config.recurrent.kind != "short_conv":
         writer.add_ssm_conv_kernel(config.recurrent.window)
         writer.add_ssm_state_size(config.recurrent.key_size)
         writer.add_ssm_group_count(config.recurrent.key_heads)
         writer.add_ssm_time_step_rank(config.recurrent.value_heads)
         writer.add_ssm_inner_size(config.recurrent.num_outputs)
-        if config.model_type.startswith("qwen3_5"):
-            writer.add_rope_dimension_sections([11, 11, 10, 0])
-    if config.model_type not in ("phi3", "granite"):  # their converters leave it out
+    if config.model_type.startswith("qwen3_5"):
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if config.model_type != "phi3" and "granite" not in config.model_type:  # left out by converters
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.ropes[0].size)
@@ -281,7 +314,7 @@ def write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -
     if config.model_type == "cohere2":
         writer.add_logit_scale(raw["logit_scale"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    if config.model_type == "granite":
+    if config.model_type.startswith("granite"):
         writer.add_attention_scale(raw["attention_multiplier"])
         writer.add_embedding_scale(raw["embedding_multiplier"])
         writer.add_residual_scale(raw["residual_multiplier"])

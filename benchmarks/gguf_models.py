@@ -65,6 +65,19 @@ _DELTA_NET = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+_MAMBA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_d_head": 32,
+    "shared_intermediate_size": 256,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
 _SHARED = {
     "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256,
@@ -226,6 +239,24 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
     "arcee": ("arcee", {}),
+    "granite-hybrid": ("granitemoehybrid", _MAMBA | {"num_local_experts": 0}),
+    "granite-hybrid-moe": (
+        "granitemoehybrid",
+        _MAMBA | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            "head_dim": 32,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 32,
+            "mamba_d_head": 32,
+            "mamba_d_ssm": 256,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
 }
 """``model_type`` and fields of each: every family, and every rotary scaling that files have."""
 

@@ -60,6 +60,10 @@ class Names:
             found = replace(
                 found, recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
             )
+        if len(self.dense_gate_up) == 1:
+            part = self.dense_gate_up[0].rpartition(".")[0]
+            both = (f"{part}.gate_proj", f"{part}.up_proj")
+            found = replace(found, dense_gate_up=both, shared_gate_up=both)
         return found
 
 
@@ -77,6 +81,7 @@ class Gguf:
         only: the only values of keys that are implemented.
         ignored: keys that change nothing of a text model.
         norms: names of norms that differ from `GGUF_NORMS`; "final_norm" is one of them.
+        may_be_dense: a file of the family may have no experts.
         mark: a key that tells the family from an older one of the same architecture.
         rope: fields of rotary scaling that files do not say.
         wide_size: the number of layers of the one model of the family whose scores are divided by
@@ -90,6 +95,7 @@ class Gguf:
     only: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     norms: Mapping[str, str] = field(default_factory=dict)
+    may_be_dense: bool = False
     mark: str | None = None
     rope: Mapping[str, Any] = field(default_factory=dict)
     wide_size: int | None = None
@@ -275,6 +281,12 @@ _GRANITE_READS = _fields(
     "attention_bias embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 )
 _GRANITE_DEFAULTS = {"attention_multiplier": 1.0}
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
 
 _LFM2_NAMES = Names(
     attention_norm="operator_norm",
@@ -388,6 +400,12 @@ _MAMBA_READS = _fields(
     "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand "
     "mamba_conv_bias"
 )
+_MAMBA_KEYS = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+}
 _MAMBA_NEUTRAL = {"mamba_proj_bias": False, "time_step_limit": _NO_LIMIT}
 
 _FAMILIES = (
@@ -433,12 +451,7 @@ _FAMILIES = (
         gguf=Gguf(
             "granite",
             is_paired=True,
-            keys={
-                "embedding_multiplier": "embedding_scale",
-                "residual_multiplier": "residual_scale",
-                "attention_multiplier": "attention.scale",
-                "logits_scaling": "logit_scale",
-            },
+            keys=_GRANITE_KEYS,
             implied={"attention_multiplier": None},
             only={"rope.scaling.finetuned": True},
         ),
@@ -716,6 +729,22 @@ _FAMILIES = (
         fixed={"norm_topk_prob": True},
         neutral=_MAMBA_NEUTRAL,
         recurrent="mamba2",
+        gguf=Gguf(
+            "granitehybrid",
+            is_paired=True,
+            keys=_GRANITE_KEYS
+            | _MAMBA_KEYS
+            | _keys_of_experts("num_local_experts")
+            | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
+            implied={
+                "attention_multiplier": None,
+                "num_local_experts": 0,
+                "position_embedding_type": "nope",
+            },
+            only={"rope.scaling.finetuned": False},
+            ignored=_fields("ssm.inner_size"),  # the shapes of tensors say it
+            may_be_dense=True,
+        ),
     ),
     Family(
         "falcon_h1",
@@ -736,6 +765,7 @@ _FAMILIES = (
         neutral=_MAMBA_NEUTRAL | {"projectors_bias": False, "mamba_norm_before_gate": False},
         recurrent="mamba2",
         mixes_beside=True,
+        gguf=Gguf("falcon-h1", keys=_MAMBA_KEYS | {"mamba_d_ssm": "ssm.inner_size"}),
     ),
     Family(
         "glm4",
@@ -912,7 +942,7 @@ def family_of_gguf(
         for family in _FAMILIES
         if family.gguf
         and family.gguf.architecture == architecture
-        and (family.names.router is not None) == has_experts
+        and (family.gguf.may_be_dense or (family.names.router is not None) == has_experts)
         and (family.gguf.mark is None or f"{architecture}.{family.gguf.mark}" in keys)
     ]
     return found[-1] if found else None

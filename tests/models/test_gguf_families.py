@@ -116,8 +116,11 @@ def _check_same(family: str, kind: str) -> None:
 
 
 def _check_kept(family: str, kind: str) -> None:
-    """As it comes, the file differs by what activations of 16 bits cost. Of some texts it may choose
-    another expert that is nearly as good; of three short ones it does not in all."""
+    """As it comes, the file differs by what activations of 16 bits cost.
+
+    Of some texts it may choose another expert that is nearly as good; of three short ones it does
+    not in all.
+    """
     path, same = _files(family, kind)
     plan, _ = plan_models(LoadOptions(model=str(path), drafter="none"))
     assert plan.weights == "file"

@@ -70,6 +70,8 @@ _SAID_BY_TENSORS = {
     "attention_out_bias": ".attn_output.bias",
     "mlp_bias": ".ffn_down.bias",
     "use_qk_norm": ".attn_q_norm.weight",
+    "mamba_conv_bias": ".ssm_conv1d.bias",
+    "mamba_rms_norm": ".ssm_norm.weight",
 }
 """Tensors that a file has if a field of ``config.json`` is true."""
 
@@ -329,7 +331,8 @@ def _said_by_family(
             kinds = ("full_attention", _SPECIAL_LAYERS[name])
             found["layer_types"] = [kinds[bool(is_special)] for is_special in value[: len(tensors)]]
         elif value is not None:
-            found[name] = None if type(value) is int and value == 0 else value
+            is_nothing = type(value) is int and value == 0 and key != _EXPERTS
+            found[name] = None if is_nothing else value
     heads = file.metadata.get(f"{family.gguf.architecture}.attention.head_count_kv")
     if isinstance(heads, np.ndarray):
         if not family.recurrent:
@@ -443,7 +446,9 @@ def _weights(
         if config.experts and "{expert}" in ours[name]:  # one behind the other
             count = config.experts.count - config.experts.num_shared
             shape, each, count = (count, *shape), each[1:], each[0]
-        if without_ones(tensor.shape) != without_ones(shape):
+        if len(shape) == 1 and prod(each) == shape[0]:  # such as Mamba's norms, by group
+            each = shape
+        elif without_ones(tensor.shape) != without_ones(shape):
             _refuse(file, f"tensor {name!r} has shape {tensor.shape}, not {shape}")
         place = _place(config, name, tensor)
         for expert in range(count):
@@ -488,6 +493,10 @@ def _names(config: DecoderConfig, asked: Mapping[str, object]) -> dict[str, str]
 def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
     """Names of a layer's tensors in transformers and in GGUF, without ``.weight`` or ``.bias``."""
     names, norms = config.family.names.apart, _gguf_norms(config)
+    if not config.experts and names.dense_down:
+        names = replace(names, gate_up=names.dense_gate_up, down=names.dense_down, router=None)
+    if config.family.mixes_beside:  # Falcon-H1, whose files leave ".weight" out here
+        names = replace(names, mlp_norm=f"{names.mlp_norm}.weight")
     yield from ((getattr(names, norm), norms[norm]) for norm in GGUF_NORMS)
     qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
     yield from zip(names.qkv, qkv, strict=True)
@@ -498,9 +507,10 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
     yield from ((ours, f"{theirs}{end}") for ours, theirs in zip(names.gate_up, upper, strict=True))
     yield names.down, f"ffn_down{end}"
     if config.experts:
-        yield from zip(names.dense_gate_up, ("ffn_gate", "ffn_up"), strict=False)
+        if config.experts.num_dense:
+            yield from zip(names.dense_gate_up, ("ffn_gate", "ffn_up"), strict=True)
+            yield names.dense_down, "ffn_down"
         yield from zip(names.shared_gate_up, ("ffn_gate_shexp", "ffn_up_shexp"), strict=False)
-        yield names.dense_down, "ffn_down"
         yield names.shared_down, "ffn_down_shexp"
         yield names.shared_router, "ffn_gate_inp_shexp"
         if names.router_bias != f"{names.router}.bias":
@@ -512,13 +522,15 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
         yield names.recurrent_out, "shortconv.out_proj"
     elif config.recurrent:
         mixer = names.convolution.rpartition(".")[0]
-        yield from zip(names.recurrent_in, ("attn_qkv", "attn_gate"), strict=True)
+        inputs = ("attn_qkv", "attn_gate") if len(names.recurrent_in) > 1 else ("ssm_in",)
+        yield from zip(names.recurrent_in, inputs, strict=True)
         gates = ("ssm_beta", "ssm_alpha") if len(names.recurrent_gates) > 1 else ("ssm_ba",)
-        yield from zip(names.recurrent_gates, gates, strict=True)
+        yield from zip(names.recurrent_gates, gates, strict=False)
         yield names.convolution, "ssm_conv1d"
         yield names.recurrent_norm, "ssm_norm"
         yield names.recurrent_out, "ssm_out"
         yield f"{mixer}.A_log", "ssm_a"
+        yield f"{mixer}.D", "ssm_d"
         yield f"{mixer}.dt_bias", "ssm_dt.bias"
 
 
