@@ -3,7 +3,8 @@
 // A form says what its matrices are (`Rows`), what it makes of activations first (`Inputs`), in whose
 // lane order it wants rows of floats (`Order`), how many rows it gives to a thread at least, and what a
 // thread holds while it multiplies so many tokens (`Session`), whether attention beside it is computed
-// on tiles, and whether experts beside it may be packed. With `in_eight` activations are to have 8 bits, which its matrices must take (`takes_eight`).
+// on tiles, and whether experts beside it may be packed. With `in_eight` activations are to have 8 bits,
+// which its matrices must take (`takes_eight`).
 // Its all_tokens() and panel_rows() are overloads for these types.
 #pragma once
 

@@ -12,6 +12,7 @@ import struct
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,12 @@ from foredraft.load import load_target, plan_models
 from foredraft.models.base import ScoreRow
 from foredraft.models.families import FAMILIES
 from foredraft.models.files import gguf as reader
-from foredraft.models.files.gguf_checkpoint import _write_description
+from foredraft.models.files.gguf_checkpoint import _write_description, write_checkpoint
+from foredraft.models.files.progress import SilentProgress
+from foredraft.models.files.safety import Checkpoint
+from foredraft.models.native.config import read_config
 from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import why_not_as_stored
 from foredraft.options import LoadOptions
 from tests.conformance.harness import plain
 from tests.models.gguf_files import ARRAY, Typed, entry
@@ -158,6 +163,26 @@ def test_each_family_of_such_files_is_here() -> None:
     known = {name for name, family in FAMILIES.items() if family.gguf is not None}
     assert known == set(WRITTEN)
     assert known == {model_type for model_type, _ in MODELS.values()}
+
+
+@pytest.mark.parametrize("part", ["down_proj", "up_proj"])
+def test_experts_in_formats_of_their_own_are_not_kept(part: str) -> None:
+    """Those that each token reads lie in one matrix with the others."""
+    plan, _ = plan_models(LoadOptions(model=str(_files("qwen3-next", "q8_0")[0]), drafter="none"))
+    assert plan.weights == "file"
+    assert plan.checkpoint is not None
+    tensors = dict(plan.checkpoint.tensors)
+    name = f"model.layers.1.mlp.shared_expert.{part}.weight"
+    tensors[name] = replace(tensors[name], dtype="Q4_0")
+    checkpoint = Checkpoint(plan.directory)
+    vars(checkpoint)["tensors"] = tensors
+    reason = why_not_as_stored(checkpoint, read_config(plan.directory))
+    assert reason == "the experts of layer 1 have matrices in formats of their own"
+
+
+def test_transformers_gets_no_experts_that_it_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="transformers holds its experts"):
+        write_checkpoint(_files("gpt-oss", "q8_0")[0], tmp_path, SilentProgress())
 
 
 # ------------------------------------------------------------------------------------ changed files

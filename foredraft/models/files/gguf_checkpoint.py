@@ -132,8 +132,14 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     Raises:
         ModelLoadError: the file is damaged, or holds a model that is not known here.
     """
+    from foredraft.models.native.config import read_config
+
     progress.stage("converting the tokenizer")
-    weights = _write_description(_opened(parts_of(gguf)), into)
+    files = _opened(parts_of(gguf))
+    weights = _write_description(files, into)
+    names = read_config(into).family.names
+    if names.apart != names:
+        _refuse(files[0], "transformers holds its experts or projections in another form")
     progress.stage("converting the weights to safetensors")
     _write_weights(weights, into, progress)
     _write_blocks(weights, into)

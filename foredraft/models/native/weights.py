@@ -1050,10 +1050,14 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
     for index in range(config.num_hidden_layers if config.experts else 0):
         names = names.apart
-        parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
-        found = (checkpoint.tensors.get(part) for part in parts)
-        if len({FORMS[one.dtype] for one in found if one}) > 1:
-            return f"the experts of layer {index} have gates and inputs in formats of their own"
+        for of_experts in (
+            (*names.gate_up, *names.shared_gate_up),
+            (names.down, names.shared_down),
+        ):
+            parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in of_experts]
+            found = (checkpoint.tensors.get(part) for part in parts)
+            if len({FORMS[one.dtype] for one in found if one}) > 1:
+                return f"the experts of layer {index} have matrices in formats of their own"
     for layer in _attention_formats(checkpoint).values():
         rows = {part: tensor.shape[0] for part, tensor in layer.items()}
         formats = {FORMS.get(tensor.dtype) for tensor in layer.values()}
