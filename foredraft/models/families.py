@@ -576,12 +576,7 @@ _FAMILIES = (
         | {"num_experts_per_tok": 10, "norm_topk_prob": True, "num_key_value_heads": 2},
         neutral=_ALL_SPARSE,
         interleaved=True,
-        gguf=replace(
-            _QWEN35_GGUF,
-            architecture="qwen3next",
-            keys=_SHARED_KEYS,
-            implied={},
-        ),
+        gguf=replace(_QWEN35_GGUF, architecture="qwen3next", keys=_SHARED_KEYS, implied={}),
     ),
     replace(
         _LFM2,
