@@ -39,11 +39,29 @@ _ARCHITECTURES = {
     "gemma3_text": "GEMMA3",
     "lfm2": "LFM2",
     "qwen3_5_text": "QWEN35",
+    "qwen3_5_moe_text": "QWEN35MOE",
+    "qwen3_next": "QWEN3NEXT",
+    "lfm2_moe": "LFM2MOE",
+    "glm4_moe": "GLM4_MOE",
+    "gpt_oss": "GPT_OSS",
+    "glm4": "GLM4",
+    "ernie4_5": "ERNIE4_5",
+    "hunyuan_v1_dense": "HUNYUAN_DENSE",
+    "seed_oss": "SEED_OSS",
+    "exaone4": "EXAONE4",
+    "olmo3": "OLMO2",
+    "cohere2": "COHERE2",
+    "stablelm": "STABLELM",
+    "starcoder2": "STARCODER2",
+    "arcee": "ARCEE",
+    "granitemoehybrid": "GRANITE_HYBRID",
+    "falcon_h1": "FALCON_H1",
 }
 """The GGUF package's name of the architecture of a ``model_type``."""
 FAMILIES = tuple(_ARCHITECTURES)
 
-_PAIRED = ("llama", "mixtral", "smollm3", "granite")
+_WINDOWED = ("phi3", "gemma2", "gemma3_text", "gpt_oss", "exaone4", "olmo3", "cohere2")
+_PAIRED = ("llama", "mixtral", "smollm3", "granite", "granitemoehybrid", "arcee")
 
 
 def write_gguf(
@@ -73,13 +91,22 @@ def write_gguf(
     for name, factors in _rotary_factors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, values in _stacked(_values(directory)):
-        # As llama.cpp's converter calls it.
-        known = _of_all_experts(name).replace("dt_bias", "dt_proj.bias")
-        theirs = names.get_name(known, try_suffixes=(".weight", ".bias"))
-        if theirs is None:
-            raise ConfigError(f"{name} has no name in GGUF files of {config.model_type}")
-        _write_tensor(writer, theirs, name, values, quantisation, config, written)
+    for whole, all_values in _stacked(_values(directory)):
+        parts = _apart(whole, config)
+        numbers = np.empty_like(all_values) if written is not None and parts else None
+        for name, (axes, index) in (parts or {whole: (None, ...)}).items():
+            theirs = names.get_name(_as_converted(name), try_suffixes=(".weight", ".bias"))
+            if theirs is None:
+                raise ConfigError(f"{name} has no name in GGUF files of {config.model_type}")
+            values = all_values.transpose(axes)[index] if parts else all_values
+            own: dict[str, Any] | None = {} if parts else written
+            _write_tensor(writer, theirs, name, values, quantisation, config, own)
+            if numbers is not None and own:
+                found = [own[key] for key in sorted(own, key=_number_of_expert)]
+                one = np.stack(found) if "{expert}" in name else found[0]
+                numbers.transpose(axes)[index] = one
+        if numbers is not None and written is not None:
+            written[whole] = numbers
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -103,14 +130,21 @@ def _write_tensor(
         values = values[:, order] if name.endswith("out_proj.weight") else values[order]
     if name.endswith("A_log"):
         values = -np.exp(values)
+    if name.endswith(("mamba.A_log", "mamba.D")):
+        values = values[:, None]
+    if name.endswith("mamba.norm.weight") and config.recurrent:
+        values = values.reshape(config.recurrent.key_heads, -1)
     is_norm = name.endswith("norm.weight") and "linear_attn" not in name
     is_small = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv.")
-    is_matrix = values.ndim > 1 and not any(part in theirs for part in is_small)
+    is_matrix = values.ndim > 1 and theirs.endswith(".weight") and "_norm." not in theirs
+    is_matrix = is_matrix and not any(part in theirs for part in is_small)
     kind = gguf.GGMLQuantizationType[quantisation.upper() if is_matrix else "F32"]
     added = np.float32(config.family.norm_offset if is_norm else 0)
     rows = quantised(values + added, kind)
     if written is not None:
         numbers = gguf.dequantize(rows, kind).reshape(values.shape) - added
+        if ".mamba." in name and not is_matrix and "conv1d" not in name:
+            numbers = numbers.flatten()
         if name.endswith("A_log"):
             numbers = np.log(-numbers)
         if order is not None:
@@ -134,6 +168,8 @@ def _tiled_heads(name: str, config: DecoderConfig) -> Any:
     sizes = config.recurrent
     if "linear_attn" not in name or name.endswith("norm.weight") or sizes is None:
         return None
+    if not config.model_type.startswith("qwen3_5"):
+        return None
     heads = np.arange(sizes.value_heads).reshape(sizes.key_heads, -1).T.flatten()
     if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
         return heads
@@ -142,6 +178,64 @@ def _tiled_heads(name: str, config: DecoderConfig) -> Any:
         return values
     keys = 2 * sizes.key_heads * sizes.key_size
     return np.concatenate([np.arange(keys), keys + values])
+
+
+def _apart(name: str, config: DecoderConfig) -> dict[str, tuple[Any, Any]]:
+    """Of what llama.cpp's converter takes apart: each part's axes and place in it."""
+    if config.model_type == "gpt_oss" and ".experts." in name:
+        first, last = slice(None, None, 2), slice(1, None, 2)
+        axes, kind = ((0, 1), "bias") if name.endswith("_bias") else ((0, 2, 1), "weight")
+        before = f"{name.partition('.experts.')[0]}.experts.{{expert}}."
+        if "down_proj" in name:
+            return {f"{before}down_proj.{kind}": (axes, ...)}
+        every = slice(None)
+        return {
+            f"{before}gate_proj.{kind}": (axes, (every, first)),
+            f"{before}up_proj.{kind}": (axes, (every, last)),
+        }
+    if name.endswith("_linear.weight"):
+        return _apart_of_granite(name, config)
+    sizes = config.recurrent
+    if sizes is None or not name.endswith("in_proj_qkvz.weight"):
+        return {}
+    values = sizes.value_heads // sizes.key_heads * sizes.value_size
+    by_head = np.arange(sizes.num_inputs).reshape(sizes.key_heads, -1)
+    ends = np.cumsum([sizes.key_size, sizes.key_size, values])
+    *qkv, z = (rows.flatten() for rows in np.split(by_head, ends, axis=1))
+    before = name.removesuffix("qkvz.weight")
+    return {
+        f"{before}qkv.weight": ((0, 1), np.concatenate(qkv)),
+        f"{before}z.weight": ((0, 1), z),
+    }
+
+
+def _apart_of_granite(name: str, config: DecoderConfig) -> dict[str, tuple[Any, Any]]:
+    layer = name.rpartition(".")[0].rpartition(".")[0].rpartition(".")[0]
+    axes: tuple[int, ...] = (0, 1)
+    size, part = config.intermediate_size, "mlp"
+    if "block_sparse_moe" in name:
+        axes, part = (0, 1, 2), "mlp.experts.{expert}"
+    elif config.experts:
+        size, part = config.experts.num_shared * size, "mlp.shared_expert"
+    if "output" in name:
+        return {f"{layer}.{part}.down_proj.weight": (axes, ...)}
+    gates, others = (..., slice(size), slice(None)), (..., slice(size, None), slice(None))
+    return {
+        f"{layer}.{part}.gate_proj.weight": (axes, gates),
+        f"{layer}.{part}.up_proj.weight": (axes, others),
+    }
+
+
+def _number_of_expert(name: str) -> int:
+    return int(name.partition(".experts.")[2].partition(".")[0] or 0)
+
+
+def _as_converted(name: str) -> str:
+    """As llama.cpp's converter calls it."""
+    known = _of_all_experts(name).replace("dt_bias", "dt_proj.bias")
+    known = known.replace("e_score_correction_bias", "e_score_correction.bias")
+    known = known.replace(".expert_bias", ".expert_bias.bias")
+    return f"{known}.weight" if known.endswith(".sinks") else known
 
 
 def quantised(values: Any, kind: Any) -> Any:
@@ -154,48 +248,82 @@ def quantised(values: Any, kind: Any) -> Any:
 
 def write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:
     """All that is no vocabulary; ``raw`` is the checkpoint's ``config.json``."""
+    import gguf
+
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(config.num_attention_heads)
-    if config.model_type == "lfm2":
+    if config.model_type == "granitemoehybrid":
+        kv_heads = config.num_key_value_heads
+        writer.add_head_count_kv([0 if one.is_recurrent else kv_heads for one in config.kinds])
+        writer.add_rope_scaling_finetuned(False)
+        writer.add_expert_shared_feed_forward_length(raw["shared_intermediate_size"])
+    elif config.model_type.startswith("lfm2"):
         kv_heads = config.num_key_value_heads
         writer.add_head_count_kv([0 if one.is_recurrent else kv_heads for one in config.kinds])
         writer.add_shortconv_l_cache(raw["conv_L_cache"])
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
-    if config.model_type == "qwen3_5_text":
-        assert config.recurrent is not None
+    if config.recurrent is not None and config.recurrent.kind == "delta_net":
         writer.add_full_attention_interval(raw.get("full_attention_interval", 4))
+        writer.add_array(
+            f"{writer.arch}.attention.recurrent_layers", [one.is_recurrent for one in config.kinds]
+        )
+    if config.recurrent is not None and config.recurrent.kind != "short_conv":
         writer.add_ssm_conv_kernel(config.recurrent.window)
         writer.add_ssm_state_size(config.recurrent.key_size)
         writer.add_ssm_group_count(config.recurrent.key_heads)
         writer.add_ssm_time_step_rank(config.recurrent.value_heads)
         writer.add_ssm_inner_size(config.recurrent.num_outputs)
+    if config.model_type.startswith("qwen3_5"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
-    if config.model_type not in ("phi3", "granite"):  # their converters leave it out
+    if config.model_type != "phi3" and "granite" not in config.model_type:  # left out by converters
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.ropes[0].size)
-    writer.add_rope_freq_base(config.ropes[0].theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope, size = config.ropes[0], config.head_dim
+    scale = (rope.fields.alpha or 1.0) ** (size / (size - 2))  # of Hunyuan
+    writer.add_rope_freq_base(rope.theta * scale)
+    if config.family.layer_norms:
+        writer.add_layer_norm_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     _write_scaling(writer, config)
     if config.experts is not None:
-        writer.add_expert_count(config.experts.count)
-        writer.add_expert_used_count(config.experts.per_token)
-        if "moe_intermediate_size" in raw:
+        writer.add_expert_count(config.experts.count - config.experts.num_shared)
+        writer.add_expert_used_count(config.experts.per_token - config.experts.num_shared)
+        if "moe_intermediate_size" in raw or config.model_type == "gpt_oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)
-    if config.model_type == "granite":
+        if "shared_expert_intermediate_size" in raw:
+            size = raw["shared_expert_intermediate_size"]
+            writer.add_expert_shared_feed_forward_length(size)
+        if config.family.chances == "sigmoid":
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_leading_dense_block_count(config.experts.num_dense)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(raw["n_shared_experts"])
+        writer.add_expert_weights_scale(raw["routed_scaling_factor"])
+        writer.add_expert_weights_norm(raw["norm_topk_prob"])
+        writer.add_expert_group_count(raw["n_group"])
+        writer.add_expert_group_used_count(raw["topk_group"])
+    if config.model_type == "stablelm":
+        writer.add_parallel_residual(raw["use_parallel_residual"])
+    if config.model_type == "cohere2":
+        writer.add_logit_scale(raw["logit_scale"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if config.model_type.startswith("granite"):
         writer.add_attention_scale(raw["attention_multiplier"])
         writer.add_embedding_scale(raw["embedding_multiplier"])
         writer.add_residual_scale(raw["residual_multiplier"])
         writer.add_logit_scale(raw["logits_scaling"])
-    if config.model_type in ("phi3", "gemma2", "gemma3_text"):
+    if config.model_type in _WINDOWED:
         writer.add_sliding_window(raw["sliding_window"] or 0)
     if config.model_type == "gemma3_text":
         writer.add_rope_freq_base_swa(config.ropes[1].theta)
+    if config.model_type in ("gemma3_text", "exaone4", "olmo3"):
         writer.add_sliding_window_pattern([kind.window is not None for kind in config.kinds])
     if config.attention_cap is not None:
         writer.add_attn_logit_softcapping(config.attention_cap)
@@ -277,10 +405,10 @@ def _stacked(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     experts: dict[str, dict[int, Any]] = {}
     for name, values in tensors:
         before, _, behind = name.partition(".experts.")
-        if not behind:
+        number, _, part = behind.partition(".")
+        if not number.isdigit():
             yield name, values
             continue
-        number, _, part = behind.partition(".")
         experts.setdefault(f"{before}.experts.{{expert}}.{part}", {})[int(number)] = values
     for name, by_number in experts.items():
         yield name, np.stack([by_number[number] for number in range(len(by_number))])
@@ -289,7 +417,7 @@ def _stacked(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 def _of_all_experts(name: str) -> str:
     """The GGUF converters' names of the matrices of all experts together."""
     joined = name.replace(".{expert}.", ".")
-    if "block_sparse_moe.experts" not in joined:
+    if "block_sparse_moe.experts" not in joined and "feed_forward.experts" not in joined:
         return joined
     return joined.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
 

@@ -56,6 +56,35 @@ _GEMMA_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
+_DELTA_NET = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+_MAMBA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_d_head": 32,
+    "shared_intermediate_size": 256,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
+_SHARED = {
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -138,15 +167,94 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "block_auto_adjust_ff_dim": False,
         },
     ),
-    "qwen3.5": (
-        "qwen3_5_text",
+    "qwen3.5": ("qwen3_5_text", _DELTA_NET),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _DELTA_NET | _SHARED),
+    "qwen3-next": ("qwen3_next", _DELTA_NET | _SHARED),
+    "lfm2-moe": (
+        "lfm2_moe",
         {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", _GLOBAL, "conv"],
+            "moe_intermediate_size": 256,
+            "num_dense_layers": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            "num_hidden_layers": 3,
             "head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
+            "moe_intermediate_size": 256,
+            "n_shared_experts": 1,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 64, "attention_bias": True}),
+    "ernie4.5": ("ernie4_5", {"head_dim": 64, "use_bias": False}),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {"head_dim": 64, "rope_parameters": _DYNAMIC},
+    ),
+    "seed-oss": ("seed_oss", {"head_dim": 64, "attention_out_bias": False}),
+    "exaone4": (
+        "exaone4",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": WINDOW,
+            "layer_types": [_LOCAL, _GLOBAL, _LOCAL],
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": WINDOW,
+            "layer_types": [_LOCAL, _GLOBAL, _LOCAL],
+            "rope_parameters": {
+                _GLOBAL: _YARN,
+                _LOCAL: {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "cohere2": (
+        "cohere2",
+        {"num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
+    ),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "arcee": ("arcee", {}),
+    "granite-hybrid": ("granitemoehybrid", _MAMBA | {"num_local_experts": 0}),
+    "granite-hybrid-moe": (
+        "granitemoehybrid",
+        _MAMBA | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            "head_dim": 32,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 32,
+            "mamba_d_head": 32,
+            "mamba_d_ssm": 256,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
         },
     ),
 }

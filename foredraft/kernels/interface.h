@@ -14,12 +14,13 @@ extern "C" {
 enum ForedraftFormat : int64_t {
   kInt8, kInt4, kInt5, kNested4, kNested5, kNested6, kCentred4, kCentred5,
   kNested2, kNested3, kIq4, kFp4, kNestedIq4, kNestedIq2, kNestedIq3S, kNestedIq3,
-  kNumFormats
+  kNumFormats,
+  kNotPacked = -1
 };
 
 struct ForedraftMatrix {
   const void* data;
-  int64_t format;               // a ForedraftFormat, where it is packed
+  int64_t format;               // a ForedraftFormat, or kNotPacked
   int64_t step;                 // bytes from an expert's matrix to that of the next
 };
 

@@ -15,6 +15,8 @@ from foredraft.core.draws import DrawRow
 
 FORM_PLAIN, FORM_PACKED, FORM_TILED = range(3)
 """``ForedraftForm``."""
+NOT_PACKED = -1
+"""Of ``ForedraftFormat``."""
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "clipped_silu": 3, "xielu": 4}
 """``ForedraftActivation``."""
 

@@ -2,8 +2,9 @@
 //
 // A form says what its matrices are (`Rows`), what it makes of activations first (`Inputs`), in whose
 // lane order it wants rows of floats (`Order`), how many rows it gives to a thread at least, and what a
-// thread holds while it multiplies so many tokens (`Session`), and whether attention beside it is computed
-// on tiles. With `in_eight` activations are to have 8 bits, which its matrices must take (`takes_eight`).
+// thread holds while it multiplies so many tokens (`Session`), whether attention beside it is computed
+// on tiles, and whether experts beside it may be packed. With `in_eight` activations are to have 8 bits,
+// which its matrices must take (`takes_eight`).
 // Its all_tokens() and panel_rows() are overloads for these types.
 #pragma once
 
@@ -28,7 +29,7 @@ struct Plain {
   using Inputs = Activations;
   using Order = Weight;
   static constexpr int64_t kShareRows = kPanelRows;
-  static constexpr bool kPrepares = false, kAttendsOnTiles = false;
+  static constexpr bool kPrepares = false, kAttendsOnTiles = false, kMayPackExperts = true;
   struct Session {
     explicit Session(int64_t) {}  // more than a variable nobody uses
     void resume() const {}
@@ -54,7 +55,7 @@ struct Packed {
     explicit Session(int64_t num_tokens) : TileSession(digit_tile_shape(num_tokens)) {}
   };
   static constexpr int64_t kShareRows = kGroupRows;
-  static constexpr bool kPrepares = true, kAttendsOnTiles = kTileAttention;
+  static constexpr bool kPrepares = true, kAttendsOnTiles = kTileAttention, kMayPackExperts = false;
 
   static Rows rows(const ForedraftMatrix& matrix, int64_t K) { return {matrix, K}; }
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
@@ -78,7 +79,7 @@ struct Tiled {
     explicit Session(int64_t num_tokens) : TileSession(tile_shape(num_tokens)) {}
   };
   static constexpr int64_t kShareRows = kGroupRows;
-  static constexpr bool kPrepares = true, kAttendsOnTiles = true;
+  static constexpr bool kPrepares = true, kAttendsOnTiles = true, kMayPackExperts = false;
 
   static Rows rows(const ForedraftMatrix& matrix, int64_t K) {
     return {static_cast<const uint8_t*>(matrix.data), K};

@@ -108,10 +108,12 @@ class Worker {
   // These matrices are multiplied next, all with the same activations: of 8 bits, where that is
   // wanted and all of them take it.
   void expect(std::initializer_list<const ForedraftMatrix*> matrices) {
-    if constexpr (std::is_same_v<Rows, PackedMatrix>)
+    if constexpr (Form::kMayPackExperts || std::is_same_v<Rows, PackedMatrix>)
       in_eight_ = model_.int8_activations && std::all_of(
           matrices.begin(), matrices.end(),
-          [](const ForedraftMatrix* one) { return !one->data || PackedMatrix(*one, 0).takes_eight(); });
+          [](const ForedraftMatrix* one) {
+            return !one->data || one->format == kNotPacked || PackedMatrix(*one, 0).takes_eight();
+          });
   }
 
   void attention(const ForedraftLayer& layer) {
@@ -188,10 +190,14 @@ class Worker {
     expect({&layer.gate, &layer.up});
     normalise(T, nullptr, layer.mlp_norm, layer.mlp_norm_bias,
               model_.is_parallel ? work_.before : work_.hidden);
-    if (layer.router) return mixture(layer);
+    if (layer.router) {
+      if constexpr (Form::kMayPackExperts)
+        if (layer.up.format != kNotPacked) return mixture<Packed<false>>(layer);
+      return mixture<Form>(layer);
+    }
     const int64_t size = rows_of_gates(layer);
     pad_feed_forward(T, size);
-    gate_up(layer, 0, inputs(normed_, E), T, work_.feed_forward);
+    gate_up<Form>(layer, 0, inputs(normed_, E), T, work_.feed_forward);
     end(kLinear);
     expect({&layer.down});
     prepare<Order>(work_.feed_forward, size);
@@ -216,9 +222,10 @@ class Worker {
   static constexpr const Order* kOrder = nullptr;  // names the type
   static constexpr int64_t kShareRows = Form::kShareRows;
 
-  static Rows matrix(const ForedraftMatrix& all, int64_t K, int64_t expert = 0) {
+  template <class Own = Form>
+  static typename Own::Rows matrix(const ForedraftMatrix& all, int64_t K, int64_t expert = 0) {
     const char* const data = static_cast<const char*>(all.data) + expert * all.step;
-    return Form::rows({data, all.format, 0}, K);
+    return Own::rows({data, all.format, 0}, K);
   }
 
   // Where this thread's share of a coming product begins: prefetched at the end of the one before,
@@ -431,6 +438,8 @@ class Worker {
 
   // ---- experts ----------------------------------------------------------------------------------
 
+  // `Own` is the form of the experts.
+  template <class Own>
   void mixture(const ForedraftLayer& layer) {
     const int64_t X = model_.num_experts, num_logits = X - model_.shared_experts + model_.shared_gate;
     matmul(Matrix<Order>{static_cast<const Order*>(layer.router), E}, me_.share(num_logits),
@@ -445,8 +454,8 @@ class Worker {
     float* const rows = work_.gathered + me_.index * work_.gathered_size;
     float* const prepared = rows + work_.gathered_rows;
     const auto prepare_rows = [&](const float* from, int64_t count, int64_t K) {
-      const Inputs x = inputs_of(prepared, from, count, K);
-      if constexpr (Form::kPrepares) Form::template prepare<Order>(x, from, {0, count});
+      const typename Own::Inputs x = Own::inputs(prepared, from, count, K, in_eight_);
+      if constexpr (Own::kPrepares) Own::template prepare<Order>(x, from, {0, count});
       return x;
     };
     chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
@@ -454,17 +463,17 @@ class Worker {
         const float* const row = normed_ + pairs[i] / model_.chosen_experts * padded(E);
         std::copy(row, row + padded(E), rows + i * padded(E));
       }
-      const typename Form::Session session(count);
-      gate_up(layer, expert, prepare_rows(rows, count, E), count,
-              work_.feed_forward + first * padded(F));
+      const typename Own::Session session(count);
+      gate_up<Own>(layer, expert, prepare_rows(rows, count, E), count,
+                   work_.feed_forward + first * padded(F));
     });
     end(kLinear);
     expect({&layer.down});
     chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
-      const typename Form::Session session(count);
-      const Inputs x = prepare_rows(work_.feed_forward + first * padded(F), count, F);
+      const typename Own::Session session(count);
+      const typename Own::Inputs x = prepare_rows(work_.feed_forward + first * padded(F), count, F);
       const float* const bias = layer.down_bias ? layer.down_bias + expert * E : nullptr;
-      matmul(matrix(layer.down, F, expert), me_.share(E, kShareRows), x, count, nullptr,
+      matmul(matrix<Own>(layer.down, F, expert), me_.share(E, Own::kShareRows), x, count, nullptr,
              [&](int64_t i, int64_t row, float value) {
                const float chance = work_.chances[pairs[i]];
                work_.hidden[pairs[i] / model_.chosen_experts * E + row] +=
@@ -522,19 +531,20 @@ class Worker {
 
   // Gate and up rows go to scratch, some panels of them, before their product goes to feed_forward
   // in one stream. Lines of memory that another core has read are slow to write one by one.
-  void gate_up(const ForedraftLayer& layer, int64_t expert, const Inputs& x, int64_t count,
+  template <class Own>
+  void gate_up(const ForedraftLayer& layer, int64_t expert, const typename Own::Inputs& x, int64_t count,
                float* out) const {
     const int64_t F = rows_of_gates(layer);
     const bool is_gated = layer.gate.data;
-    const Rows up = matrix(layer.up, E, expert), down = matrix(layer.down, F, expert);
-    const Rows gate = is_gated ? matrix(layer.gate, E, expert) : up;
+    const auto up = matrix<Own>(layer.up, E, expert), down = matrix<Own>(layer.down, F, expert);
+    const auto gate = is_gated ? matrix<Own>(layer.gate, E, expert) : up;
     const auto bias_of = [&](const float* bias) { return bias ? bias + expert * 2 * F : nullptr; };
     const float *const gate_bias = bias_of(layer.gate_bias), *const up_bias = bias_of(layer.up_bias);
     const int64_t stride = work_.gate_up_rows;
     float* gates = work_.gate_up + me_.index * work_.gate_up_size;
     float* ups = gates + count * stride;
-    const Range mine = me_.share(F, kShareRows);
-    const void* const next = down.at(me_.share(E, kShareRows).begin);
+    const Range mine = me_.share(F, Own::kShareRows);
+    const void* const next = down.at(me_.share(E, Own::kShareRows).begin);
     const int64_t step = std::min(panel_rows(gate, count), stride);
     int64_t first = mine.begin;  // of the rows in scratch
     for (int64_t begin = mine.begin; begin < mine.end; begin += step) {

@@ -91,7 +91,8 @@ struct Workspace {
     take(chosen, chosen_by_all);
     take(routed, T * X);
     gathered_rows = whole_lines(T * padded(E));
-    gathered_size = gathered_rows + prepared_size;
+    gathered_size = gathered_rows + whole_lines(std::max(Form::prepared_size(T, most_inputs),
+                                                         PackedInputs::size(T, most_inputs))) + kApart;
     take(gathered, X ? num_threads * gathered_size : 0);
     take(prepared, preparing * prepared_size);
     take(attention, num_threads * attention_size);

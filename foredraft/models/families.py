@@ -8,7 +8,7 @@ docs/extend/add-a-family.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -48,6 +48,24 @@ class Names:
     activation: str | None = None
     final_norm: str = "model.norm"
 
+    @property
+    def apart(self) -> Names:
+        """The same, where each expert and each projection has a tensor of its own, as in GGUF."""
+        found = self
+        if self.router and "{expert}" not in self.down:
+            each = self.down.rpartition(".")[0].removesuffix(".experts") + ".experts.{expert}."
+            up = (f"{each}gate_proj", f"{each}up_proj")
+            found = replace(found, gate_up=up, down=f"{each}down_proj")
+        if self.recurrent_in == ("linear_attn.in_proj_qkvz",):
+            found = replace(
+                found, recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+            )
+        if len(self.dense_gate_up) == 1:
+            part = self.dense_gate_up[0].rpartition(".")[0]
+            both = (f"{part}.gate_proj", f"{part}.up_proj")
+            found = replace(found, dense_gate_up=both, shared_gate_up=both)
+        return found
+
 
 @dataclass(frozen=True)
 class Gguf:
@@ -63,6 +81,9 @@ class Gguf:
         only: the only values of keys that are implemented.
         ignored: keys that change nothing of a text model.
         norms: names of norms that differ from `GGUF_NORMS`; "final_norm" is one of them.
+        may_be_dense: a file of the family may have no experts.
+        mark: a key that tells the family from an older one of the same architecture.
+        rope: fields of rotary scaling that files do not say.
         wide_size: the number of layers of the one model of the family whose scores are divided by
             the root of hidden size / heads, and not of the head size. Files do not say it.
     """
@@ -74,6 +95,9 @@ class Gguf:
     only: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     norms: Mapping[str, str] = field(default_factory=dict)
+    may_be_dense: bool = False
+    mark: str | None = None
+    rope: Mapping[str, Any] = field(default_factory=dict)
     wide_size: int | None = None
 
 
@@ -206,6 +230,11 @@ _NO_WINDOWS = {"use_sliding_window": False}
 _SOFTMAX = {"expert_gating_func": 1}
 _NO_GROUPS = {"n_group": 1, "topk_group": 1}
 _ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_PATTERN_KEYS = _WINDOW_KEY | {"sliding_window_pattern": "attention.sliding_window_pattern"}
+_LAYER_NORM_KEY = {"layer_norm_eps": "attention.layer_norm_epsilon"}
+_MLP_NORM = {"mlp_norm": "post_attention_norm"}
+_SIGMOIDS = {"expert_gating_func": 2}
+_DENSE_KEY = "leading_dense_block_count"
 _NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
 _MISTRAL = Family(
@@ -252,6 +281,12 @@ _GRANITE_READS = _fields(
     "attention_bias embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 )
 _GRANITE_DEFAULTS = {"attention_multiplier": 1.0}
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
 
 _LFM2_NAMES = Names(
     attention_norm="operator_norm",
@@ -303,6 +338,22 @@ _DELTA_NET = replace(
     recurrent_norm="linear_attn.norm",
 )
 _DELTA_NET_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
+_QWEN35_GGUF = Gguf(
+    "qwen35",
+    keys={
+        "full_attention_interval": "full_attention_interval",
+        "layer_types": "attention.recurrent_layers",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_value_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+    },
+    implied={"linear_heads_tiled": True},
+    # The shapes of tensors say the size of values, and all positions of a text are alike.
+    ignored=_fields("ssm.inner_size rope.dimension_sections nextn_predict_layers"),
+    norms=_MLP_NORM,
+)
 _QWEN3_5 = Family(
     "qwen3_5_text",
     names=_DELTA_NET,
@@ -316,21 +367,7 @@ _QWEN3_5 = Family(
     norm_offset=1.0,
     recurrent="delta_net",
     gates_attention=True,
-    gguf=Gguf(
-        "qwen35",
-        keys={
-            "full_attention_interval": "full_attention_interval",
-            "linear_conv_kernel_dim": "ssm.conv_kernel",
-            "linear_key_head_dim": "ssm.state_size",
-            "linear_value_head_dim": "ssm.state_size",
-            "linear_num_key_heads": "ssm.group_count",
-            "linear_num_value_heads": "ssm.time_step_rank",
-        },
-        implied={"linear_heads_tiled": True},
-        # The shapes of tensors say the size of values, and all positions of a text are alike.
-        ignored=_fields("ssm.inner_size rope.dimension_sections nextn_predict_layers"),
-        norms={"mlp_norm": "post_attention_norm"},
-    ),
+    gguf=_QWEN35_GGUF,
 )
 _SHARED_EXPERT_NAMES = replace(
     _DELTA_NET,
@@ -344,6 +381,12 @@ _SHARED_EXPERT_READS = (
     | _EXPERT_READS
     | _fields("moe_intermediate_size shared_expert_intermediate_size")
 )
+_SHARED_KEYS = {
+    **_QWEN35_GGUF.keys,
+    **_keys_of_experts("num_experts"),
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
 _SHARED_EXPERT_SIZES = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
 _MAMBA = replace(
@@ -357,6 +400,12 @@ _MAMBA_READS = _fields(
     "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand "
     "mamba_conv_bias"
 )
+_MAMBA_KEYS = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+}
 _MAMBA_NEUTRAL = {"mamba_proj_bias": False, "time_step_limit": _NO_LIMIT}
 
 _FAMILIES = (
@@ -402,12 +451,7 @@ _FAMILIES = (
         gguf=Gguf(
             "granite",
             is_paired=True,
-            keys={
-                "embedding_multiplier": "embedding_scale",
-                "residual_multiplier": "residual_scale",
-                "attention_multiplier": "attention.scale",
-                "logits_scaling": "logit_scale",
-            },
+            keys=_GRANITE_KEYS,
             implied={"attention_multiplier": None},
             only={"rope.scaling.finetuned": True},
         ),
@@ -516,7 +560,7 @@ _FAMILIES = (
         | _SHARED_EXPERT_SIZES
         | {"intermediate_size": 512, "num_experts_per_tok": 8},
         fixed={"norm_topk_prob": True},
-        gguf=None,
+        gguf=replace(_QWEN35_GGUF, architecture="qwen35moe", keys=_SHARED_KEYS),
     ),
     replace(
         _QWEN3_5,
@@ -532,7 +576,7 @@ _FAMILIES = (
         | {"num_experts_per_tok": 10, "norm_topk_prob": True, "num_key_value_heads": 2},
         neutral=_ALL_SPARSE,
         interleaved=True,
-        gguf=None,
+        gguf=replace(_QWEN35_GGUF, architecture="qwen3next", keys=_SHARED_KEYS, implied={}),
     ),
     replace(
         _LFM2,
@@ -558,7 +602,17 @@ _FAMILIES = (
         },
         chances="sigmoid",
         chance_floor=1e-6,
-        gguf=None,
+        gguf=Gguf(
+            "lfm2moe",
+            keys=_keys_of_experts("num_experts")
+            | {
+                "conv_L_cache": "shortconv.l_cache",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "num_dense_layers": _DENSE_KEY,
+            },
+            only=_SIGMOIDS,
+            norms={"final_norm": "token_embd_norm"},
+        ),
     ),
     Family(
         "glm4_moe",
@@ -592,6 +646,20 @@ _FAMILIES = (
         output_bias=False,
         chances="sigmoid",
         chance_floor=1e-20,
+        gguf=Gguf(
+            "glm4moe",
+            keys=_keys_of_experts("n_routed_experts")
+            | {
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "n_shared_experts": "expert_shared_count",
+                "first_k_dense_replace": _DENSE_KEY,
+                "routed_scaling_factor": "expert_weights_scale",
+                "norm_topk_prob": "expert_weights_norm",
+            },
+            only=_SIGMOIDS | {"expert_group_count": 1, "expert_group_used_count": 1},
+            ignored=_fields("nextn_predict_layers"),
+            norms=_MLP_NORM,
+        ),
     ),
     Family(
         "gpt_oss",
@@ -623,6 +691,13 @@ _FAMILIES = (
         neutral={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         windows="pattern",
         has_transposed_experts=True,
+        gguf=Gguf(
+            "gpt-oss",
+            keys=_WINDOW_KEY | _keys_of_experts("num_local_experts"),
+            ignored=_fields("expert_feed_forward_length"),
+            norms=_MLP_NORM,
+            rope={"truncate": False},
+        ),
     ),
     Family(
         "granitemoehybrid",
@@ -649,6 +724,22 @@ _FAMILIES = (
         fixed={"norm_topk_prob": True},
         neutral=_MAMBA_NEUTRAL,
         recurrent="mamba2",
+        gguf=Gguf(
+            "granitehybrid",
+            is_paired=True,
+            keys=_GRANITE_KEYS
+            | _MAMBA_KEYS
+            | _keys_of_experts("num_local_experts")
+            | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
+            implied={
+                "attention_multiplier": None,
+                "num_local_experts": 0,
+                "position_embedding_type": "nope",
+            },
+            only={"rope.scaling.finetuned": False},
+            ignored=_fields("ssm.inner_size"),  # the shapes of tensors say it
+            may_be_dense=True,
+        ),
     ),
     Family(
         "falcon_h1",
@@ -669,6 +760,7 @@ _FAMILIES = (
         neutral=_MAMBA_NEUTRAL | {"projectors_bias": False, "mamba_norm_before_gate": False},
         recurrent="mamba2",
         mixes_beside=True,
+        gguf=Gguf("falcon-h1", keys=_MAMBA_KEYS | {"mamba_d_ssm": "ssm.inner_size"}),
     ),
     Family(
         "glm4",
@@ -682,6 +774,7 @@ _FAMILIES = (
         defaults={"head_dim": 128, "partial_rotary_factor": 0.5, "num_key_value_heads": 2},
         output_bias=False,
         is_paired=True,
+        gguf=Gguf("glm4"),
     ),
     Family(
         "ernie4_5",
@@ -694,6 +787,7 @@ _FAMILIES = (
             "tie_word_embeddings": True,
         },
         is_paired=True,
+        gguf=Gguf("ernie4_5"),
     ),
     Family(
         "hunyuan_v1_dense",
@@ -704,6 +798,7 @@ _FAMILIES = (
         defaults={"rms_norm_eps": 1e-5},
         head_norms="each",
         norms_rotated=True,
+        gguf=Gguf("hunyuan-dense"),
     ),
     Family(
         "seed_oss",
@@ -714,6 +809,7 @@ _FAMILIES = (
             "head_dim": 128,
             "num_key_value_heads": 8,
         },
+        gguf=Gguf("seed_oss", norms=_MLP_NORM),
     ),
     replace(_MISTRAL, model_type="ministral"),
     Family(
@@ -724,6 +820,7 @@ _FAMILIES = (
         head_norms="each",
         windows="pattern",
         rotates_windows=True,
+        gguf=Gguf("exaone4", keys=_PATTERN_KEYS, implied={"sliding_window": None}),
     ),
     Family(
         "olmo3",
@@ -734,6 +831,7 @@ _FAMILIES = (
         head_norms="all",
         windows="pattern",
         local_rope=True,
+        gguf=Gguf("olmo2", keys=_PATTERN_KEYS, mark="attention.sliding_window"),
     ),
     Family(
         "cohere2",
@@ -754,6 +852,11 @@ _FAMILIES = (
         is_paired=True,
         layer_norms=True,
         is_parallel=True,
+        gguf=Gguf(
+            "cohere2",
+            keys=_PATTERN_KEYS | _LAYER_NORM_KEY | {"logit_scale": "logit_scale"},
+            norms={"mlp_norm": "attn_norm"},
+        ),
     ),
     Family(
         "stablelm",
@@ -763,6 +866,7 @@ _FAMILIES = (
         output_bias=False,
         layer_norms=True,
         norm_biases=True,
+        gguf=Gguf("stablelm", keys=_LAYER_NORM_KEY, only={"use_parallel_residual": False}),
     ),
     Family(
         "starcoder2",
@@ -779,6 +883,11 @@ _FAMILIES = (
         is_gated=False,
         layer_norms=True,
         norm_biases=True,
+        gguf=Gguf(
+            "starcoder2",
+            keys={"norm_epsilon": "attention.layer_norm_epsilon"},
+            implied={"sliding_window": None},
+        ),
     ),
     Family(
         "arcee",
@@ -786,6 +895,7 @@ _FAMILIES = (
         reads=_fields("attention_bias mlp_bias"),
         defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
         is_gated=False,
+        gguf=Gguf("arcee", is_paired=True),
     ),
     Family(
         "apertus",
@@ -814,10 +924,20 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMIL
 """By ``model_type``. SmolLM and SmolLM2 are "llama"."""
 
 
-def family_of_gguf(architecture: object, has_experts: bool) -> Family | None:
-    """The family of a GGUF file; None: none of these."""
-    for family in _FAMILIES:
-        found = family.gguf and family.gguf.architecture == architecture
-        if found and (family.names.router is not None) == has_experts:
-            return family
-    return None
+def family_of_gguf(
+    architecture: object, has_experts: bool, keys: Container[str] = ()
+) -> Family | None:
+    """The family of a GGUF file; None: none of these.
+
+    Args:
+        keys: of its metadata.
+    """
+    found = [
+        family
+        for family in _FAMILIES
+        if family.gguf
+        and family.gguf.architecture == architecture
+        and (family.gguf.may_be_dense or (family.names.router is not None) == has_experts)
+        and (family.gguf.mark is None or f"{architecture}.{family.gguf.mark}" in keys)
+    ]
+    return found[-1] if found else None

@@ -30,6 +30,7 @@ struct Model {
   bool is_mixed = false;  // values in a format of their own, packed embeddings
   bool int8_entries = false;
   bool int8_activations = false;
+  bool packs_experts = false;  // beside matrices that are not
 };
 
 struct Sizes {
@@ -68,8 +69,10 @@ class MadeUp {
       layer.output_bias = is_rich ? vector(E, 0) : nullptr;
       layer.mlp_norm = vector(E, 1);
       const int64_t num_experts = kind == kExperts ? 3 : 1;
-      layer.gate = matrix(made, F, E, num_experts), layer.up = matrix(made, F, E, num_experts);
-      layer.down = matrix(made, E, F, num_experts);
+      Model own = made;
+      if (made.packs_experts) own.form = kFormPacked;
+      layer.gate = matrix(own, F, E, num_experts), layer.up = matrix(own, F, E, num_experts);
+      layer.down = matrix(own, E, F, num_experts);
       if (kind == kWindows) layer.view = is_rich ? 1 : 2, layer.rope = is_rich ? 1 : -1;
       if (kind == kPostNorms) {
         layer.attention_norm = layer.mlp_norm = nullptr;
@@ -82,7 +85,7 @@ class MadeUp {
     model.layers = layers_;
     model.packs_embedding = made.is_mixed, model.int8_activations = made.int8_activations;
     model.embedding = made.is_mixed ? packed(kNested5, sizes.vocab, E)
-                                    : ForedraftMatrix{plain(sizes.vocab * E, E), 0, 0};
+                                    : ForedraftMatrix{plain(sizes.vocab * E, E), kNotPacked, 0};
     const Model head{made.name, made.is_bf16, made.form, made.head};
     model.head = matrix(head, sizes.vocab, E);
     model.final_norm = vector(E, 1);
@@ -131,7 +134,7 @@ class MadeUp {
     const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
     const int64_t tiled = groups * weight_chunks(K) * Bits16::kChunkBytes / 2;
     const int64_t size = made.form == kFormTiled ? tiled : rows * K;
-    return {plain(count * size, K), 0, size * element};
+    return {plain(count * size, K), kNotPacked, size * element};
   }
 
   const void* plain(int64_t count, int64_t K) {
@@ -164,6 +167,7 @@ class MadeUp {
       case kNested4: return chunks<Nested4>(format, rows, K, count, {0x1000, 0x8800});
       case kNested5:
         return chunks<Nested5>(format, rows, K, count, {0x0800, 0x8800});
+      case kFp4: return chunks<Codes<kCodesFp4>>(format, rows, K, count, {0x2800, 0x2800});
       case kCentred4: return chunks<Centred4>(format, rows, K, count, {0x2800, 0x2800});
       default: return chunks<Nested6>(format, rows, K, count, {0x0400});
     }
@@ -429,6 +433,8 @@ int main(int, char** arguments) {
   for (const Model& model : in_all_kinds)
     for (Kind kind : {kWindows, kPostNorms, kExperts})
       check(model, kind, kind == kPostNorms ? even : awkward);
+  for (bool is_bf16 : {true, false})
+    check({"packed experts", is_bf16, kFormPlain, kFp4, kFp4, false, false, false, true}, kExperts, awkward);
   as_llama.insert(as_llama.end(), in_all_kinds.begin(), in_all_kinds.end());
   if (kTiles && tiles_allowed()) {
     const Model tiles{"bfloat16 tiles", true, kFormTiled};  // whose attention knows no windows

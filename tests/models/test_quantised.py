@@ -271,19 +271,21 @@ def test_an_order_that_the_config_denies_is_refused(tmp_path: Path) -> None:
         target_of(plan_of(tmp_path))
 
 
-def test_the_experts_of_gpt_oss_come_in_floats_of_4_bits(tmp_path: Path) -> None:
-    plain, folder, stored = tmp_path / "plain", tmp_path / "mxfp4", Parts()
+def gpt_oss(path: Path) -> tuple[Path, Path]:
+    """A checkpoint whose experts are in MXFP4, and one with the same numbers as floats."""
+    plain, folder, stored = path / "plain", path / "mxfp4", Parts()
     draw = torch.Generator().manual_seed(1)
     codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     for directory in (plain, folder):
         save_checkpoint(directory, NATIVE_CONFIGS["gpt-oss"]())
     numbers = load_file(plain / "model.safetensors")
     for name, weight in numbers.items():
-        stored[name] = weight
+        numbers[name] = stored[name] = weight = weight.bfloat16()
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, inputs, rows = weight.shape
             places = torch.randint(0, 16, (experts, rows, inputs // 32, 32), generator=draw)
             powers = torch.randint(118, 124, (experts, rows, inputs // 32), generator=draw)
+            places[0, 0, 0], powers[0, 0, 0] = 8, 1  # a block of zeros may have any scale
             found = codes[places] * 2.0 ** (powers - 127)[..., None]
             numbers[name] = found.flatten(2).transpose(1, 2).contiguous().to(weight.dtype)
             del stored[name]
@@ -294,9 +296,57 @@ def test_the_experts_of_gpt_oss_come_in_floats_of_4_bits(tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config))
+    return folder, plain
+
+
+def test_the_experts_of_gpt_oss_come_in_floats_of_4_bits(tmp_path: Path) -> None:
     found, expected = (
         target_of(plan_of(directory, dtype="float32")).weights.tensors()
-        for directory in (folder, plain)
+        for directory in gpt_oss(tmp_path)
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def chain_logits(target: NativeTarget, tokens: list[int]) -> Tensor:
+    """Of one forward."""
+    slot = target.cache.allocate()
+    [scores] = target.score([ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:]))])
+    return scores.logits_NV
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_experts_of_gpt_oss_stay_in_4_bits(tmp_path: Path, dtype: str) -> None:
+    """All else is as in the model of floats, and so is the text's likelihood."""
+    folder, plain = gpt_oss(tmp_path)
+    plan = plan_of(folder, dtype=dtype, weights="file")
+    assert plan.formats == ("MXFP4", "BF16")
+    assert plan_of(folder).weights == "file"
+    kept, floats = target_of(plan), target_of(plan_of(plain, dtype=dtype))
+    assert kept.weights.num_bytes == pytest.approx(plan.weight_bytes, rel=0.2)  # of filled-up rows
+    for ours, theirs in zip(kept.weights.layers, floats.weights.layers, strict=True):
+        for name, (matrix, _) in ours.matrices.items():
+            is_packed = name in ("gate_up_weight", "down_weight")
+            assert isinstance(matrix, PackedMatrix) == is_packed
+            expected = as_tensor(getattr(theirs, name), theirs.output_weight.dtype)
+            assert torch.equal(as_tensor(matrix, expected.dtype), expected)
+    tokens = [(7 * i) % 250 + 3 for i in range(40)]
+    found, expected = chain_logits(kept, tokens), chain_logits(floats, tokens)
+    most = {"float32": 1e-3, "bfloat16": 2e-2}[dtype]  # entries of the cache are rounded to it
+    assert (found - expected).abs().max() < most * expected.std()
+
+
+def test_packed_experts_give_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    folder, _ = gpt_oss(tmp_path)
+    plan = plan_of(folder)
+    tokens, alone = [(7 * i) % 250 + 3 for i in range(16)], list[Tensor]()
+    for threads in (1, 2):
+        target = load_target(plan, threads)
+        assert isinstance(target, NativeTarget)
+        slot = target.cache.allocate()
+        for token in tokens if threads == 1 else ():
+            [scores] = target.score([ScoreRow(slot, [token])])
+            target.cache.keep(slot, 1, [])
+            alone.append(scores.logits_NV)
+        for count in range(1, 17):
+            assert torch.equal(chain_logits(target, tokens[:count]), torch.cat(alone[:count]))

@@ -59,6 +59,22 @@ _SAY_NOTHING_OF_TOKENS = {
 }
 """Keys of the tokenizer that change no ids of a text; as do those of `fim_*` tokens."""
 
+_SPECIAL_LAYERS = {
+    "sliding_window_pattern": "sliding_attention",
+    "layer_types": "linear_attention",
+}
+"""Fields that files have as a list of whether each layer is of this kind."""
+
+_SAID_BY_TENSORS = {
+    **dict.fromkeys(("attention_bias", "use_bias", "use_qkv_bias"), ".attn_q.bias"),
+    "attention_out_bias": ".attn_output.bias",
+    "mlp_bias": ".ffn_down.bias",
+    "use_qk_norm": ".attn_q_norm.weight",
+    "mamba_conv_bias": ".ssm_conv1d.bias",
+    "mamba_rms_norm": ".ssm_norm.weight",
+}
+"""Tensors that a file has if a field of ``config.json`` is true."""
+
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_PARTS = 1000
 
@@ -116,8 +132,14 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     Raises:
         ModelLoadError: the file is damaged, or holds a model that is not known here.
     """
+    from foredraft.models.native.config import read_config
+
     progress.stage("converting the tokenizer")
-    weights = _write_description(_opened(parts_of(gguf)), into)
+    files = _opened(parts_of(gguf))
+    weights = _write_description(files, into)
+    names = read_config(into).family.names
+    if names.apart != names:
+        _refuse(files[0], "transformers holds its experts or projections in another form")
     progress.stage("converting the weights to safetensors")
     _write_weights(weights, into, progress)
     _write_blocks(weights, into)
@@ -218,7 +240,7 @@ def _family(file: GgufFile) -> tuple[Family, GgufFields]:
     prefix = f"{architecture}."
     num_experts = file.metadata.get(prefix + _EXPERTS, 0)
     is_dense = type(num_experts) is int and num_experts == 0
-    family = family_of_gguf(architecture, not is_dense)
+    family = family_of_gguf(architecture, not is_dense, file.metadata)
     if family is None or family.gguf is None:
         _refuse(file, f"models of the family {architecture!r:.80} are not read from GGUF files yet")
     only = {prefix + key: value for key, value in family.gguf.only.items()}
@@ -262,6 +284,9 @@ def _config(
     is_part = rotated < head_dim and "partial_rotary_factor" in family.reads
     if fields.value_length not in (None, head_dim) or not (is_part or rotated == head_dim):
         _refuse(file, "heads whose keys, values and rotated parts differ in size are not read")
+    has_local = family.gguf is not None and "rope_local_base_freq" in family.gguf.keys
+    if not has_local and fields.local_rope_theta not in (None, fields.rope_theta):
+        _refuse(file, "rotary embeddings of windowed layers that have another base are not read")
     config = {
         "model_type": family.model_type,
         "vocab_size": len(tokenizer.tokens),
@@ -272,7 +297,7 @@ def _config(
         "num_key_value_heads": fields.head_count_kv or fields.head_count,
         "head_dim": head_dim,
         "max_position_embeddings": fields.context_length,
-        "rms_norm_eps": _shortest(fields.rms_norm_eps),
+        "rms_norm_eps": fields.rms_norm_eps and _shortest(fields.rms_norm_eps),
         "rope_theta": _shortest(fields.rope_theta),
         "tie_word_embeddings": "output.weight" not in tensors,
         **{key: id for key, id in tokenizer.special_ids().items() if key != "unk_token_id"},
@@ -290,6 +315,10 @@ def _config(
         is_wide = fields.block_count == family.gguf.wide_size
         size = fields.embedding_length // fields.head_count if is_wide else head_dim
         config["query_pre_attn_scalar"] = size
+    if family.gguf and family.gguf.rope and "rope_scaling" in config:
+        config["rope_scaling"] |= family.gguf.rope
+    if fields.rms_norm_eps is None:
+        del config["rms_norm_eps"]
     parse_fields(file.path, config, DecoderFields)  # sizes that do not fit together
     return config
 
@@ -304,19 +333,21 @@ def _said_by_family(
         value = file.metadata.get(f"{family.gguf.architecture}.{key}")
         if isinstance(value, float):
             found[name] = _shortest(value)
-        elif isinstance(value, np.ndarray) and name == "sliding_window_pattern":
-            kinds = ("full_attention", "sliding_attention")
-            found["layer_types"] = [kinds[bool(is_local)] for is_local in value[: len(tensors)]]
+        elif isinstance(value, np.ndarray) and name in _SPECIAL_LAYERS:
+            kinds = ("full_attention", _SPECIAL_LAYERS[name])
+            found["layer_types"] = [kinds[bool(is_special)] for is_special in value[: len(tensors)]]
         elif value is not None:
-            found[name] = None if type(value) is int and value == 0 else value
+            is_nothing = type(value) is int and value == 0 and key != _EXPERTS
+            found[name] = None if is_nothing else value
     heads = file.metadata.get(f"{family.gguf.architecture}.attention.head_count_kv")
     if isinstance(heads, np.ndarray):
         if not family.recurrent:
             _refuse(file, "attention.head_count_kv is array; its layers must have the same heads")
         names = (RECURRENT_TYPES[family.recurrent][0], "full_attention")
         found["layer_types"] = [names[bool(count)] for count in heads[: len(tensors)]]
-    if "attention_bias" in family.reads:
-        found["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    for name, end in _SAID_BY_TENSORS.items():
+        if name in family.reads:
+            found[name] = any(tensor.endswith(end) for tensor in tensors)
     return found
 
 
@@ -419,8 +450,11 @@ def _weights(
             continue
         shape, each, count = shapes[ours[name].format(expert=0)], tensor.shape, 1
         if config.experts and "{expert}" in ours[name]:  # one behind the other
-            shape, each, count = (config.experts.count, *shape), each[1:], each[0]
-        if without_ones(tensor.shape) != without_ones(shape):
+            count = config.experts.count - config.experts.num_shared
+            shape, each, count = (count, *shape), each[1:], each[0]
+        if len(shape) == 1 and prod(each) == shape[0]:  # such as Mamba's norms, by group
+            each = shape
+        elif without_ones(tensor.shape) != without_ones(shape):
             _refuse(file, f"tensor {name!r} has shape {tensor.shape}, not {shape}")
         place = _place(config, name, tensor)
         for expert in range(count):
@@ -451,6 +485,7 @@ def _names(config: DecoderConfig, asked: Mapping[str, object]) -> dict[str, str]
     found = {
         "token_embd.weight": "model.embed_tokens.weight",
         f"{norms['final_norm']}.weight": f"{names.final_norm}.weight",
+        f"{norms['final_norm']}.bias": f"{names.final_norm}.bias",
         "output.weight": "lm_head.weight",
     }
     of_layer = [(ours, theirs) for ours, theirs in _names_of_layer(config) if ours]
@@ -463,7 +498,11 @@ def _names(config: DecoderConfig, asked: Mapping[str, object]) -> dict[str, str]
 
 def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
     """Names of a layer's tensors in transformers and in GGUF, without ``.weight`` or ``.bias``."""
-    names, norms = config.family.names, _gguf_norms(config)
+    names, norms = config.family.names.apart, _gguf_norms(config)
+    if not config.experts and names.dense_down:
+        names = replace(names, gate_up=names.dense_gate_up, down=names.dense_down, router=None)
+    if config.family.mixes_beside:  # Falcon-H1, whose files leave ".weight" out here
+        names = replace(names, mlp_norm=f"{names.mlp_norm}.weight")
     yield from ((getattr(names, norm), norms[norm]) for norm in GGUF_NORMS)
     qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
     yield from zip(names.qkv, qkv, strict=True)
@@ -473,18 +512,31 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
     yield names.router, "ffn_gate_inp"
     yield from ((ours, f"{theirs}{end}") for ours, theirs in zip(names.gate_up, upper, strict=True))
     yield names.down, f"ffn_down{end}"
+    if config.experts:
+        if config.experts.num_dense:
+            yield from zip(names.dense_gate_up, ("ffn_gate", "ffn_up"), strict=True)
+            yield names.dense_down, "ffn_down"
+        yield from zip(names.shared_gate_up, ("ffn_gate_shexp", "ffn_up_shexp"), strict=False)
+        yield names.shared_down, "ffn_down_shexp"
+        yield names.shared_router, "ffn_gate_inp_shexp"
+        if names.router_bias != f"{names.router}.bias":
+            yield names.router_bias, "exp_probs_b.bias"
+    yield names.sinks, "attn_sinks.weight"
     if config.recurrent and config.recurrent.kind == "short_conv":
         yield names.recurrent_in[0], "shortconv.in_proj"
         yield names.convolution, "shortconv.conv"
         yield names.recurrent_out, "shortconv.out_proj"
     elif config.recurrent:
         mixer = names.convolution.rpartition(".")[0]
-        yield from zip(names.recurrent_in, ("attn_qkv", "attn_gate"), strict=True)
-        yield from zip(names.recurrent_gates, ("ssm_beta", "ssm_alpha"), strict=True)
+        inputs = ("attn_qkv", "attn_gate") if len(names.recurrent_in) > 1 else ("ssm_in",)
+        yield from zip(names.recurrent_in, inputs, strict=True)
+        gates = ("ssm_beta", "ssm_alpha") if len(names.recurrent_gates) > 1 else ("ssm_ba",)
+        yield from zip(names.recurrent_gates, gates, strict=False)
         yield names.convolution, "ssm_conv1d"
         yield names.recurrent_norm, "ssm_norm"
         yield names.recurrent_out, "ssm_out"
         yield f"{mixer}.A_log", "ssm_a"
+        yield f"{mixer}.D", "ssm_d"
         yield f"{mixer}.dt_bias", "ssm_dt.bias"
 
 

@@ -24,6 +24,8 @@ _INPUTS = 32
 _WORD = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which half byte of a word each of eight outputs is in."""
+_NO_SIGNS = 0x7777777777777777
+"""The bits of sixteen floats of 4 bits but their signs."""
 _GET_ANOTHER = "get the model in bfloat16, as GGUF, or as GPTQ or AWQ in 4 bits"
 
 
@@ -156,10 +158,8 @@ def _made_of(found: _Format, parts: Mapping[str, StoredTensor]) -> StoredTensor:
     first = parts[_SUFFIXES[found.layout][0]]
     if found.layout == "mxfp4" and len(first.shape) == 4:
         experts, rows, groups, half = first.shape
-        place = PackedPlace("mxfp4", parts, 4, 2 * half, keeps=False)
-        return StoredTensor(
-            first.file, "MXFP4 of experts", (experts, groups * 2 * half, rows), packed=place
-        )
+        place = PackedPlace("mxfp4", parts, 4, 2 * half, keeps=2 * half == _INPUTS)
+        return StoredTensor(first.file, "MXFP4", (experts, groups * 2 * half, rows), packed=place)
     rows, words = first.shape[0], first.shape[-1]
     each = _WORD // found.bits
     shape = {
@@ -237,13 +237,15 @@ class PackedReader:
         import torch
 
         self._place, self._parts = place, parts
+        if place.layout == "mxfp4":
+            num_inputs = place.group * parts["blocks"].shape[2]
         in_order_K = torch.arange(num_inputs) // place.group
         self._group_K = parts.get("g_idx", parts.get("weight_g_idx", in_order_K)).long()
         if place.keeps and not torch.equal(self._group_K, in_order_K):
             raise ValueError("inputs of a group do not follow each other")
 
-    def rows(self, rows: slice) -> Grouped:
-        """Some of them.
+    def rows(self, rows: slice | Tensor) -> Grouped:
+        """Some of them; of experts those of all, one below the other.
 
         Raises:
             KeyError: a tensor is missing.
@@ -253,12 +255,14 @@ class PackedReader:
         return found
 
     def dequantised(self, rows: slice) -> Tensor:
-        """The numbers of some rows, float32 [R, K]."""
+        """The numbers of some rows, float32 [R, K]; of some experts [X, K, R]."""
         if self._place.layout == "mxfp4":
-            return self._mxfp4(rows)
+            count = self._parts["blocks"].shape[1]
+            numbers = self._mxfp4(slice(count * rows.start, count * rows.stop)).dequantised()
+            return numbers.view(-1, count, numbers.shape[1]).transpose(1, 2)
         return self._fp8(rows) if self._place.layout == "fp8" else self.rows(rows).dequantised()
 
-    def _gptq(self, rows: slice) -> Grouped:
+    def _gptq(self, rows: slice | Tensor) -> Grouped:
         """Words [K / 8, R], zero points [G, R / 8] less 1 but in version 2, scales [G, R]."""
         bits, zeros = self._place.bits, self._parts["qzeros"]
         if self._place.layout == "gptq":  # one more in each field: as they overflowed, they go back
@@ -267,10 +271,13 @@ class PackedReader:
         integers_RK = _fields(self._parts["qweight"][:, rows].T.contiguous(), bits)
         return self._centred(integers_RK, zeros_RG, self._parts["scales"].T[rows])
 
-    def _awq(self, rows: slice) -> Grouped:
+    def _awq(self, rows: slice | Tensor) -> Grouped:
         """Words [K, R / 8], outputs in their own order; zero points [G, R / 8], scales [G, R]."""
-        first, end = rows.start // 8, -(-rows.stop // 8)
-        inner = slice(rows.start - 8 * first, rows.stop - 8 * first)
+        import torch
+
+        indices = torch.arange(8 * self._parts["qweight"].shape[1])[rows]
+        first, end = int(indices.min()) // 8, int(indices.max()) // 8 + 1
+        inner = indices - 8 * first
 
         def unpacked(words: Tensor) -> Tensor:
             fields = _fields(words[:, first:end].contiguous(), 4)
@@ -280,7 +287,7 @@ class PackedReader:
         integers_RK, zeros_RG = unpacked(self._parts["qweight"]), unpacked(self._parts["qzeros"])
         return self._centred(integers_RK, zeros_RG, self._parts["scales"].T[rows])
 
-    def _pack(self, rows: slice) -> Grouped:
+    def _pack(self, rows: slice | Tensor) -> Grouped:
         """Words [R, K / 8], scales [R, G]; zero points [R / 8, G]."""
         import torch
 
@@ -295,7 +302,7 @@ class PackedReader:
     def _centred(self, integers_RK: Tensor, zeros_RG: Tensor, scales_RG: Tensor) -> Grouped:
         return Grouped(integers_RK - zeros_RG[:, self._group_K], scales_RG, self._group_K)
 
-    def _int8(self, rows: slice) -> Grouped:
+    def _int8(self, rows: slice | Tensor) -> Grouped:
         scales_RG = self._parts["weight_scale"].reshape(-1, 1)
         weight = self._parts["weight"]
         if self._parts["weight_scale"].dim() == 2:
@@ -303,7 +310,7 @@ class PackedReader:
         scales_RG = scales_RG.expand(len(weight), -1)
         return Grouped(weight[rows].short(), scales_RG[rows], self._group_K)
 
-    def _mlx(self, rows: slice) -> Grouped:
+    def _mlx(self, rows: slice | Tensor) -> Grouped:
         """Words [R, K / 8], scales and minima [R, G]."""
         import torch
 
@@ -311,15 +318,18 @@ class PackedReader:
         scales, minima = self._parts["scales"][rows], self._parts["biases"][rows]
         return Grouped(_fields(words, self._place.bits), scales, self._group_K, minima)
 
-    def _mxfp4(self, rows: slice) -> Tensor:
-        """Some experts: of half bytes [X, R, G, 16] and exponents [X, R, G] numbers [X, K, R]."""
+    def _mxfp4(self, rows: slice | Tensor) -> Grouped:
+        """Half bytes [X, R, G, 16] and exponents [X, R, G], of which blocks of zeros need none."""
         import torch
 
-        both = self._parts["blocks"][rows].long()
-        codes = torch.tensor(FP4, dtype=torch.float32)
-        numbers = torch.stack((codes[both & 15], codes[both >> 4]), -1).flatten(-2)
-        powers = (self._parts["scales"][rows].int() << 23).view(torch.float32) / 2
-        return (numbers * powers[..., None]).flatten(2).transpose(1, 2)
+        both = self._parts["blocks"].flatten(0, 1)[rows]
+        pairs = torch.tensor([(FP4[i & 15], FP4[i >> 4]) for i in range(256)], dtype=torch.int8)
+        found = pairs.view(torch.int16).flatten()[both.flatten().int()].view(torch.int8)
+        exponents = self._parts["scales"].flatten(0, 1)[rows].int()
+        first, last = both.view(torch.int64).unbind(-1)
+        is_used = ((first | last) & _NO_SIGNS) != 0
+        powers = (exponents << 23).view(torch.float32) / 2 * is_used
+        return Grouped(found.view(len(both), -1), powers, self._group_K)
 
     def _fp8(self, rows: slice) -> Tensor:
         """Floats of 8 bits [R, K]; a scale for a matrix, a row, or blocks of equal sides."""

@@ -380,9 +380,10 @@ class GgufFields(_Schema):
     )
     key_length: Count | None = _said("attention.key_length", None)
     value_length: Count | None = _said("attention.value_length", None)
-    rms_norm_eps: Epsilon = _said("attention.layer_norm_rms_epsilon")
+    rms_norm_eps: Epsilon | None = _said("attention.layer_norm_rms_epsilon", None)
     rope_dimension_count: Count | None = _said("rope.dimension_count", None)
     rope_theta: Theta = _said("rope.freq_base", 10000.0)
+    local_rope_theta: Theta | None = _said("rope.freq_base_swa", None)
     scaling_type: Literal["none", "linear", "yarn", "longrope"] = _said(
         "rope.scaling.type", "linear"
     )

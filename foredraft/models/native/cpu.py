@@ -449,9 +449,8 @@ class FusedDecoder:
 
     def _router(self, router_XE: Tensor) -> int:
         """In the type whose order activations are in (``Order`` of products.h)."""
-        return self._address(
-            router_XE if self._form() == interface.FORM_PLAIN else router_XE.float()
-        )
+        is_plain = self._form() == interface.FORM_PLAIN
+        return self._address(router_XE.to(self._weights.dtype if is_plain else torch.float32))
 
     def _vector_of_norm(self, weight: Tensor | None) -> int | None:
         """What a norm multiplies with."""
@@ -459,7 +458,7 @@ class FusedDecoder:
 
     def _matrix(self, matrix: Matrix, step: int = 0) -> interface.Matrix:
         """One matrix, or the first of some that begin so many bytes one behind the other."""
-        code = matrix.form.code if isinstance(matrix, PackedMatrix) else 0
+        code = matrix.form.code if isinstance(matrix, PackedMatrix) else interface.NOT_PACKED
         return interface.Matrix(self._address(tensor_of(matrix)), code, step)
 
     def _address(self, tensor: Tensor) -> int:

@@ -272,7 +272,7 @@ class Form:
         if self.codes:
             places = torch.zeros(256, dtype=torch.uint8)
             places[torch.tensor(self.codes) & 255] = torch.arange(16, dtype=torch.uint8)
-            numbers = places[numbers.long()]
+            numbers = places[numbers.flatten().int()].view(numbers.shape)
         if self.is_signed:
             numbers = numbers + (1 << self.bits - 1)  # as whole numbers without a sign
         num_chunks = runs * heads.shape[2]

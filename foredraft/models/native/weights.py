@@ -70,6 +70,8 @@ _MIXER = "mixer@"
 """Before the fields of `LayerWeights.mixer`."""
 _EMBEDDING_FIELD = "embedding_VE"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OF_EXPERTS = "expert"
+"""In the names of experts, and of those that each token reads."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -370,15 +372,23 @@ def stored_weight_bytes(
     checkpoint: Checkpoint, config: DecoderConfig, itemsize: int
 ) -> tuple[int, int]:
     """The same of weights as they are stored; the vectors are float32."""
-    found = {name: _bytes_as_stored(tensor) for name, tensor in checkpoint.tensors.items()}
+    are_alone, found = are_experts_alone(checkpoint), dict[str, float]()
+    for name, tensor in checkpoint.tensors.items():
+        is_plain = name == _EMBEDDING or (are_alone and len(tensor.shape) > 1)
+        each: float = itemsize if is_plain else 4
+        if tensor.is_quantised:
+            each = FORMS[tensor.dtype].bytes_per_weight
+        found[name] = prod(tensor.shape) * each
     table, head = checkpoint.tensors[_EMBEDDING], _head(checkpoint, config)
-    if not table.is_quantised:
-        found[_EMBEDDING] = prod(table.shape) * itemsize
-    if not head.is_quantised:
+    if not (head.is_quantised or are_alone):
         found[_HEAD] = prod(head.shape) * PACKED[_HEAD_BITS].bytes_per_weight
-    in_memory = int(sum(found.values()))
-    is_head = config.tie_word_embeddings and table.is_quantised
-    return in_memory, in_memory if is_head else in_memory - int(found[_EMBEDDING])
+    in_memory, unread = sum(found.values()), 0.0
+    if not (config.tie_word_embeddings and (table.is_quantised or are_alone)):
+        unread = found[_EMBEDDING]
+    if config.experts:
+        of_experts = sum(size for name, size in found.items() if _OF_EXPERTS in name)
+        unread += of_experts * (1 - config.experts.per_token / config.experts.count)
+    return int(in_memory), int(in_memory - unread)
 
 
 def _head(checkpoint: Checkpoint, config: DecoderConfig) -> StoredTensor:
@@ -387,7 +397,7 @@ def _head(checkpoint: Checkpoint, config: DecoderConfig) -> StoredTensor:
 
 def rounded_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
     """A note on a head in floats, which is rounded to 8 bits; None: it is none."""
-    if (head := _head(checkpoint, config)).is_quantised:
+    if (head := _head(checkpoint, config)).is_quantised or are_experts_alone(checkpoint):
         return None
     return f"its head, stored as {head.dtype}, is kept in 8 bits; weights 'bf16' rounds it less"
 
@@ -459,6 +469,7 @@ class _Part:
         rows: that it becomes.
         shape: as stored; None: so many rows.
         change: makes them of it; None: they are there.
+        moves_rows: ``change`` does nothing else, or turns matrices first whose formats have rows.
         scale: of all rows, or of each; None: they stay.
     """
 
@@ -467,11 +478,25 @@ class _Part:
     shape: tuple[int, ...] | None = None
     change: Callable[[Tensor], Tensor] | None = None
     scale: Tensor | float | None = None
+    moves_rows: bool = False
 
     @property
     def is_stored(self) -> bool:
         """Whether the rows are as they are stored."""
         return self.change is None and self.scale is None
+
+    @property
+    def has_stored_rows(self) -> bool:
+        """Whether each row is one that is stored."""
+        return self.scale is None and (self.change is None or self.moves_rows)
+
+    def order(self) -> Tensor | None:
+        """Of each row its number among the stored ones; None: its own."""
+        if self.change is None:
+            return None
+        count, *others = self.shape or (self.rows,)
+        shape = (count, 1, *others[1:]) if len(others) > 1 else (count, 1)
+        return self.change(torch.arange(prod(shape)).view(shape)).flatten()
 
     def times(self, factor: float) -> _Part:
         """The same rows times a factor."""
@@ -493,7 +518,8 @@ class _Layer:
 
     def __init__(self, reader: Reader, config: DecoderConfig, index: int, prefix: str) -> None:
         self._reader, self._config, self._prefix = reader, config, prefix
-        self._family, self._names = config.family, config.family.names
+        names = config.family.names
+        self._family, self._names = config.family, names.apart if reader.is_apart else names
         self._kind = config.kind(index)
         self._num_experts, self._feed_forward = config.feed_forward(index)
         experts = config.experts
@@ -571,7 +597,8 @@ class _Layer:
             if not self._family.is_paired:
                 return parts
             change = partial(_halves, size=size, rotated=config.ropes[0].size)
-            return [replace(part, change=change) for part in parts[:2]] + parts[2:]
+            turned = [replace(part, change=change, moves_rows=True) for part in parts[:2]]
+            return turned + parts[2:]
 
         return {
             "qkv_weight": self._reader.take_matrix(qkv("weight"), hidden),
@@ -650,24 +677,26 @@ class _Layer:
             return _Part(f"{self._prefix}{name}_bias", count * rows, (count, rows), change)
         inputs = self._config.hidden_size if is_up else self._feed_forward
         turn = partial(_turned, is_woven=is_up)
-        return _Part(f"{self._prefix}{name}", count * rows, (count, inputs, rows), turn)
+        shape = (count, inputs, rows)
+        return _Part(f"{self._prefix}{name}", count * rows, shape, turn, moves_rows=True)
 
     def _shared(self, is_up: bool, count: int) -> list[_Part]:
         """What each token reads, as so many experts."""
         names, rows, hidden = self._names, self._feed_forward, self._config.hidden_size
         if not is_up:
-            cut = partial(_cut_inputs, count=count)
+            cut = partial(_cut_inputs, count=count) if count > 1 else None
             name = f"{self._prefix}{names.shared_down}.weight"
             return [_Part(name, count * hidden, (hidden, count * rows), cut)]
         parts = self._parts(names.shared_gate_up, [count * rows] * 2, "weight")
         if count == 1:
             return parts
         if len(parts) == 1:
-            return [replace(parts[0], change=partial(_cut_gates, count=count))]
+            cut = partial(_cut_gates, count=count)
+            return [replace(parts[0], change=cut, moves_rows=True)]
+        nth = [partial(_nth, number=i, count=count) for i in range(count)]
+        shape = (count * rows, hidden)
         return [
-            _Part(part.name, rows, (count * rows, hidden), partial(_nth, number=i, count=count))
-            for i in range(count)
-            for part in parts
+            _Part(part.name, rows, shape, cut, moves_rows=True) for cut in nth for part in parts
         ]
 
     def _router(self) -> dict[str, Any]:
@@ -694,8 +723,9 @@ class _Layer:
         inputs = self._parts(names.recurrent_in, rows, "weight")
         (out,) = self._parts([names.recurrent_out], [hidden], "weight")
         out = out.times(self._config.multipliers.mixer_output)
-        if self._family.interleaved:
-            inputs = [replace(inputs[0], change=partial(_by_kind, sizes=sizes))]
+        if self._family.interleaved and len(inputs) == 1:
+            by_kind = partial(_by_kind, sizes=sizes)
+            inputs = [replace(inputs[0], change=by_kind, moves_rows=True)]
         if sizes.kind == "mamba2":
             inputs = [self._of_mamba(slice(None, -sizes.value_heads))]
         return {
@@ -718,7 +748,7 @@ class _Layer:
             keys, outputs = sizes.key_heads * sizes.key_size, sizes.num_outputs
             counts = torch.tensor([outputs, outputs, keys, keys, sizes.value_heads])
             scale = torch.tensor(times).repeat_interleave(counts)[order]
-        return _Part(name, len(order), shape, lambda stored: stored[order], scale)
+        return _Part(name, len(order), shape, lambda stored: stored[order], scale, moves_rows=True)
 
     def _mixer(self, sizes: Recurrent) -> MixerWeights:
         names, prefix, reader = self._names, self._prefix, self._reader
@@ -837,12 +867,17 @@ class Reader:
         self._device, self._bits = device, bits
         self._directory = checkpoint.directory if checkpoint else Path()
         self._tensors = checkpoint.tensors if checkpoint else tensors
+        self._plain_head = bool(checkpoint and bits == AS_STORED and are_experts_alone(checkpoint))
         self._dtype = torch.float32 if bits == AS_STORED else dtype
         self._table_dtype = dtype
         self._pace = Pace(progress or SilentProgress(), checkpoint.num_bytes if checkpoint else 0)
         self._bytes_at_hand = 0
         self._shelf = Shelf()
         self._problems: list[str] = []
+        self.is_apart = self._tensors is not None and all(
+            tensor.gguf is not None for tensor in self._tensors.values()
+        )
+        """Whether names are those of `Names.apart`."""
         self.asked: dict[str, tuple[int, ...]] = {}
         """Shapes of the tensors that were asked for, by name."""
         self.changed: list[str] = []
@@ -906,7 +941,7 @@ class Reader:
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.quant.Form.of_weight`.
         """
-        self.changed += [part.name for part in parts if not part.is_stored]
+        self.changed += [part.name for part in parts if not part.has_stored_rows]
         if self._bits == AS_STORED:
             return self._as_stored(parts, num_inputs, num_parts)
         weight = self.take_stacked(parts, num_inputs)
@@ -914,7 +949,7 @@ class Reader:
 
     def as_head(self, weight: Matrix, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
-        if self._bits is None or isinstance(weight, PackedMatrix):
+        if self._bits is None or isinstance(weight, PackedMatrix) or self._plain_head:
             return weight
         bits = _HEAD_BITS if self._bits == AS_STORED else max(self._bits, _HEAD_BITS)
         return self._packed(weight, [_Part(name, weight.shape[0])], 1, bits)
@@ -924,7 +959,9 @@ class Reader:
             return torch.empty(0, num_inputs)
         assert self._tensors is not None
         tensors = [self._tensors[part.name] for part in parts]
-        return matrix_as_stored(tensors, num_parts, self._shelf)
+        if not all(tensor.is_quantised for tensor in tensors):  # beside experts that are
+            return self.take_stacked(parts, num_inputs, dtype=self._table_dtype)
+        return _matrix_as_stored(parts, tensors, num_parts, self._shelf)
 
     def _packed(self, weight: Tensor, parts: Sequence[_Part], num_parts: int, bits: Bits) -> Matrix:
         if bits is None or bits == AS_STORED or self._problems:
@@ -939,7 +976,7 @@ class Reader:
                 return kind.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
         tensors = [self._tensors[name] for name in names]
         if kind is not TILES and all(holds(kind, one) for one in tensors):
-            matrix = matrix_as_stored(tensors, num_parts, self._shelf, kind)
+            matrix = _matrix_as_stored(parts, tensors, num_parts, self._shelf, kind)
             assert isinstance(matrix, PackedMatrix)
             return matrix
         return kind.of_weight(weight, num_parts, self._shelf)
@@ -991,12 +1028,14 @@ def without_ones(shape: Sequence[int]) -> list[int]:
 
 
 Numbers = np.ndarray[Any, Any]
+_RowsOf = Callable[[slice | Tensor], Blocks]
 
 
 def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
     """Why the weights of a checkpoint cannot be kept as they come; None: they can."""
-    names = config.family.names
-    small = [f".{name}.weight" for name in (names.router, names.convolution) if name]
+    names, are_alone = config.family.names, are_experts_alone(checkpoint)
+    own = names.router, names.shared_router, names.convolution
+    small = [f".{name}.weight" for name in own if name]
     small += [f".{name}.weight" for name in names.recurrent_gates]
     if checkpoint.is_adapted:
         return "an adapter is merged into its weights"
@@ -1006,16 +1045,22 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
         return f"{outline.changed[0]} is not used as it is stored, but in another order or scaled"
     for name, tensor in checkpoint.tensors.items():
         may_be_floats = name in (_EMBEDDING, _HEAD) or name.endswith(tuple(small))
-        if len(tensor.shape) == 2 and not (tensor.is_quantised or may_be_floats):
+        may_be_floats |= are_alone and (_OF_EXPERTS not in name or name.endswith("_bias"))
+        if len(tensor.shape) > 1 and not (tensor.is_quantised or may_be_floats):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
     for index in range(config.num_hidden_layers if config.experts else 0):
-        parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
-        found = (checkpoint.tensors.get(part) for part in parts)
-        if len({FORMS[one.dtype] for one in found if one}) > 1:
-            return f"the experts of layer {index} have gates and inputs in formats of their own"
+        names = names.apart
+        for of_experts in (
+            (*names.gate_up, *names.shared_gate_up),
+            (names.down, names.shared_down),
+        ):
+            parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in of_experts]
+            found = (checkpoint.tensors.get(part) for part in parts)
+            if len({FORMS[one.dtype] for one in found if one}) > 1:
+                return f"the experts of layer {index} have matrices in formats of their own"
     for layer in _attention_formats(checkpoint).values():
         rows = {part: tensor.shape[0] for part, tensor in layer.items()}
-        formats = {FORMS[tensor.dtype] for tensor in layer.values()}
+        formats = {FORMS.get(tensor.dtype) for tensor in layer.values()}
         if len(formats) > 1 and any(rows[part] % GROUP_ROWS for part in "qk" if part in rows):
             return (
                 f"queries and keys of {rows} rows in formats of their own are kept only in "
@@ -1033,17 +1078,17 @@ def _attention_formats(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTens
     return found
 
 
-def _bytes_as_stored(tensor: StoredTensor) -> float:
-    """In memory; what is not quantised is float32."""
-    each = FORMS[tensor.dtype].bytes_per_weight if tensor.is_quantised else 4.0
-    return prod(tensor.shape) * each
+def are_experts_alone(checkpoint: Checkpoint) -> bool:
+    """Whether experts are in few bits, and all else is in floats: it is then held as it is."""
+    names = [name for name, tensor in checkpoint.tensors.items() if tensor.is_quantised]
+    return bool(names) and all(_OF_EXPERTS in name for name in names)
 
 
 def formats_of(checkpoint: Checkpoint) -> list[str]:
     """The formats of the matrices, the one of most weights first."""
     counts: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
-        if len(tensor.shape) == 2 and tensor.dtype != "F32":
+        if tensor.is_quantised or (len(tensor.shape) == 2 and tensor.dtype != "F32"):
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + prod(tensor.shape)
     return sorted(counts, key=lambda name: -counts[name])
 
@@ -1054,7 +1099,8 @@ def holds(form: Form, tensor: StoredTensor) -> bool:
     return own is form or (own is CENTRED4 and form is INT4)
 
 
-def matrix_as_stored(
+def _matrix_as_stored(
+    parts: Sequence[_Part],
     tensors: Sequence[StoredTensor],
     num_parts: int,
     shelf: Shelf,
@@ -1071,16 +1117,24 @@ def matrix_as_stored(
     """
     forms = [form or FORMS[tensor.dtype] for tensor in tensors]
     if len(set(forms)) > 1:
+        each = zip(forms, parts, tensors, strict=True)
         return StackedMatrix(
-            tuple(_packed(form, [one], 1, shelf) for form, one in zip(forms, tensors, strict=True))
+            tuple(_packed(form, [part], [one], 1, shelf) for form, part, one in each)
         )
-    return _packed(forms[0], tensors, num_parts, shelf)
+    return _packed(forms[0], parts, tensors, num_parts, shelf)
 
 
 def _packed(
-    form: Form, tensors: Sequence[StoredTensor], num_parts: int, shelf: Shelf
+    form: Form,
+    parts: Sequence[_Part],
+    tensors: Sequence[StoredTensor],
+    num_parts: int,
+    shelf: Shelf,
 ) -> PackedMatrix:
-    found = [(tensor.shape[0], _rows_of(tensor, form)) for tensor in tensors]
+    found = [
+        (part.rows, _in_order(_rows_of(tensor, form), part.order()))
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
     def rows_of(wanted: slice) -> Blocks:
         """Of all matrices as if they were one."""
@@ -1099,25 +1153,30 @@ def _packed(
             )
         return rows
 
-    num_rows = sum(tensor.shape[0] for tensor in tensors)
+    num_rows = sum(part.rows for part in parts)
     return form.of_rows(rows_of, (num_rows, tensors[0].shape[1]), num_parts, shelf)
 
 
-def _rows_of(tensor: StoredTensor, form: Form) -> Callable[[slice], Blocks]:
+def _in_order(rows_of: _RowsOf, order_R: Tensor | None) -> _RowsOf:
+    return rows_of if order_R is None else lambda rows: rows_of(order_R[rows])
+
+
+def _rows_of(tensor: StoredTensor, form: Form) -> _RowsOf:
     if tensor.gguf is not None:
         kind, blocks = tensor.gguf.kind, read_blocks(tensor)
         return lambda rows: unpacked(kind, blocks[rows], form)
     assert tensor.packed is not None
     reader, repeats = packed_reader(tensor), tensor.packed.group // SCALE_INPUTS
 
-    def of_groups(rows: slice) -> Blocks:
+    def of_groups(rows: slice | Tensor) -> Blocks:
         found = reader.rows(rows)
-        least, most = found.integers_RK.aminmax()
-        if form.is_signed and not -(1 << form.bits - 1) <= least <= most < 1 << form.bits - 1:
-            raise ModelLoadError(
-                f"{tensor.file} holds {tensor.dtype} weights from {least} to {most}: config.json "
-                "says something else of zero points. weights 'bf16' read the file"
-            )
+        if form.is_signed:
+            least, most = found.integers_RK.aminmax()
+            if not -(1 << form.bits - 1) <= least <= most < 1 << form.bits - 1:
+                raise ModelLoadError(
+                    f"{tensor.file} holds {tensor.dtype} weights from {least} to {most}: "
+                    "config.json says something else of zero points. weights 'bf16' read the file"
+                )
         integers_RK = found.integers_RK.to(torch.int8)
         integers_RBK = integers_RK.view(len(integers_RK), -1, SCALE_INPUTS)
 
