@@ -218,9 +218,10 @@ class StagedDrafter(BaseDrafter, ABC):
         A law of scaled logits alone was drawn from already.
         """
         row, key, logits_V = chain.row, chain.draw_key, scores.logits_NV[span[ahead]]
+        chance = None
         if scores.drawn is not None and key is not None:
             law = scores.drawn[span[ahead]]
-            drawn = None if law is None else law.drawn
+            drawn, chance = (None, None) if law is None else (law.drawn, law.chance)
             token = drawn if drawn is not None and drawn < self._vocab_size else None
         elif row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
             logits_V = fitted(logits_V, self._vocab_size)
@@ -230,7 +231,7 @@ class StagedDrafter(BaseDrafter, ABC):
         matters = self.traits.stops and chain.num_left > 1 and logits_V.is_cpu
         if token is None or key is None or not matters:
             return chain.take(token)
-        return chain.take(Choice(token, chance_alike(logits_V, key)))
+        return chain.take(Choice(token, chance or chance_alike(logits_V, key)))
 
 
 def fitted(logits_V: Tensor, vocab_size: int) -> Tensor:
