@@ -207,11 +207,11 @@ void draw(const Logit* logits, int64_t vocab, ForedraftDraw& wanted) {
 // So many tokens may win a draw by logits that are estimates, and so many others by their own.
 constexpr int64_t kMostHopeful = 8, kMostOthers = 64;
 
-// The tokens that come first by estimated logits and the noise; returns how many. Few estimates change
+// The tokens that come first by a row of estimated logits and the noise; returns how many. Few estimates change
 // the order by more than a place or two.
 template <class Logit>
 int64_t find_hopeful(const Logit* logits, int64_t vocab, const ForedraftDraw& wanted, int64_t* tokens) {
-  Row row(logits + wanted.row * vocab, vocab, Key{wanted.seed, wanted.position}, wanted.scale);
+  Row row(logits, vocab, Key{wanted.seed, wanted.position}, wanted.scale);
   double scores[kMostHopeful];
   Best best(kMostHopeful, tokens, scores);
   if (row.find_largest() < 0) return 0;

@@ -612,7 +612,9 @@ class Worker {
     for (int64_t token = 0; token < N; ++token) finish_logits(token, mine);
   }
 
-  float* logit(int64_t token, int64_t row) const { return forward_.logits + token * num_scored() + row; }
+  float* logit(int64_t token, int64_t row) const {
+    return forward_.logits + token * (num_scored() + forward_.num_others) + row;
+  }
 
   void finish_logits(int64_t token, Range rows) const {
     finish_some(logit(token, rows.begin), rows.end - rows.begin);
@@ -645,10 +647,12 @@ class Worker {
   // The logits of the tokens that may win, and of their neighbours, become those of the head itself.
   void draw_screened(ForedraftDraw& wanted) const {
     if constexpr (std::is_same_v<Rows, PackedMatrix>) {
-      int64_t tokens[noise::kMostHopeful + noise::kMostOthers];
-      float logits[noise::kMostHopeful + noise::kMostOthers];
-      int64_t count = noise::find_hopeful(forward_.logits, num_scored(), wanted, tokens);
-      if (count) count = std::copy_n(forward_.others, forward_.num_others, tokens + count) - tokens;
+      int64_t tokens[noise::kMostOthers + noise::kMostHopeful];
+      float logits[noise::kMostOthers + noise::kMostHopeful];
+      const int64_t others = forward_.num_others;
+      std::copy_n(forward_.others, others, tokens);
+      const int64_t hopeful = noise::find_hopeful(logit(wanted.row, 0), num_scored(), wanted, tokens + others);
+      const int64_t count = hopeful ? others + hopeful : 0;
       const Rows rows = matrix(model_.head, E);
       const Inputs x = inputs_of(prepared_, normed_, forward_.num_wanted, E);
       for (int64_t i = 0; i < count; ++i) {
@@ -660,8 +664,9 @@ class Worker {
                        [&](int64_t, int64_t row, float value) { of_group[row - begin] = value; });
         finish_some(of_group, group.end - begin);
         logits[i] = of_group[tokens[i] - begin];
-        if (group.end <= num_scored()) std::copy_n(of_group, group.end - begin, logit(wanted.row, begin));
+        if (i >= others) std::copy_n(of_group, std::min(group.end, num_scored()) - begin, logit(wanted.row, begin));
       }
+      std::copy_n(logits, count ? others : 0, logit(wanted.row, num_scored()));
       noise::draw_among(logits, tokens, count, wanted);
     }
   }

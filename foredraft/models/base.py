@@ -142,8 +142,8 @@ class ScoreRow:
         plain: key of the token after the pending ones, and by their positions of those after the
             nodes, if temperature and filters are all that changes the laws, and verification needs
             no probabilities. They can then be drawn where the logits are (`Scores.fetch`).
-        shortlist: of a draft model's row with ``draw``: it may draw these alone, and leave out the
-            logits of all but the first ones; None: all.
+        shortlist: the tokens that a draft may name; a draft model may leave out the logits of all
+            others, so that those of the first ids come first, then those of ``others``.
     """
 
     slot: int

@@ -810,20 +810,22 @@ class PreparedChain(_Prepared):
         self._forward.num_draws = num_wanted
         num_first, others = self._shortlist(row)
         self._forward.num_first, self._forward.num_others = num_first, len(others)
-        self._others[: len(others)] = others
+        self._others[: len(others)] = [*others]
         self._point_to_layers(row.slot, count)
-        logits_NV = self._run(count, num_wanted, end, num_first)
+        logits_NV = self._run(count, num_wanted, end, num_first + len(others))
         drawn = drawn_laws(logits_NV, self._draws[:num_wanted])
         return Scores(logits_NV, (range(num_wanted),), {}, (range(count),), drawn)
 
     def _shortlist(self, row: ScoreRow) -> Shortlist:
         """The tokens that may be drawn; 0 first ones are all."""
         asked = row.shortlist
-        if asked is None or row.draw is None or not self._decoder.has_screen:
-            return Shortlist(0)
-        if not asked.num_first < self._num_rows:
-            return Shortlist(0)
-        return Shortlist(asked.num_first, tuple(t for t in asked.others if t < self._num_rows))
+        if (
+            asked
+            and self._decoder.has_screen
+            and max((asked.num_first, *asked.others)) < self._num_rows
+        ):
+            return asked
+        return Shortlist(0)
 
 
 def _path(parents: tuple[int, ...], node: int) -> list[int]:
