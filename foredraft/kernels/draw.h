@@ -205,7 +205,7 @@ void draw(const Logit* logits, int64_t vocab, ForedraftDraw& wanted) {
 }
 
 // So many tokens may win a draw by logits that are estimates, and so many others by their own.
-constexpr int64_t kMostHopeful = 8, kMostOthers = 64;
+constexpr int64_t kMostHopeful = 16, kMostOthers = 64;
 
 // The tokens that come first by a row of estimated logits and the noise; returns how many. Few estimates change
 // the order by more than a place or two.
