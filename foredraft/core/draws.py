@@ -39,6 +39,7 @@ class DrawRow(ctypes.Structure):
         ("token", ctypes.c_int64),
         ("best", ctypes.c_int64),
         ("logit", ctypes.c_double),
+        ("chance", ctypes.c_double),
     )
 
 

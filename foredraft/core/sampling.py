@@ -47,6 +47,7 @@ class Law:
         token: the likeliest token, of equal ones the first.
         cut: threshold of the filters: tokens with a smaller logit cannot occur.
         drawn: the token that the target draws from it, if it is known already.
+        chance: of ``drawn``, as `foredraft.core.choices.chance_alike` has it; None: not computed.
     """
 
     given_V: Tensor
@@ -54,6 +55,7 @@ class Law:
     token: int
     cut: float = -math.inf
     drawn: int | None = None
+    chance: float | None = None
 
     @classmethod
     def of_probs(cls, probs_V: Tensor) -> Law:
@@ -222,7 +224,13 @@ def drawn_laws(logits_NV: Tensor, rows: Iterable[DrawRow]) -> list[Law | None]:
     """The laws that compiled code has drawn from; None where the logits are not finite."""
     each = logits_NV.unbind()
     return [
-        Law(each[row.row], row.scale or None, row.best, drawn=row.token) if row.token >= 0 else None
+        Law(
+            *(each[row.row], row.scale or None, row.best),
+            drawn=row.token,
+            chance=row.chance or None,
+        )
+        if row.token >= 0
+        else None
         for row in rows
     ]
 

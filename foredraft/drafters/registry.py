@@ -37,6 +37,7 @@ SHARED = frozenset(
     {
         *("base", "spec", "registry", "trained", "text", "model", "heads"),
         *("guide", "worth", "shapes", "confidence", "per_request", "chain", "staged"),
+        "shortlist",
         *("layers", "rows", "steps", "growth", "published"),
     }
 )

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -23,6 +24,7 @@ struct ForedraftDraw {
   double scale;         // of the logits; 0: the likeliest token
   int64_t token, best;  // drawn, and likeliest; -1 if the largest logit is not a finite number
   double logit;         // of the likeliest
+  double chance;        // of the drawn one among those that come first; 0: not computed
 };
 
 }  // extern "C"
@@ -202,14 +204,14 @@ void draw(const Logit* logits, int64_t vocab, ForedraftDraw& wanted) {
   row.find_known(drawn);
 }
 
-// So many tokens may win a draw by logits that are estimates.
-constexpr int64_t kMostHopeful = 8;
+// So many tokens may win a draw by logits that are estimates, and so many others by their own.
+constexpr int64_t kMostHopeful = 16, kMostOthers = 64;
 
-// The tokens that come first by estimated logits and the noise; returns how many. Few estimates change
+// The tokens that come first by a row of estimated logits and the noise; returns how many. Few estimates change
 // the order by more than a place or two.
 template <class Logit>
 int64_t find_hopeful(const Logit* logits, int64_t vocab, const ForedraftDraw& wanted, int64_t* tokens) {
-  Row row(logits + wanted.row * vocab, vocab, Key{wanted.seed, wanted.position}, wanted.scale);
+  Row row(logits, vocab, Key{wanted.seed, wanted.position}, wanted.scale);
   double scores[kMostHopeful];
   Best best(kMostHopeful, tokens, scores);
   if (row.find_largest() < 0) return 0;
@@ -218,24 +220,24 @@ int64_t find_hopeful(const Logit* logits, int64_t vocab, const ForedraftDraw& wa
   return best.found();
 }
 
-// The winner among some tokens.
-template <class Logit>
-void draw_among(const Logit* logits, int64_t vocab, const int64_t* tokens, int64_t count,
-                ForedraftDraw& wanted) {
-  logits += wanted.row * vocab;
+// The winner among some tokens, given their logits.
+inline void draw_among(const float* logits, const int64_t* tokens, int64_t count, ForedraftDraw& wanted) {
   wanted.token = wanted.best = -1;
   if (!count) return;
-  double likeliest = 0, score = 0;
-  Best best(1, &wanted.best, &likeliest), drawn(1, &wanted.token, &score);
-  for (int64_t i = 0; i < count; ++i) best.offer(tokens[i], double(logits[tokens[i]]));
-  wanted.logit = likeliest;
+  double sums[kMostHopeful + kMostOthers], score = 0;
+  Best best(1, &wanted.best, &wanted.logit), drawn(1, &wanted.token, &score);
+  for (int64_t i = 0; i < count; ++i) best.offer(tokens[i], double(logits[i]));
   const Key key{wanted.seed, wanted.position};
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t token = uint32_t(tokens[i]);
-    const double scaled = (double(logits[token]) - likeliest) * wanted.scale;
-    drawn.offer(token, scaled + gumbel(random_52(key, token, coarse_byte(key, token))));
+    sums[i] = double(logits[i]) - wanted.logit;
+    if (wanted.scale != 0)
+      sums[i] = sums[i] * wanted.scale + gumbel(random_52(key, token, coarse_byte(key, token)));
+    drawn.offer(token, sums[i]);
   }
-  if (wanted.scale == 0) wanted.token = wanted.best;
+  double total = 0;
+  for (int64_t i = 0; i < count; ++i) total += std::exp(sums[i] - score);
+  wanted.chance = 1 / total;
 }
 
 }  // namespace noise

@@ -154,7 +154,7 @@ struct ForedraftForward {
   void* values;
   int64_t block_entries;        // B: a power of two, a multiple of kRunEntries (entries.h)
   int64_t block_stride, layer_stride, head_stride;  // in elements
-  float* logits;                // [N, V]
+  float* logits;                // [N, V], or [N, num_first + num_others]
   int64_t first_layer, end_layer;
   const float* hidden;          // [T, E] what the layer before gave; null: start from embeddings
   void* const* taps;            // [L] where to copy that layer's output [T, E], or null
@@ -167,6 +167,9 @@ struct ForedraftForward {
   int64_t int8_entries;         // the cache holds int8 with a scale (entries.h); 0: numbers as is_bf16 says
   const ForedraftStates* states;  // of each row, or null
   float* matrices;              // [threads, 2, D V] to work in
+  int64_t num_first;            // of a screened draft: the head's rows that are scored; 0: all
+  int64_t num_others;           // up to kMostOthers rows beyond these that are, too, for rows that are drawn
+  const int32_t* others;
 };
 
 }  // extern "C"

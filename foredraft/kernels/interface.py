@@ -141,6 +141,8 @@ class Forward(ctypes.Structure):
         *((name, c_int64) for name in ("rounds_taps", "int8_entries")),
         ("states", POINTER(StatesOfRow)),
         ("matrices", c_void_p),
+        *((name, c_int64) for name in ("num_first", "num_others")),
+        ("others", POINTER(c_int32)),
     ]
 
 

@@ -238,7 +238,7 @@ class Worker {
 
   const void* first_of_layer(int64_t index) const {
     if (index == forward_.end_layer)
-      return matrix(model_.head, E).at(me_.share(model_.vocab, kShareRows).begin);
+      return matrix(scored_head(), E).at(me_.share(num_scored(), kShareRows).begin);
     const ForedraftLayer& layer = model_.layers[index];
     if (!layer.qkv[0].data) return first_gate(layer);
     int64_t row = layer.convolution ? me_.share(layer.qkv_rows[0], kShareRows).begin
@@ -609,27 +609,30 @@ class Worker {
     for (int64_t i = mine.begin * E; i < mine.end * E; ++i) from_float(work_.hidden[i], states[i]);
   }
 
+  const ForedraftMatrix& scored_head() const { return model_.screen.data ? model_.screen : model_.head; }
+  int64_t num_scored() const { return forward_.num_first ? forward_.num_first : model_.vocab; }
+
   void head() const {
-    const int64_t V = model_.vocab, N = forward_.num_wanted;
+    const int64_t N = forward_.num_wanted;
     if (!N) return;
     const typename Form::Session session(N);
-    const Range mine = me_.share(V, kShareRows);
-    matmul(matrix(model_.screen.data ? model_.screen : model_.head, E), mine,
-           inputs_of(prepared_, normed_, N, E), N, nullptr, put_logit());
+    const Range mine = me_.share(num_scored(), kShareRows);
+    matmul(matrix(scored_head(), E), mine, inputs_of(prepared_, normed_, N, E), N, nullptr,
+           [this](int64_t token, int64_t row, float value) { *logit(token, row) = value; });
     for (int64_t token = 0; token < N; ++token) finish_logits(token, mine);
   }
 
-  auto put_logit() const {
-    return [this](int64_t token, int64_t row, float value) {
-      forward_.logits[token * model_.vocab + row] = value;
-    };
+  float* logit(int64_t token, int64_t row) const {
+    return forward_.logits + token * (num_scored() + forward_.num_others) + row;
   }
 
   void finish_logits(int64_t token, Range rows) const {
+    finish_some(logit(token, rows.begin), rows.end - rows.begin);
+  }
+
+  void finish_some(float* logits, int64_t count) const {
     if (model_.logits_scale == 1 && model_.logits_cap == 0) return;
-    for (int64_t row = rows.begin; row < rows.end; row += kLanes)
-      finish(forward_.logits + token * model_.vocab + row,
-             std::min<int64_t>(kLanes, rows.end - row));
+    for (int64_t i = 0; i < count; i += kLanes) finish(logits + i, std::min<int64_t>(kLanes, count - i));
   }
 
   // Up to a vector of logits, scaled and capped.
@@ -646,7 +649,7 @@ class Worker {
     if (!forward_.num_draws) return;
     for (int64_t i = me_.index; i < forward_.num_draws; i += me_.size) {
       if (model_.screen.data) draw_screened(forward_.draws[i]);
-      else noise::draw(forward_.logits, model_.vocab, forward_.draws[i]);
+      else noise::draw(forward_.logits, num_scored(), forward_.draws[i]);
     }
     end(kOther);
   }
@@ -654,18 +657,27 @@ class Worker {
   // The logits of the tokens that may win, and of their neighbours, become those of the head itself.
   void draw_screened(ForedraftDraw& wanted) const {
     if constexpr (std::is_same_v<Rows, PackedMatrix>) {
-      int64_t tokens[noise::kMostHopeful];
-      const int64_t count = noise::find_hopeful(forward_.logits, model_.vocab, wanted, tokens);
+      int64_t tokens[noise::kMostOthers + noise::kMostHopeful];
+      float logits[noise::kMostOthers + noise::kMostHopeful];
+      const int64_t others = forward_.num_others;
+      std::copy_n(forward_.others, others, tokens);
+      const int64_t hopeful = noise::find_hopeful(logit(wanted.row, 0), num_scored(), wanted, tokens + others);
+      const int64_t count = hopeful ? others + hopeful : 0;
       const Rows rows = matrix(model_.head, E);
       const Inputs x = inputs_of(prepared_, normed_, forward_.num_wanted, E);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t begin = tokens[i] / kGroupRows * kGroupRows;
         const Range group{begin, std::min(begin + kGroupRows, model_.vocab)};
+        float of_group[kGroupRows];
         some_groups<1>(rows.products(x).in_vectors[0], rows, begin, group.end - begin, x, wanted.row,
-                       {wanted.row, wanted.row + 1}, 0, put_logit());
-        finish_logits(wanted.row, group);
+                       {wanted.row, wanted.row + 1}, 0,
+                       [&](int64_t, int64_t row, float value) { of_group[row - begin] = value; });
+        finish_some(of_group, group.end - begin);
+        logits[i] = of_group[tokens[i] - begin];
+        if (i >= others) std::copy_n(of_group, std::min(group.end, num_scored()) - begin, logit(wanted.row, begin));
       }
-      noise::draw_among(forward_.logits, model_.vocab, tokens, count, wanted);
+      std::copy_n(logits, count ? others : 0, logit(wanted.row, num_scored()));
+      noise::draw_among(logits, tokens, count, wanted);
     }
   }
 };

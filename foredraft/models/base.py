@@ -109,6 +109,22 @@ class Source:
         return hashlib.sha256(repr((self.name, self.token_ids)).encode()).hexdigest()
 
 
+class Shortlist(NamedTuple):
+    """Tokens that a draft may name: the first ids of the vocabulary, and some others.
+
+    Attributes:
+        num_first: the first ids.
+        others: at most `MOST_OTHERS` ids behind these.
+    """
+
+    num_first: int
+    others: tuple[int, ...] = ()
+
+
+MOST_OTHERS = 64
+"""Must equal ``kMostOthers`` of kernels/draw.h."""
+
+
 @dataclass(frozen=True)
 class ScoreRow:
     """One row's part of a forward: some pending tokens, then a tree below the last.
@@ -126,6 +142,8 @@ class ScoreRow:
         plain: key of the token after the pending ones, and by their positions of those after the
             nodes, if temperature and filters are all that changes the laws, and verification needs
             no probabilities. They can then be drawn where the logits are (`Scores.fetch`).
+        shortlist: the tokens that a draft may name; a draft model may leave out the logits of all
+            others, so that those of the first ids come first, then those of ``others``.
     """
 
     slot: int
@@ -135,6 +153,7 @@ class ScoreRow:
     draw: DrawKey | None = None
     source: Source | None = None
     plain: DrawKey | None = None
+    shortlist: Shortlist | None = None
 
 
 @dataclass(frozen=True)

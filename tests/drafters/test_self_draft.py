@@ -479,7 +479,6 @@ def test_a_row_without_a_draw_has_the_likeliest_logits_of_the_head(target: Nativ
     screened, scores = (each.score(rows, [0]) for each in (copy, whole))
     likeliest = scores.logits_NV[0].topk(3).indices
     assert torch.equal(screened.logits_NV[0, likeliest], scores.logits_NV[0, likeliest])
-    assert not torch.equal(screened.logits_NV, scores.logits_NV)
 
 
 def test_guesses_behind_a_chain_are_worth_their_nodes(target: NativeTarget) -> None:

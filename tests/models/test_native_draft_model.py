@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from foredraft import LLM, SamplingParams
-from foredraft.core.choices import DrawKey
+from foredraft.core.choices import DrawKey, chance_alike
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.model.draft_model import DraftModelDrafter
+from foredraft.drafters.model.staged import fitted
 from foredraft.drafters.spec import DrafterContext
 from foredraft.load import load_models, plan_models
-from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.base import ScoreRow, Scores, Shortlist
 from foredraft.models.native.draft_model import NativeDraftModel, for_drafts
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import rounded
@@ -81,6 +82,45 @@ def test_the_screen_changes_no_token(target: NativeTarget) -> None:
     assert sum(agreed) >= 0.9 * len(agreed)
 
 
+@pytest.mark.parametrize("num_first", [16, 40, 41])
+@pytest.mark.parametrize("key", KEYS[1:])
+def test_a_shortlist_leaves_out_tokens_and_changes_no_other(
+    target: NativeTarget, num_first: int, key: DrawKey
+) -> None:
+    model, text, others = draft_model(target), random_text(12), (90, 45, 61)
+    slot = model.cache.allocate()
+    whole, some = (
+        model.score([ScoreRow(slot, text[:1], TokenTree.chain(text[1:]), draw=key, shortlist=each)])
+        for each in (None, Shortlist(num_first, others))
+    )
+    assert some.logits_NV.shape == (12, num_first + 3)
+    kept = [*range(num_first), *others]
+    for ahead, (before, token) in enumerate(zip(tokens_of(whole), tokens_of(some), strict=True)):
+        assert token in kept
+        if before in kept:
+            assert token == before
+        exact_V = whole_head(model, text[: ahead + 1])
+        at = kept.index(token)
+        assert some.logits_NV[ahead, at] == exact_V[token]
+        assert torch.equal(some.logits_NV[ahead, num_first:], exact_V[[*others]])
+        logits_V = fitted(some.logits_NV[ahead], model.vocab_size, Shortlist(num_first, others))
+        assert int(logits_V.isfinite().sum()) == num_first + 3
+        assert logits_V[token] == exact_V[token]
+        assert some.drawn is not None
+        law = some.drawn[ahead]
+        assert law is not None
+        assert law.chance is not None
+        expected = chance_alike(logits_V, key.ahead(ahead))
+        assert law.chance == pytest.approx(expected, rel=0.6)  # of 11 sums, not of 16
+
+
+def whole_head(model: NativeDraftModel, text: Sequence[int]) -> torch.Tensor:
+    """Logits behind a text, all of the head itself."""
+    weights = replace(model.weights, screen_VE=None)
+    whole = NativeDraftModel(model.config, weights, fused_decoder())
+    return whole.score([ScoreRow(whole.cache.allocate(), text)]).logits_NV[-1]
+
+
 @pytest.mark.parametrize("num_rows", [5, 16, 33])
 def test_tokens_that_are_not_shared_are_never_drafted(target: NativeTarget, num_rows: int) -> None:
     model, text = draft_model(target, num_rows), random_text(40)
@@ -110,14 +150,15 @@ def test_a_token_that_it_has_no_row_for_is_refused(target: NativeTarget) -> None
     ],
 )
 def test_its_drafts_leave_the_text_alone(
-    target: NativeTarget, params: SamplingParams, rows: int
+    target: NativeTarget, params: SamplingParams, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("foredraft.drafters.model.shortlist._MANY", 1000)
     params = replace(params, max_tokens=30, ignore_eos=True)
     prompts = [random_text(20 + i) for i in range(rows)]
     alone = plain(tiny_target(fused_decoder()), prompts, params)
     context = DrafterContext(target, draft_model(target))
-    for guesses in (True, False):
-        drafter = build_drafter("draft_model", replace(context, options={"guesses": guesses}))
+    for options in ({}, {"guesses": False}, {"draft_vocab_size": 50}):
+        drafter = build_drafter("draft_model", replace(context, options=options))
         results = run(target, drafter, prompts, params, 4)
         assert all(result.stats.accepted > 0 for result in results)
         if params.coupling == "seeded":

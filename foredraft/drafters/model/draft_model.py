@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
+from foredraft.core.choices import LIKELIEST
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError, unknown
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
+from foredraft.drafters.model.shortlist import FREQUENT, Shortlists
 from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
 from foredraft.drafters.shapes import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.spec import (
@@ -38,7 +40,7 @@ from foredraft.drafters.spec import (
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import found_table
 from foredraft.kernels.build import describe_instructions
-from foredraft.models.base import ScoreRow, Scores, Target, read
+from foredraft.models.base import ScoreRow, Scores, Shortlist, Target, read
 from foredraft.models.files.kept import recipe_of, this_week
 from foredraft.system.machine import cpu_name
 
@@ -62,6 +64,7 @@ class DraftModelDrafter(StagedDrafter):
         guesser: see `StagedDrafter`.
         vocab_size: of the target; None: the draft model's own.
         stops: see `StagedDrafter`.
+        num_frequent: see `Shortlists`.
     """
 
     def __init__(
@@ -71,12 +74,14 @@ class DraftModelDrafter(StagedDrafter):
         guesser: GuidedDrafter | None = None,
         vocab_size: int | None = None,
         stops: bool = False,
+        num_frequent: int = 0,
     ) -> None:
         vocab_size = vocab_size or model.vocab_size
         super().__init__(fit, guesser, vocab_size, stops)
         # How often it is right is not known yet: what is expected of a pair stands in for it.
         self.traits = replace(self.traits, reads=True, promise=None)
         self._model, self._cache = model, DraftCache(model, rewrites=guesser is None)
+        self._shortlists = Shortlists(num_frequent)
 
     def begin(self, row: DraftRow) -> None:
         self._cache.begin(row)
@@ -89,6 +94,7 @@ class DraftModelDrafter(StagedDrafter):
         try:
             super().end(request_id)
         finally:
+            self._shortlists.end(request_id)
             self._cache.end(request_id)
 
     def _has_room(self, row: DraftRow) -> bool:
@@ -99,7 +105,10 @@ class DraftModelDrafter(StagedDrafter):
         pending = chain.tokens[-1:] or self._cache.catch_up(row)
         slot = self._cache.slot(row.request_id)
         draw = chain.draw_key if guess.is_chain else None  # beside a branch nothing is drawn
-        return ScoreRow(slot, pending, guess, draw=draw, source=row.source)
+        # Beside other rows all tokens are scored, and what is drawn must not depend on that.
+        is_drawn = row.params.coupling == "drawn"
+        shortlist = None if is_drawn else self._shortlists.of(row.request_id, row.tokens)
+        return ScoreRow(slot, pending, guess, draw=draw, source=row.source, shortlist=shortlist)
 
     def _score(self, chains: Sequence[ChainDraft], reads: Sequence[ScoreRow]) -> Scores:
         return self._model.score(reads)
@@ -108,11 +117,14 @@ class DraftModelDrafter(StagedDrafter):
         self._cache.keep(chain.row.request_id, read.pending, read.tree, path)
 
 
-def measured_fit(target: Target, model: Target) -> Fit:
+def measured_fit(target: Target, model: Target, shortlist: Shortlist | None = None) -> Fit:
     """What forwards of a draft model take beside the target's; kept for a week.
 
     How often it is right is not measured, for that takes longer than a start may: it is that of a
     usual pair until requests have shown it.
+
+    Args:
+        shortlist: what it may draft; None: every token.
     """
     own, others = target.capabilities.apart, model.capabilities.apart
     if own is None or others is None:
@@ -127,13 +139,13 @@ def measured_fit(target: Target, model: Target) -> Fit:
             read(each, slot, [i % each.vocab_size for i in range(_CONTEXT)])
         # The first round finds cold weights. Shares are of rounds, so that a busy neighbour of some
         # of them, or of all, changes little.
-        rounds = [_times(both, slots) for _ in range(1 + _NUM_TIMED)][1:]
+        rounds = [_times(both, slots, shortlist) for _ in range(1 + _NUM_TIMED)][1:]
         shares = [[lap / target_s for lap in laps] for target_s, *laps in rounds]
         verify, *model_shares = (median(each) for each in zip(*shares, strict=True))
         return torch.tensor([max(0.0, verify - 1) / (_NUM_VERIFIED - 1), *model_shares])
 
     here = (cpu_name(), torch.get_num_threads(), describe_instructions(), this_week())
-    recipe = recipe_of(own.identity, others.identity, *here)
+    recipe = recipe_of(own.identity, others.identity, shortlist, *here)
     try:
         node_share, *shares = own.parts.kept("draft-model-fit", recipe, measure).tolist()
     except NO_MEMORY as error:
@@ -142,14 +154,17 @@ def measured_fit(target: Target, model: Target) -> Fit:
     return replace(_USUAL_FIT, shares=tuple(shares), node_share=node_share)
 
 
-def _times(both: Sequence[Target], slots: Sequence[int]) -> list[float]:
+def _times(
+    both: Sequence[Target], slots: Sequence[int], shortlist: Shortlist | None
+) -> list[float]:
     """Seconds of forwards of the target with one token and with several, and of the model's."""
     sizes = [(0, 1), (0, _NUM_VERIFIED), *((1, 1 + more) for more in range(MOST_GUESSES + 1))]
     laps = [time.perf_counter()]
     for which, size in sizes:
         vocab_size = both[which].vocab_size
         tree = TokenTree.chain([i % vocab_size for i in range(1, size)])
-        both[which].score([ScoreRow(slots[which], [0], tree)])
+        row = ScoreRow(slots[which], [0], tree, draw=LIKELIEST, shortlist=shortlist)
+        both[which].score([row])
         laps.append(time.perf_counter())
     return [end - begin for begin, end in pairwise(laps)]
 
@@ -264,10 +279,19 @@ def chain_drafter(context: DrafterContext, model: Target) -> Drafter:
     guesses = checked_flag("guesses", context.options.get("guesses", True))
     guesses = guesses and context.target.capabilities.parts is not None
     guesser = text_guesser(found_table(context, "table")) if guesses else None
-    fit = measured_fit(context.target, model)
-    return DraftModelDrafter(
-        model, fit, guesser, context.target.vocab_size, stops=not context.is_fixed
-    )
+    num_frequent = _num_frequent(context.options, model)
+    shortlist = Shortlist(num_frequent) if num_frequent else None
+    fit = measured_fit(context.target, model, shortlist)
+    vocab_size, stops = context.target.vocab_size, not context.is_fixed
+    return DraftModelDrafter(model, fit, guesser, vocab_size, stops, num_frequent)
+
+
+def _num_frequent(options: Mapping[str, Any], model: Target) -> int:
+    """How many tokens the draft model may name beside those of the text; 0: all."""
+    wanted = options.get("draft_vocab_size", FREQUENT)
+    if wanted != 0:
+        checked_count("draft_vocab_size", wanted)
+    return wanted if wanted < model.vocab_size else 0
 
 
 def _check_vocabularies(context: DrafterContext, model: Target) -> None:
@@ -293,10 +317,11 @@ def _shape(options: Mapping[str, Any], plain_ms: float | None) -> TreeShape | No
         ConfigError: an option that does not fit.
     """
     name = str(options.get("shape", "chain")).replace("_", "-")
-    of_chains = {"guesses", "table"} & {*options} if name != "chain" else ()
+    for_chains = ("guesses", "table", "draft_vocab_size")
+    of_chains = {*for_chains} & {*options} if name != "chain" else ()
     if of_chains:
         raise ConfigError(f"{min(of_chains)} is of use with shape 'chain' alone")
-    others = [option for option in options if option not in ("shape", "guesses", "table")]
+    others = [option for option in options if option not in ("shape", *for_chains)]
     if name != "best-first" and others:
         raise ConfigError(f"{others[0]} is of use with shape 'best-first' alone")
     if name == "chain":
@@ -321,6 +346,7 @@ DRAFTER = DrafterSpec(
         "shape": "chain, children at each depth such as 3,2,1, or best-first (chain)",
         "guesses": "chain: copies of earlier text guess for the draft model (true)",
         "table": "chain: directory of a table that guesses too (the one that comes with the model)",
+        "draft_vocab_size": "chain: first ids to draft beside those of the text; 0: all (65536)",
         "width": "best-first: nodes looked below at each depth (4)",
         "max_depth": "best-first: most tokens on a path (6)",
         "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",

@@ -42,7 +42,7 @@ from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.model.chain import ChainDraft
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import NgramTable, new_text
-from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.base import ScoreRow, Scores, Shortlist
 
 MOST_GUESSES = 3
 """In a forward of the model."""
@@ -208,43 +208,58 @@ class StagedDrafter(BaseDrafter, ABC):
         scores = self._score(chains, reads)
         for chain, read, span in zip(chains, reads, scores.heads, strict=True):
             known = scores if read.draw is not None else replace(scores, drawn=None)
-            path = chain.follow(read.tree, partial(self._take, chain, known, span))
+            path = chain.follow(read.tree, partial(self._take, chain, known, span, read.shortlist))
             self._keep(chain, read, path)
         return [chain for chain in chains if chain.num_left]
 
-    def _take(self, chain: ChainDraft, scores: Scores, span: range, ahead: int) -> int | None:
+    def _take(
+        self,
+        chain: ChainDraft,
+        scores: Scores,
+        span: range,
+        shortlist: Shortlist | None,
+        ahead: int,
+    ) -> int | None:
         """Add the token after the first of the chain's own that was read, or after one behind it.
 
         A law of scaled logits alone was drawn from already.
         """
         row, key, logits_V = chain.row, chain.draw_key, scores.logits_NV[span[ahead]]
+        chance = None
         if scores.drawn is not None and key is not None:
             law = scores.drawn[span[ahead]]
-            drawn = None if law is None else law.drawn
+            drawn, chance = (None, None) if law is None else (law.drawn, law.chance)
             token = drawn if drawn is not None and drawn < self._vocab_size else None
         elif row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
-            logits_V = fitted(logits_V, self._vocab_size)
+            logits_V = fitted(logits_V, self._vocab_size, shortlist)
             token, key = _filtered_draw(row, row.choices, logits_V, chain.tokens)
         else:
-            return chain.extend(fitted(logits_V, self._vocab_size))
+            return chain.extend(fitted(logits_V, self._vocab_size, shortlist))
         matters = self.traits.stops and chain.num_left > 1 and logits_V.is_cpu
         if token is None or key is None or not matters:
             return chain.take(token)
-        return chain.take(Choice(token, chance_alike(logits_V, key)))
+        return chain.take(Choice(token, chance or chance_alike(logits_V, key)))
 
 
-def fitted(logits_V: Tensor, vocab_size: int) -> Tensor:
+def fitted(logits_V: Tensor, vocab_size: int, shortlist: Shortlist | None = None) -> Tensor:
     """Logits of as many tokens: those that the model lacks cannot occur.
 
     Models of one tokenizer have rows for ids that it never gives, more or fewer of them.
+
+    Args:
+        shortlist: the logits may be those of its tokens alone.
     """
     missing = vocab_size - len(logits_V)
     if not missing:
         return logits_V
     if missing < 0:
         return logits_V[:vocab_size]
+    named = Shortlist(len(logits_V))
+    if shortlist and len(logits_V) == shortlist.num_first + len(shortlist.others):
+        named = shortlist
     fitted_V = logits_V.new_full((vocab_size,), -math.inf)
-    fitted_V[: len(logits_V)] = logits_V
+    fitted_V[: named.num_first] = logits_V[: named.num_first]
+    fitted_V[[*named.others]] = logits_V[named.num_first :]
     return fitted_V
 
 

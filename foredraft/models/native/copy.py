@@ -34,7 +34,7 @@ from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.cpu import FusedDecoder, PreparedChain
 from foredraft.models.native.model import Decoder, DecoderFactory, scored
 from foredraft.models.native.plan import announce, plan_forward
-from foredraft.models.native.quant import INT4, Matrix, PackedMatrix, tensor_of
+from foredraft.models.native.quant import CENTRED4, Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.weights import (
     DecoderWeights,
     load_weights,
@@ -256,10 +256,10 @@ def screen_of(head_VE: Matrix, kept: KeptFiles, name: str) -> PackedMatrix | Non
     recipe = recipe_of(quant, head_VE.packed_GCN)
     tensors = kept.tensors(name, recipe)
     if tensors is None:
-        screen_VE = INT4.of_weight(head_VE.dequantised(torch.float32))
+        screen_VE = CENTRED4.of_weight(head_VE.dequantised(torch.float32))
         tensors = {"screen": screen_VE.packed_GCN}
         kept.keep(name, recipe, tensors)
-    return PackedMatrix(INT4, tensors["screen"], (rows,), inputs)
+    return PackedMatrix(CENTRED4, tensors["screen"], (rows,), inputs)
 
 
 def _name(bits: int, is_tuned: bool) -> str:

@@ -40,7 +40,7 @@ from foredraft.kernels import interface
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.interface import Forward, ForwardRow
 from foredraft.kernels.threads import ThreadChooser, check_threads, forward_size
-from foredraft.models.base import HeadRow, ScoreRow, Scores
+from foredraft.models.base import MOST_OTHERS, HeadRow, ScoreRow, Scores, Shortlist
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import finished_logits, xielu_numbers
 from foredraft.models.native.plan import ForwardPlan, plan_head
@@ -176,6 +176,11 @@ class FusedDecoder:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def has_screen(self) -> bool:
+        """Whether its head comes in two steps."""
+        return self._weights.screen_VE is not None
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -673,12 +678,18 @@ class _Prepared:
         self._room = 0  # entries that there is work memory for
         self._make_room(1)
 
-    def _run(self, count: int, num_wanted: int, num_entries: int) -> Tensor:
-        """Logits of the last tokens, of ``count`` that are described."""
+    def _run(
+        self, count: int, num_wanted: int, num_entries: int, num_logits: int | None = None
+    ) -> Tensor:
+        """Logits of the last tokens, of ``count`` that are described.
+
+        Args:
+            num_logits: of a token; None: of all output rows.
+        """
         if num_entries > self._room:
             self._make_room(num_entries)
         forward = self._forward
-        logits_NR = torch.empty(num_wanted, self._num_rows)
+        logits_NR = torch.empty(num_wanted, num_logits or self._num_rows)
         self._row.end_token = forward.num_tokens = count
         forward.num_wanted, forward.max_entries = num_wanted, num_entries
         forward.logits = logits_NR.data_ptr()
@@ -768,7 +779,8 @@ class PreparedChain(_Prepared):
         super().__init__(decoder, cache)
         self._cache = cache
         self._draws = (DrawRow * MOST_TOKENS)()
-        self._forward.draws = self._draws
+        self._others = (c_int32 * MOST_OTHERS)()
+        self._forward.draws, self._forward.others = self._draws, self._others
 
     @staticmethod
     def takes(row: ScoreRow) -> bool:
@@ -795,10 +807,24 @@ class PreparedChain(_Prepared):
             draw.row, draw.seed = ahead, key.seed
             draw.position, draw.scale = key.position + ahead, key.scale
         self._forward.num_draws = num_wanted
+        num_first, others = self._shortlist(row)
+        self._forward.num_first, self._forward.num_others = num_first, len(others)
+        self._others[: len(others)] = [*others]
         self._point_to_layers(row.slot, count)
-        logits_NV = self._run(count, num_wanted, end)
+        logits_NV = self._run(count, num_wanted, end, num_first + len(others))
         drawn = drawn_laws(logits_NV, self._draws[:num_wanted])
         return Scores(logits_NV, (range(num_wanted),), {}, (range(count),), drawn)
+
+    def _shortlist(self, row: ScoreRow) -> Shortlist:
+        """The tokens that may be drawn; 0 first ones are all."""
+        asked = row.shortlist
+        if (
+            asked
+            and self._decoder.has_screen
+            and max((asked.num_first, *asked.others)) < self._num_rows
+        ):
+            return asked
+        return Shortlist(0)
 
 
 def _path(parents: tuple[int, ...], node: int) -> list[int]:

@@ -410,6 +410,16 @@ def _rounded_to_4(weight_RK: Tensor) -> Blocks:
     return Blocks(rounded_RBK.to(torch.int8), scales_RB, minima_RB)
 
 
+def _rounded_to_centred_4(weight_RK: Tensor) -> Blocks:
+    blocks_RBK = _in_blocks(weight_RK)
+    places_RB1 = blocks_RBK.abs().argmax(-1, keepdim=True)
+    # The largest one is -8 scales, so that all of the range is used.
+    scales_RB = (blocks_RBK.gather(-1, places_RB1)[..., 0] / -8).to(torch.float16)
+    steps_RB1 = torch.where(scales_RB == 0, 1.0, scales_RB.float())[..., None]
+    rounded_RBK = (blocks_RBK / steps_RB1).round_().clamp_(-8, 7)
+    return Blocks(rounded_RBK.to(torch.int8), scales_RB)
+
+
 _SCALES: Numbers = (("scales_RB", 2, torch.float16),)
 _MINIMA: Numbers = (*_SCALES, ("minima_RB", 2, torch.float16))
 _STEP: Numbers = (("steps_RS", 1, torch.float16),)
@@ -426,7 +436,12 @@ _IQ3 = (-31, *range(-26, 27, 4), 31)
 TILES = _Tiles("tiles", 16, 0, ())
 INT8 = Form("int8", 8, 0, _SCALES, is_signed=True, formats=("int8", "Q8_0"), rounded=_rounded_to_8)
 INT4 = Form("int4", 4, 1, _MINIMA, formats=("MLX 4 bits", "Q4_1"), rounded=_rounded_to_4)
-CENTRED4 = Form("centred4", 4, 6, _SCALES, is_signed=True, formats=("int4", "Q4_0"))
+CENTRED4 = Form(
+    *("centred4", 4, 6, _SCALES),
+    is_signed=True,
+    formats=("int4", "Q4_0"),
+    rounded=_rounded_to_centred_4,
+)
 NESTED4 = Form("nested4", 4, 3, _FACTORS, _STEPS, formats=("Q4_K",))
 NESTED6 = Form("nested6", 6, 5, _FINE_SCALES, _STEP, True, formats=("Q6_K",))
 _IQ2_FORMATS = ("IQ2_S", "IQ2_XS", "IQ2_XXS")
