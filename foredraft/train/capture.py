@@ -256,8 +256,8 @@ def _copied(states: States) -> States:
 
 
 def as_rows(tensors: Sequence[Tensor], length: int) -> Tensor:
-    """Tensors [L, …] one below the other [B, length, …], filled up with zeros."""
-    rows = torch.zeros(len(tensors), length, *tensors[0].shape[1:], dtype=tensors[0].dtype)
+    """Tensors [L, …] one below the other [B, length, …] on their device, filled up with zeros."""
+    rows = tensors[0].new_zeros(len(tensors), length, *tensors[0].shape[1:])
     for row, tensor in zip(rows, tensors, strict=True):
         row[: len(tensor)] = tensor
     return rows

@@ -195,7 +195,7 @@ class TableOptions:
 
     Attributes:
         min_count: times that a context's likeliest successor must have come.
-        megabytes: of the file, at most; the contexts that were seen most are kept.
+        megabytes: of the file, at most; the contexts that gain most over shorter ones are kept.
     """
 
     min_count: int = 2

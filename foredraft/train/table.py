@@ -53,6 +53,8 @@ _DOUBT = 4.0
 """A context seen this often weighs as much as the shorter ones."""
 _SAME = 0.2
 """A context is dropped if a shorter one predicts the same token with about the same probability."""
+_CHANCE_WORTH = 0.2
+"""Tokens named right that one more exact chance of the same token is worth."""
 _ENTRY_BYTES = 4 + NUM_SUCCESSORS * 3
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -64,7 +66,7 @@ class _Order:
 
     Attributes:
         keys_G: their hashes.
-        totals_G: how often each was seen.
+        gains_G: cases that each is worth: see `_gains`.
         tokens_GK, chances_GK: successors, interpolated.
         best_G, chance_G: likeliest successor and its chance, as they are stored for the context or
             else for the longest shorter one of it.
@@ -73,7 +75,7 @@ class _Order:
     """
 
     keys_G: NDArray[np.uint64]
-    totals_G: Ints
+    gains_G: Floats
     tokens_GK: Ints
     chances_GK: Floats
     best_G: Ints
@@ -132,29 +134,35 @@ def _count(
     )
     weights_G1 = (totals_G / (totals_G + _DOUBT))[:, None]
     own_GK = weights_G1 * counts_GK / totals_G[:, None]
-    parent_G = np.zeros(len(keys_G), np.int64)
-    if shorter is None:
-        tokens_GK, chances_GK = own_tokens_GK, own_GK
-    else:
-        parent_G = shorter.group_T[places_N[first_G]]
-        tokens_GK, chances_GK = _merged(
-            own_tokens_GK,
-            own_GK,
-            shorter.tokens_GK[parent_G],
-            (1.0 - weights_G1) * shorter.chances_GK[parent_G],
-        )
-    is_stored_G = counts_GK[:, 0] >= min_count
-    best_G, chance_G = tokens_GK[:, 0], chances_GK[:, 0]
+    tokens_GK, chances_GK = own_tokens_GK, own_GK
+    theirs_G, as_sure_G = np.full(len(keys_G), -1), np.zeros(len(keys_G))
     if shorter is not None:
-        theirs, as_sure = shorter.best_G[parent_G], shorter.chance_G[parent_G]
-        is_stored_G &= (theirs != best_G) | (np.abs(as_sure - chance_G) > _SAME)
-        best_G = np.where(is_stored_G, best_G, theirs)
-        chance_G = np.where(is_stored_G, chance_G, as_sure)
-    else:
-        best_G, chance_G = np.where(is_stored_G, best_G, -1), np.where(is_stored_G, chance_G, 0.0)
+        parent_G = shorter.group_T[places_N[first_G]]
+        less_GK = (1.0 - weights_G1) * shorter.chances_GK[parent_G]
+        tokens_GK, chances_GK = _merged(own_tokens_GK, own_GK, shorter.tokens_GK[parent_G], less_GK)
+        theirs_G, as_sure_G = shorter.best_G[parent_G], shorter.chance_G[parent_G]
+    best_G, chance_G = tokens_GK[:, 0], chances_GK[:, 0]
+    is_stored_G = (counts_GK[:, 0] >= min_count) & (
+        (theirs_G != best_G) | (np.abs(as_sure_G - chance_G) > _SAME)
+    )
+    gains_G = totals_G * _gains(tokens_GK, chances_GK, theirs_G, as_sure_G)
+    best_G = np.where(is_stored_G, best_G, theirs_G)
+    chance_G = np.where(is_stored_G, chance_G, as_sure_G)
     group_T = np.full(len(tokens_T), -1, np.int64)
     group_T[places_N] = group_N
-    return _Order(keys_G, totals_G, tokens_GK, chances_GK, best_G, chance_G, is_stored_G, group_T)
+    return _Order(keys_G, gains_G, tokens_GK, chances_GK, best_G, chance_G, is_stored_G, group_T)
+
+
+def _gains(tokens_GK: Ints, chances_GK: Floats, theirs_G: Ints, as_sure_G: Floats) -> Floats:
+    """What a context gains each time it is seen, over what a shorter one says in its place.
+
+    Args:
+        theirs_G, as_sure_G: likeliest successor and its chance by the shorter one; -1: none.
+    """
+    best_G = chances_GK[:, 0]
+    named_right_G = best_G - np.where(tokens_GK == theirs_G[:, None], chances_GK, 0.0).sum(1)
+    better_chance_G = _CHANCE_WORTH * np.abs(best_G - as_sure_G)
+    return np.where(tokens_GK[:, 0] == theirs_G, better_chance_G, named_right_G)
 
 
 def _most_frequent(group_N: Ints, next_N: Ints, num_groups: int) -> tuple[Ints, Ints, Ints]:
@@ -199,13 +207,13 @@ def _stored(orders: Sequence[_Order], vocab_size: int, options: TableOptions) ->
         return np.concatenate(parts)
 
     if orders:
-        keys, totals = of_all("keys_G") & np.uint64(0xFFFFFFFF), of_all("totals_G")
+        keys, gains = of_all("keys_G") & np.uint64(0xFFFFFFFF), of_all("gains_G")
         tokens, chances = of_all("tokens_GK"), of_all("chances_GK")
         most = max(1, int(options.megabytes * 1e6 / _ENTRY_BYTES))
         keys, first = np.unique(keys, return_index=True)  # of two with one key the shorter one
         if len(keys) > most:
-            frequent = np.sort(np.argsort(-totals[first], kind="stable")[:most])
-            keys, first = keys[frequent], first[frequent]
+            worth = np.sort(np.argsort(-gains[first], kind="stable")[:most])
+            keys, first = keys[worth], first[worth]
         tokens, chances = tokens[first], chances[first]
     else:
         keys, tokens = np.empty(0), np.empty((0, NUM_SUCCESSORS))
@@ -318,7 +326,8 @@ def train_table(
     whole = usable(texts, target.shape.vocab_size, target.max_context)
     trained, held_out = split_texts(whole)
     learnt = [whole[n] for n in trained]
-    tested = [whole[n] for n in held_out][:_HELD_OUT_TEXTS]
+    apart = max(1, -(-len(held_out) // _HELD_OUT_TEXTS))  # those of one source stand together
+    tested = [whole[n] for n in held_out[::apart]]
     num_tokens = sum(len(text.reply_ids) for text in learnt)
     progress.stage(f"Counting {num_tokens} tokens of replies")
     table = learn_table(learnt, target.shape.vocab_size, options)

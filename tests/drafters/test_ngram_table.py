@@ -87,10 +87,15 @@ def test_what_came_once_is_left_out_and_what_a_shorter_context_says_too() -> Non
     assert len(certain) == 5  # one token says all that two to five do
 
 
-def test_a_small_file_keeps_what_was_seen_most() -> None:
+def test_a_small_file_keeps_what_names_most_tokens_right() -> None:
     texts = [text_of(n, n, n + 1) for n in range(2, 60, 3)] * 3 + [text_of(70, 71, 72)] * 50
     table = learn_table(texts, VOCAB, TableOptions(megabytes=2 * 13e-6))
     assert len(table) == 2
+    assert table.successors([71])[0][0] == 72
+    # 6 comes most and is followed by anything; 71 by one token, half as often.
+    texts = [text_of(5, 6, n, num_prompt=2) for n in range(10, 50)] * 3 + [text_of(70, 71, 72)] * 60
+    table = learn_table(texts, VOCAB, TableOptions(megabytes=2 * 13e-6))
+    assert table.successors([70])[0][0] == 71
     assert table.successors([71])[0][0] == 72
 
 
