@@ -15,6 +15,7 @@ has the whole story.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,9 @@ _LATER_SHARE = 0.3
 """Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
 _LEAST_READING = 0.5
 """Time in forwards of one token: a draft model that took less has read nothing."""
+_MOST_FIRST_TIMES = 8
+"""Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and records
+work of a new shape, once. What takes so long again and again is a price."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
 """In plain steps, where nothing was measured: a usual CPU."""
 
@@ -85,6 +89,7 @@ class AdaptiveBudget:
         self._followed: dict[int, str] = {}  # by request: the drafter in its last step
         self._has_drafted: set[int] = set()  # requests with their drafter of now
         self._num_committed: dict[int, int] = {}
+        self._first_times: Counter[str] = Counter()  # see `_MOST_FIRST_TIMES`
 
     # ---- what the engine asks -------------------------------------------------------------------
 
@@ -216,23 +221,22 @@ class AdaptiveBudget:
         plain_ms: float,
         forward_ms: float,
     ) -> float:
-        """Learn a drafter's time to propose and to follow from a step.
-
-        Either part is the time of several forwards of the target only where a GPU compiles and
-        records the work, for the first time or in a new shape: that is done once, and no price.
-        """
+        """Learn a drafter's time to propose and to follow from a step."""
         num_asked = sum(row.budget > 0 for row in rows)
         num_rounds, drafter = 1, self._planner.drafters[name]
         share, draft_ms, expected_ms = drafter.round_share, taken.draft_ms, None
-        known_ms, learn_ms = self._times.round_ms(name, num_asked), taken.learn_ms
-        if learn_ms > HICCUP * forward_ms:  # again and again, it is a price after all
-            follow_ms = self._times.follow_ms(name, len(rows))
-            learn_ms = min(learn_ms, HICCUP * follow_ms or guessed_ms(drafter, forward_ms))
+        known_ms = self._times.round_ms(name, num_asked)
         if share is not None:
             num_rounds = max(min(len(row.proposal.tree), row.budget) for row in rows)
             expected_ms = share * plain_ms
-        elif not drafter.reads and draft_ms > HICCUP * max(plain_ms, known_ms or 0.0):
-            expected_ms = known_ms or guessed_ms(drafter, plain_ms)
+        elif not drafter.reads:
+            follow_ms = self._times.follow_ms(name, len(rows))
+            is_long = draft_ms > HICCUP * max(plain_ms, known_ms or 0.0)
+            is_long = is_long or taken.learn_ms > HICCUP * max(forward_ms, follow_ms)
+            if is_long and self._first_times[name] < _MOST_FIRST_TIMES:
+                self._first_times[name] += 1
+                guess_ms = guessed_ms(drafter, plain_ms)
+                return (guess_ms if known_ms is None else known_ms) + (follow_ms or guess_ms)
         usual_ms = expected_ms if known_ms is None else known_ms
         if usual_ms is not None:
             most_ms = HICCUP * max(num_rounds, 1) * usual_ms
@@ -241,13 +245,13 @@ class AdaptiveBudget:
                 self._invest(name, draft_ms - most_ms / HICCUP, 0)
                 draft_ms = most_ms / HICCUP
             if not record.is_decoding:
-                return min(draft_ms, most_ms) + learn_ms
+                return min(draft_ms, most_ms) + taken.learn_ms
         if not record.is_decoding:
-            return draft_ms + learn_ms
+            return draft_ms + taken.learn_ms
         slowness = max(1.0, record.times.score_ms / forward_ms)
         return self._times.observe(
             *(name, num_asked, draft_ms / slowness),
-            *(len(rows), learn_ms / slowness, num_rounds),
+            *(len(rows), taken.learn_ms / slowness, num_rounds),
             expected_ms=expected_ms,
         )
 

@@ -524,6 +524,14 @@ def test_what_a_gpu_compiles_to_read_a_prompt_does_not_bar_drafts() -> None:
     assert done.run(200, 1).speedup > 1.7
 
 
+@pytest.mark.parametrize(("accepts", "draft_ms"), [(0.5, 60.0), (0.8, 90.0), (0.3, 12.0)])
+def test_a_drafter_that_takes_as_long_again_and_again_is_left(
+    accepts: float, draft_ms: float
+) -> None:
+    head = MadeUp(constant(accepts), draft_ms, 0.2, promise=(0.8, 0.6))
+    assert Simulation({"head": head}).run(2000, 1).speedup > 0.96
+
+
 def test_what_joining_a_text_takes_is_booked_and_weighed() -> None:
     """A copier that takes fifteen steps to read a long text joins it once, or not at all."""
     moody = lambda number, length: 0.9 if length // 20 % 2 else 0.0  # noqa: E731
