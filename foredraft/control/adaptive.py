@@ -40,8 +40,8 @@ _LATER_SHARE = 0.3
 _LEAST_READING = 0.5
 """Time in forwards of one token: a draft model that took less has read nothing."""
 _MOST_FIRST_TIMES = 8
-"""Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and records
-work of a new shape, once. What takes so long again and again is a price."""
+"""Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and
+records work of a new shape, once. What takes so long again and again is a price."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
 """In plain steps, where nothing was measured: a usual CPU."""
 
