@@ -188,7 +188,9 @@ class Scores:
 
     @classmethod
     def of(cls, rows: Sequence[Scores]) -> Scores:
-        """From rows that were scored one by one."""
+        """From rows that were scored one by one; of a single one nothing is copied."""
+        if len(rows) == 1:
+            return rows[0]
         logits_NV = torch.cat([row.logits_NV for row in rows])
         layers = rows[0].taps
         taps = {layer: torch.cat([row.taps[layer] for row in rows]) for layer in layers}

@@ -37,6 +37,7 @@ class _Past:
         past: as transformers has it, behind the first ``num_read`` tokens.
         tokens: of the slot.
         row: the last forward, and ``ahead`` the copy that it ran on; None: it had no drafts.
+        num_run: tokens behind which it left that past.
     """
 
     past: Any
@@ -44,6 +45,7 @@ class _Past:
     tokens: list[int] = field(default_factory=list)
     row: ScoreRow | None = None
     ahead: Any = None
+    num_run: int = 0
 
 
 class HFStateCache(HFCache):
@@ -64,6 +66,11 @@ class HFStateCache(HFCache):
         return slot
 
     def forwards(self, row: ScoreRow) -> Iterator[tuple[ScoreRow, int]]:
+        for part, start in self._parts_of(row):
+            self._pasts[row.slot].num_run = start + len(part.pending) + len(part.tree)
+            yield part, start
+
+    def _parts_of(self, row: ScoreRow) -> Iterator[tuple[ScoreRow, int]]:
         slot, state = row.slot, self._pasts[row.slot]
         length = self.length(slot)
         if state.num_read > length:  # the text was cut, or a forward failed
@@ -90,9 +97,10 @@ class HFStateCache(HFCache):
         return state.past if state.ahead is None else state.ahead
 
     def num_written(self, slot: int) -> set[int]:
-        """Of layers with attention; others keep no entries."""
+        """Of layers with attention; where there are none, no entries can be counted."""
         layers = [each for each in self.open(slot).layers if isinstance(each, DynamicLayer)]
-        return {each.get_seq_length() for each in layers if each.is_initialized}
+        found = {each.get_seq_length() for each in layers if each.is_initialized}
+        return found or {self._pasts[slot].num_run}
 
     @torch.no_grad()
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:

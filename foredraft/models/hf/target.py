@@ -95,8 +95,8 @@ class HFTarget:
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._cache_argument = cache_argument(self._arguments)
         self._mask = _TreeMask(config, model.dtype, model.device)
-        may_try = trees and "position_ids" in self._arguments and _masks_are_known(config)
-        may_try = may_try and not carries_state
+        has_positions = "position_ids" in self._arguments
+        may_try = trees and has_positions and not carries_state and _masks_are_known(config)
         prompt = _distinct_tokens(self.vocab_size)
         self._parts = find_parts(model, prompt) if parts else None
         self._takes_trees = False
@@ -203,7 +203,7 @@ class HFTarget:
         with self._parts.last_output() if last in taps and self._parts else nullcontext() as caught:
             output = self._forward(row, plan, bool(taps))
         written = self.cache.num_written(row.slot)
-        if written - {plan.end(plan.rows[0])}:
+        if written != {plan.end(plan.rows[0])}:
             raise CapabilityError(
                 f"{type(self.model).__name__} left {sorted(written)} entries in its cache where "
                 f"{plan.end(plan.rows[0])} were due; it cannot be rolled back"

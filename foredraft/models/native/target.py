@@ -131,6 +131,7 @@ class NativeTarget:
             tree_attention=True,
             taps=range(self.config.num_hidden_layers),
             parts=self.parts,
+            # The first ones may all be recurrent, and a cache has entries of some.
             first_layers=self if self.config.recurrent is None else None,
             apart=self,
             cache_layers=self,
