@@ -59,6 +59,13 @@ _ARCHITECTURES = {
 }
 """The GGUF package's name of the architecture of a ``model_type``."""
 FAMILIES = tuple(_ARCHITECTURES)
+_DRAFTING = {
+    "mtp.fc": "eh_proj",
+    "mtp.pre_fc_norm_embedding": "enorm",
+    "mtp.pre_fc_norm_hidden": "hnorm",
+    "mtp.norm": "shared_head.norm",
+}
+"""Qwen's names of what lies around a layer that predicts further tokens, and DeepSeek's."""
 
 _WINDOWED = ("phi3", "gemma2", "gemma3_text", "gpt_oss", "exaone4", "olmo3", "cohere2")
 _PAIRED = ("llama", "mixtral", "smollm3", "granite", "granitemoehybrid", "arcee")
@@ -86,16 +93,21 @@ def write_gguf(
     arch = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
     writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[arch])
     raw = json.loads((directory / "config.json").read_text())
-    write_settings(writer, config, raw)
+    num_layers, values = config.num_hidden_layers, dict(_values(directory))
+    values = {_behind(name, num_layers): numbers for name, numbers in values.items()}
+    num_own = int(any(name.startswith(f"model.layers.{num_layers}.") for name in values))
+    write_settings(writer, config, raw, num_own)
     _write_vocabulary(writer, directory, config)
     for name, factors in _rotary_factors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for whole, all_values in _stacked(_values(directory)):
+    names = gguf.get_tensor_name_map(arch, num_layers + num_own)
+    for whole, all_values in _stacked(iter(values.items())):
         parts = _apart(whole, config)
         numbers = np.empty_like(all_values) if written is not None and parts else None
         for name, (axes, index) in (parts or {whole: (None, ...)}).items():
-            theirs = names.get_name(_as_converted(name), try_suffixes=(".weight", ".bias"))
+            theirs = _of_drafting(name, num_layers) or names.get_name(
+                _as_converted(name), try_suffixes=(".weight", ".bias")
+            )
             if theirs is None:
                 raise ConfigError(f"{name} has no name in GGUF files of {config.model_type}")
             values = all_values.transpose(axes)[index] if parts else all_values
@@ -246,13 +258,22 @@ def quantised(values: Any, kind: Any) -> Any:
     return nested(values) if nested else gguf.quantize(values, kind)
 
 
-def write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:
-    """All that is no vocabulary; ``raw`` is the checkpoint's ``config.json``."""
+def write_settings(
+    writer: Any, config: DecoderConfig, raw: Mapping[str, Any], num_own: int = 0
+) -> None:
+    """All that is no vocabulary.
+
+    Args:
+        raw: the checkpoint's ``config.json``.
+        num_own: layers behind the model's, which predict further tokens.
+    """
     import gguf
 
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + num_own)
+    if num_own:
+        writer.add_nextn_predict_layers(num_own)
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(config.num_attention_heads)
     if config.model_type == "granitemoehybrid":
@@ -268,9 +289,8 @@ def write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -
         writer.add_head_count_kv(config.num_key_value_heads)
     if config.recurrent is not None and config.recurrent.kind == "delta_net":
         writer.add_full_attention_interval(raw.get("full_attention_interval", 4))
-        writer.add_array(
-            f"{writer.arch}.attention.recurrent_layers", [one.is_recurrent for one in config.kinds]
-        )
+        recurrent = [one.is_recurrent for one in config.kinds] + [False] * num_own
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
     if config.recurrent is not None and config.recurrent.kind != "short_conv":
         writer.add_ssm_conv_kernel(config.recurrent.window)
         writer.add_ssm_state_size(config.recurrent.key_size)
@@ -398,6 +418,22 @@ def _values(directory: Path) -> Iterator[tuple[str, Any]]:
         with safe_open(str(file_path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 yield name, file.get_tensor(name).float().numpy()
+
+
+def _behind(name: str, num_layers: int) -> str:
+    """A layer that predicts further tokens lies behind the model's, whatever its maker calls it."""
+    layer, (before, _, end) = f"model.layers.{num_layers}.", name.rpartition(".")
+    if before in _DRAFTING:
+        return f"{layer}{_DRAFTING[before]}.{end}"
+    return name.replace("mtp.layers.0.", layer)
+
+
+def _of_drafting(name: str, num_layers: int) -> str | None:
+    """Names that the format's package has in newer versions."""
+    part = name.removeprefix(f"model.layers.{num_layers}.").removesuffix(".weight")
+    if part not in _DRAFTING.values():
+        return None
+    return f"blk.{num_layers}.nextn.{part.replace('head.', 'head_')}.weight"
 
 
 def _stacked(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

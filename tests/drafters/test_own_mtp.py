@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from benchmarks.gguf import write_gguf
+from benchmarks.gguf_models import save_tiny
 from foredraft.core.errors import CapabilityError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.heads.mtp import OwnMtp
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.llm import LLM
-from foredraft.load import plan_models, resolve_drafter
+from foredraft.load import load_target, plan_models, resolve_drafter
 from foredraft.models.base import HeadRow, ScoreRow
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.model import EagerDecoder
@@ -139,9 +141,8 @@ def new_target(made: Made, decoder: Callable[..., Any] = FusedDecoder, **more: A
     return NativeTarget.load(made.path, torch.float32, new_decoder=decoder, max_context=512, **more)
 
 
-@pytest.mark.parametrize("decoder", [EagerDecoder, FusedDecoder])
-def test_it_computes_what_its_makers_publish(made: Made, decoder: Callable[..., Any]) -> None:
-    target = new_target(made, decoder)
+def drafted(target: NativeTarget) -> list[Tensor]:
+    """As `Made.drafted` of `TOKENS`, three times."""
     runner, slot = OwnMtp(target).runner(target), target.cache.allocate()
     scores = target.score([ScoreRow(slot, TOKENS)], (target.num_layers - 1,))
     target.cache.keep(slot, len(TOKENS), ())
@@ -154,6 +155,12 @@ def test_it_computes_what_its_makers_publish(made: Made, decoder: Callable[..., 
         start += len(inputs_TE)
         found.append(logits_NV[-1])
         inputs_TE = runner.own_inputs([int(logits_NV[-1].argmax())], states_TE[-1:])
+    return found
+
+
+@pytest.mark.parametrize("decoder", [EagerDecoder, FusedDecoder])
+def test_it_computes_what_its_makers_publish(made: Made, decoder: Callable[..., Any]) -> None:
+    found = drafted(new_target(made, decoder))
     # The join is in few bits, or has a table in bfloat16: nearly the same numbers.
     for own_V, expected_V in zip(found, made.drafted(TOKENS, 3), strict=True):
         assert own_V.argmax() == expected_V.argmax()
@@ -176,6 +183,51 @@ def test_drafts_change_no_text(made: Made, temperature: float, bits: int | None)
             results = [result for batch in batches for result in llm.generate(batch, params)]
             assert [result.token_ids for result in results] == expected
             assert sum(result.stats.drafted for result in results) > 0
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe"])
+def test_gguf_files_bring_it(name: str, kind: str, tmp_path: Path) -> None:
+    """The numbers of the file, and of a checkpoint with the same numbers, draft alike."""
+    same, path = _with_copied_layer(name, tmp_path), tmp_path / "model.gguf"
+    numbers = dict[str, Any]()
+    write_gguf(same, path, kind, numbers)
+    tensors = {name: torch.from_numpy(values).contiguous() for name, values in numbers.items()}
+    save_file(tensors, same / "model.safetensors", {"format": "pt"})
+    options = LoadOptions(model=str(path), device="cpu", dtype="float32", activations="int16")
+    file, expected = load_target(plan_models(options)[0]), NativeTarget.load(same, torch.float32)
+    assert isinstance(file, NativeTarget)
+    for own_V, expected_V in zip(drafted(file), drafted(expected), strict=True):
+        assert (own_V - expected_V).abs().max() < 0.1 * expected_V.std()
+    params, drafts = SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True), 0
+    texts = list[list[Sequence[int]]]()
+    for drafter in ("none", "mtp"):
+        count = None if drafter == "none" else 3
+        llm = LLM(file, None, LoadOptions(drafter=drafter, num_draft_tokens=count))
+        results = llm.generate(list(PROMPTS), params)
+        texts.append([result.token_ids for result in results])
+        drafts += sum(result.stats.drafted for result in results)
+    assert texts[0] == texts[1]
+    assert drafts > 0
+
+
+def _with_copied_layer(name: str, tmp_path: Path) -> Path:
+    """A checkpoint whose layer of its own is its last layer, named as published."""
+    save_tiny(made := tmp_path / "made", name)
+    stored = load_file(made / "model.safetensors")
+    last = max(int(key.split(".")[2]) for key in stored if key.startswith("model.layers."))
+    prefix, token_norm, state_norm, join, last_norm = NAMES[name]
+    before = "mtp.layers.0." if prefix == "mtp." else prefix
+    for key, tensor in [*stored.items()]:
+        if key.startswith(f"model.layers.{last}."):
+            stored[before + key.removeprefix(f"model.layers.{last}.")] = tensor.clone()
+    for part in (token_norm, state_norm, last_norm):
+        stored[f"{prefix}{part}.weight"] = stored["model.norm.weight"].clone()
+    hidden = len(stored["model.norm.weight"])
+    generator = torch.Generator().manual_seed(3)
+    stored[f"{prefix}{join}.weight"] = 0.1 * torch.randn(hidden, 2 * hidden, generator=generator)
+    save_file(stored, made / "model.safetensors", {"format": "pt"})
+    return made
 
 
 def test_auto_finds_it(made: Made, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
     from foredraft.models.native.config import DecoderConfig
 
-RECIPE = "GGUF converter 4"
+RECIPE = "GGUF converter 5"
 """Raise it when conversions change: older copies are converted again."""
 _MOST_BYTES = 2 << 30
 """Largest file of weights; a conversion holds one file in memory."""
@@ -74,6 +74,14 @@ _SAID_BY_TENSORS = {
     "mamba_rms_norm": ".ssm_norm.weight",
 }
 """Tensors that a file has if a field of ``config.json`` is true."""
+
+_DRAFTING = {
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "eh_proj": "nextn.eh_proj",
+    "shared_head.norm": "nextn.shared_head_norm",
+}
+"""Around a layer that predicts further tokens, as DeepSeek names it and as files do."""
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_PARTS = 1000
@@ -317,6 +325,8 @@ def _config(
         config["query_pre_attn_scalar"] = size
     if family.gguf and family.gguf.rope and "rope_scaling" in config:
         config["rope_scaling"] |= family.gguf.rope
+    if "layer_types" in config:
+        del config["layer_types"][config["num_hidden_layers"] :]
     if fields.rms_norm_eps is None:
         del config["rms_norm_eps"]
     parse_fields(file.path, config, DecoderFields)  # sizes that do not fit together
@@ -352,7 +362,7 @@ def _said_by_family(
 
 
 def _num_drafting_layers(file: GgufFile) -> int:
-    """Layers behind the model's own, which predict further tokens; they are not read."""
+    """Layers behind the model's own, which predict further tokens; the first of them drafts."""
     found = file.metadata.get(f"{file.metadata.get(_ARCHITECTURE)}.nextn_predict_layers", 0)
     return found if type(found) is int and found >= 0 else 0
 
@@ -431,12 +441,17 @@ def _weights(
     file: GgufFile, tensors: Mapping[str, tuple[GgufFile, GgufTensor]], config: DecoderConfig
 ) -> dict[str, StoredTensor]:
     """The tensors of the model, which the files hold and no others; experts one by one."""
+    from foredraft.models.native.mtp import shapes_behind
     from foredraft.models.native.weights import asked_shapes, without_ones
 
     shapes = asked_shapes(config)
     ours = _names(config, shapes)
     if missing := sorted(ours.keys() - tensors):
         _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
+    if _num_drafting_layers(file):
+        behind = shapes_behind(config)
+        if (own := _names(config, behind)).keys() <= tensors.keys():
+            shapes, ours = {**shapes, **behind}, ours | own
     factors = {_ROTARY_FACTORS, _SHORT_FACTORS, _LONG_FACTORS}
     drafting = tuple(
         f"blk.{config.num_hidden_layers + number}." for number in range(_num_drafting_layers(file))
@@ -469,12 +484,12 @@ def _place(config: DecoderConfig, name: str, tensor: GgufTensor) -> GgufPlace:
     part, family = name.rpartition(".")[0].rpartition(".")[2], config.family
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     is_paired = family.gguf is not None and family.gguf.is_paired
-    has_offset = part in _gguf_norms(config).values()
+    norms = (*_gguf_norms(config).values(), "enorm", "hnorm", "shared_head_norm")
     return GgufPlace(
         tensor.kind,
         tensor.start,
         heads.get(part, 0) if is_paired else 0,
-        family.norm_offset if has_offset else 0.0,
+        family.norm_offset if part in norms else 0.0,
         is_log=name.endswith("ssm_a"),
     )
 
@@ -489,7 +504,8 @@ def _names(config: DecoderConfig, asked: Mapping[str, object]) -> dict[str, str]
         "output.weight": "lm_head.weight",
     }
     of_layer = [(ours, theirs) for ours, theirs in _names_of_layer(config) if ours]
-    for layer in range(config.num_hidden_layers):
+    of_layer += _DRAFTING.items()
+    for layer in range(config.num_hidden_layers + 1):
         for ours, theirs in of_layer:
             for kind in ("", ".weight", ".bias"):
                 found[f"blk.{layer}.{theirs}{kind}"] = f"model.layers.{layer}.{ours}{kind}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from foredraft.cache.layers import StoredLayers
+from foredraft.core.errors import ModelLoadError
 from foredraft.models.base import OwnLayers
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.tensors import StoredTensor
@@ -46,16 +47,13 @@ def layout_of(tensors: Mapping[str, StoredTensor], num_layers: int) -> Layout | 
     Args:
         num_layers: of the model; DeepSeek's layer is the one behind these.
     """
-    behind, mimo = f"model.layers.{num_layers}.", "model.mtp_layers.0."
+    mimo = "model.mtp_layers.0."
     layouts = (
         Layout(  # Qwen3-Next, Qwen3.5
             *("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
             "mtp.layers.0.",
         ),
-        Layout(  # DeepSeek-V3, GLM-4.5
-            *(f"{behind}enorm", f"{behind}hnorm", f"{behind}eh_proj", f"{behind}shared_head.norm"),
-            behind,
-        ),
+        _layout_behind(num_layers),
         Layout(
             *(f"{mimo}token_layernorm", f"{mimo}hidden_layernorm", f"{mimo}input_proj"),
             *(f"{mimo}final_layernorm", mimo),
@@ -63,6 +61,26 @@ def layout_of(tensors: Mapping[str, StoredTensor], num_layers: int) -> Layout | 
         ),
     )
     return next((each for each in layouts if f"{each.join}.weight" in tensors), None)
+
+
+def _layout_behind(num_layers: int) -> Layout:
+    """As DeepSeek-V3, GLM-4.5 and GGUF files of any family have it: one more layer."""
+    layer = f"model.layers.{num_layers}."
+    norms = f"{layer}enorm", f"{layer}hnorm"
+    return Layout(*norms, f"{layer}eh_proj", f"{layer}shared_head.norm", layer)
+
+
+def shapes_behind(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
+    """The tensors of such a layer behind those of a model; of experts those of the first alone."""
+    layout, hidden = _layout_behind(config.num_hidden_layers), config.hidden_size
+    reader = Reader(None, torch.float32, "meta", bits=None, tensors={})
+    assemble_layer(reader, own_config(config), 0, layout.layer)
+    norms = (layout.token_norm, layout.state_norm, layout.norm)
+    return {
+        **reader.asked,
+        **{f"{norm}.weight": (hidden,) for norm in norms},
+        f"{layout.join}.weight": (hidden, 2 * hidden),
+    }
 
 
 def read_own_layers(
@@ -114,10 +132,17 @@ def read_own_layers(
 
 
 def own_config(config: DecoderConfig) -> DecoderConfig:
-    """Of a model of one such layer: it attends, and has experts where others have."""
-    kind = next(
-        kind for kind in map(config.kind, range(config.num_hidden_layers)) if not kind.is_recurrent
-    )
+    """Of a model of one such layer: it attends, and has experts where others have.
+
+    Raises:
+        ModelLoadError: no layer of the model attends.
+    """
+    kinds = map(config.kind, range(config.num_hidden_layers))
+    kind = next((kind for kind in kinds if not kind.is_recurrent), None)
+    if kind is None:
+        raise ModelLoadError(
+            "a layer that predicts further tokens attends as others of its model, and none does"
+        )
     experts = config.experts and replace(config.experts, num_dense=0)
     return replace(config, num_hidden_layers=1, kinds=(kind,), recurrent=None, experts=experts)
 
