@@ -14,6 +14,8 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.verify import Verdict
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
+Drafts = tuple[tuple[str, int], ...]
+"""Names of drafters, each with the draft tokens of a step that are its own: at least one."""
 _NOTHING = torch.empty(0, 0)
 
 
@@ -64,13 +66,16 @@ class SpeculationStats:
         self.discarded += verified - accepted
         self.committed += committed
 
-    def credit(self, drafter: str, num_drafted: int) -> None:
-        """Count ``num_drafted`` draft tokens of a step for this drafter."""
-        if num_drafted:
-            self.drafters[drafter] = self.drafters.get(drafter, 0) + num_drafted
+    def credit(self, drafts: Drafts, reason: str) -> None:
+        """Count a step's draft tokens by drafter, or why it has none.
 
-    def note_plain(self, reason: str) -> None:
-        """Count a step without a draft. Reasons of one kind differ after the colon."""
+        Args:
+            reason: "" where there are drafts. Reasons of one kind differ after the colon.
+        """
+        for drafter, num_drafted in drafts:
+            self.drafters[drafter] = self.drafters.get(drafter, 0) + num_drafted
+        if not reason:
+            return
         kind = reason.partition(":")[0]
         self.plain_steps[kind] = self.plain_steps.get(kind, 0) + 1
         if self.plain_steps[kind] == max(self.plain_steps.values()):

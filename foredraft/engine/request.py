@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.errors import ConfigError, ForedraftError, NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
-from foredraft.core.record import FinishReason, SpeculationStats
+from foredraft.core.record import Drafts, FinishReason, SpeculationStats
 from foredraft.core.rules import Rules
 from foredraft.drafters.base import DraftRow, draft_choices
 from foredraft.engine.policy import Policy
@@ -60,7 +61,8 @@ class ReplySoFar:
             if event.token_ids:
                 num_taken, num_right = len(event.token_ids), event.num_accepted
                 stats.record(event.num_drafted, num_right, num_right, num_taken)
-        return cls(tuple(token_ids), tuple(logprobs), index, replace(stats, drafters={}))
+                stats.credit(event.drafts, event.plain_reason)
+        return cls(tuple(token_ids), tuple(logprobs), index, stats)
 
 
 def owner_name(tenant: str | None) -> str | None:
@@ -125,7 +127,8 @@ class Event(NamedTuple):
         result: the final result, on the reply's last event.
         parent_id: the id of the first of the replies to one prompt; its own where there is one.
         index: which of these replies it is.
-        num_drafted: draft tokens that the step sent to verification for it.
+        drafts: draft tokens that the step sent to verification for it, by drafter.
+        plain_reason: why there are none; "" if there are, or nothing was committed.
         prompt_logprobs: of the prompt, where the request asks for them, with the reply's first
             tokens; else None.
     """
@@ -139,8 +142,14 @@ class Event(NamedTuple):
     result: GenerationResult | None = None
     parent_id: int = -1
     index: int = 0  # type: ignore[assignment]  # in place of the method of tuples
-    num_drafted: int = 0
+    drafts: Drafts = ()
+    plain_reason: str = ""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens that the step sent to verification for it."""
+        return sum(count for _, count in self.drafts)
 
 
 Reader = Callable[[Event], None]
@@ -189,6 +198,7 @@ class Request:
         has_read_nonsense: whether it ended because its logits were not finite.
         prompt_logprobs: of the prompt, where the request asks for them.
         logprobs: of the generated tokens, where the request asks for them.
+        drafts, plain_reason: of the last step that committed tokens: see `Event`.
     """
 
     request_id: int
@@ -229,7 +239,9 @@ class Request:
     prompt_logprobs: PromptLogprobs | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     _tokens_now: tuple[int, ...] = ()
-    _sent: tuple[int, int, int] = (0, 0, 0)  # ids, accepted, drafted in its events so far
+    drafts: Drafts = ()
+    plain_reason: str = ""
+    _sent: tuple[int, int] = (0, 0)  # ids and accepted ones in its events so far
 
     def __post_init__(self) -> None:
         self.draft_params = replace(self.params, seed=None)
@@ -325,8 +337,8 @@ class Request:
                 )
         self.text.take()
         self.index, self.logprobs = so_far.index, [*so_far.logprobs]
-        self.stats = replace(so_far.stats, committed=num_tokens, drafters={})
-        self._sent = num_tokens, self.stats.accepted, self.stats.drafted
+        self.stats = replace(deepcopy(so_far.stats), committed=num_tokens)
+        self._sent = num_tokens, self.stats.accepted
 
     def completes(self, token: int, is_drafted: bool) -> bool:
         """Take in the text of the last token; True when it ends the reply."""
@@ -406,10 +418,10 @@ class Request:
 
     def take_event(self) -> Event:
         """The news since the last event. The last event of a finished request has its result."""
-        (num_sent, num_accepted, num_drafted), stats = self._sent, self.stats
+        (num_sent, num_accepted), stats = self._sent, self.stats
         ids = tuple(self.tokens[self.num_prompt + num_sent :])
         is_first = bool(ids) and not num_sent and self.prompt_logprobs is not None
-        self._sent = num_sent + len(ids), stats.accepted, stats.drafted
+        self._sent = num_sent + len(ids), stats.accepted
         return Event(
             self.request_id,
             ids,
@@ -420,7 +432,8 @@ class Request:
             self._result() if self.is_over else None,
             self.parent_id,
             self.index,
-            stats.drafted - num_drafted,
+            self.drafts if ids else (),
+            self.plain_reason if ids else "",
             self._logprobs_of_prompt() if is_first else None,
         )
 

@@ -79,7 +79,11 @@ def check_cut(whole: list[Event], k: int, rest: list[Event]) -> None:
     assert stats.committed == len(end.token_ids)
     assert stats.drafted == stats.accepted + stats.rejected + stats.discarded
     assert sum(event.num_accepted for event in mended) == stats.accepted
-    assert stats.steps == sum(bool(event.token_ids) for event in mended)
+    steps = [event for event in mended if event.token_ids]
+    assert stats.steps == len(steps)
+    assert sum(stats.drafters.values()) == stats.drafted == sum(e.num_drafted for e in steps)
+    assert sum(stats.plain_steps.values()) == sum(not event.num_drafted for event in steps)
+    assert bool(stats.plain_steps) == (stats.plain_reason is not None)
 
 
 @pytest.mark.parametrize("name", ASKED)
