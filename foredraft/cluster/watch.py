@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import ray
-from ray import serve
+from ray.serve.context import _get_global_client
 
 _log = logging.getLogger("foredraft.cluster")
 _PERIOD = 1.0
@@ -40,11 +40,12 @@ class RayActors:
             self._found[name] = ray.get_actor(name, namespace="serve")
         return self._found[name]
 
-    def num_running(self) -> int:
-        """Engines that take requests. May wait."""
-        application = serve.status().applications.get(self._application)
-        found = application.deployments.get(self._deployment) if application else None
-        return 0 if found is None else int(found.replica_states.get("RUNNING", 0))
+    def running(self) -> set[str]:
+        """Names of the engines that take requests. May wait."""
+        found: Any = _get_global_client().get_serve_details()["applications"]  # as serve.status
+        for name, inner in ((self._application, "deployments"), (self._deployment, "replicas")):
+            found = found.get(name, {}).get(inner, {})
+        return {each["actor_name"] for each in found if each["state"] == "RUNNING"}
 
 
 class EngineWatch:
@@ -53,7 +54,8 @@ class EngineWatch:
     Ray reports the end of a process to all who wait for it at once, while an engine that stands
     still would hold its requests until Serve's health checks have failed three times. An engine
     answers between its steps and during them: a step is computed on another thread. It is watched
-    from its first reply on, for it does not answer while it loads the model.
+    as soon as it takes requests, whether it has any or not; it does not answer while it loads the
+    model.
 
     Args:
         actors: the engines' processes.
@@ -66,13 +68,13 @@ class EngineWatch:
     def __init__(self, actors: RayActors, silence: float) -> None:
         self._actors, self._silence = actors, silence
         self._watching: dict[str, asyncio.Task[None]] = {}
-        self._counting: asyncio.Task[None] | None = None
+        self._finding: asyncio.Task[None] | None = None
         self.has_engine = True
 
     def begin(self) -> None:
-        """Look whether there are engines, from now on."""
-        if self._counting is None:
-            self._counting = asyncio.create_task(self._count())
+        """Look for engines from now on, and watch those that take requests."""
+        if self._finding is None:
+            self._finding = asyncio.create_task(self._find())
 
     def see(self, name: str) -> None:
         """An engine has taken a reply: watch it."""
@@ -80,16 +82,19 @@ class EngineWatch:
             self._watching[name] = asyncio.create_task(self._watch(name))
 
     def close(self) -> None:
-        for task in (self._counting, *self._watching.values()):
+        for task in (self._finding, *self._watching.values()):
             if task is not None:
                 task.cancel()
 
-    async def _count(self) -> None:
+    async def _find(self) -> None:
         while True:
             try:
-                self.has_engine = await asyncio.to_thread(self._actors.num_running) > 0
+                running = await asyncio.to_thread(self._actors.running)
+                self.has_engine = bool(running)
+                for name in running:
+                    self.see(name)
             except Exception as error:
-                _log.warning("the engines cannot be counted: %s", error)
+                _log.warning("the engines cannot be found: %s", error)
             await asyncio.sleep(_PERIOD)
 
     async def _watch(self, name: str) -> None:

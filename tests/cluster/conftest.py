@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,14 @@ def actors(deployment: str) -> set[str]:
 
     found = ray.util.list_named_actors(all_namespaces=True)
     return {each["name"] for each in found if f"#{deployment}#" in each["name"]}
+
+
+def idle_engine_freezes() -> None:
+    """One engine's process stands still, whether it has requests or not."""
+    from ray.serve.context import _get_global_client
+
+    details: Any = _get_global_client().get_serve_details()["applications"]["foredraft"]
+    os.kill(details["deployments"]["engine"]["replicas"][0]["pid"], signal.SIGSTOP)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.conftest import QUIET, Served, actors, serving
+from tests.cluster.conftest import QUIET, Served, actors, idle_engine_freezes, serving
 from tests.server.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -147,6 +147,20 @@ def test_an_engine_freezes(served: Served) -> None:
         assert ask(client, path, body, True) == expected
     assert not served.death.exists()
     assert time.monotonic() - began < 15.0  # 5 of silence, and what a busy machine adds
+    wait_until(lambda: len(actors("engine")) == 2 and actors("engine") != before)
+    assert served.metric("foredraft:lost_total") == 0
+
+
+def test_an_idle_engine_freezes(served: Served) -> None:
+    """Requests that are routed to it go elsewhere soon, though it never had one."""
+    served.deploy(seconds=0.022)  # engines that have had none
+    before = actors("engine")
+    time.sleep(3.0)  # a gate looks for engines once a second
+    idle_engine_freezes()
+    began = time.monotonic()
+    for found, expected in together(served, 6):
+        assert found == expected
+    assert time.monotonic() - began < 15.0  # as above
     wait_until(lambda: len(actors("engine")) == 2 and actors("engine") != before)
     assert served.metric("foredraft:lost_total") == 0
 
