@@ -99,6 +99,13 @@ def test_a_lane_drafts_with_what_was_asked_for(client: TestClient) -> None:
     assert max(sizes) == 2
 
 
+def test_a_lane_of_the_first_of_several_drafters_has_that_one_alone(tiny: LLM) -> None:
+    served = LLM(tiny.target, tiny.tokenizer, LoadOptions(drafter="auto"))
+    lane = Lanes(served).get(LaneSpec(drafter=served.drafter_name))
+    assert lane.llm.options.drafter == served.drafter_name
+    assert [*lane.llm.policy.drafters] == [served.drafter_name]
+
+
 def test_info_says_what_runs_here(client: TestClient) -> None:
     told = client.get("/page/info").json()
     assert told["drafter"] == "suffix"
