@@ -16,7 +16,7 @@ from foredraft.audit.faults import FAULTS, Fault, planted
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.plain import Difference, Margins, PlainTarget, difference_of
 from foredraft.audit.report import AuditReport, Finding, Level
-from foredraft.audit.statistics import RARE, Drafted, LawTests, share_below
+from foredraft.audit.statistics import RARE, Drafted, LawTests, share_below, tail_bound
 from foredraft.bench.prompts import encoded_prompts
 from foredraft.cache.blocks import in_blocks
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError
@@ -40,7 +40,9 @@ _FEW_DRAFTED, _MOST_DRAFTED = 3, 16
 other group of replies has as many as the drafter makes, for mistakes that only depth shows."""
 _TEXTS_AT_ONCE, _FEWEST_TEXTS = 16, 4
 _BITS_TEXTS, _BITS_TOKENS = 6, 48
-_NOISE_TEXTS, _NOISE_TOKENS = 6, 32
+_NOISE_TEXTS, _NOISE_TOKENS, _MOST_NOISE_TEXTS = 6, 32, 36
+_LOOKED_AT = 10_000
+"""Tokens that an audit looks at, of which none may be called different for noise."""
 _SHORT_PROMPTS = 0.4
 """Share of the prompts, the shortest ones, for texts that have to read theirs anew each time."""
 _LONGER, _PREEMPTED_TEXTS = 32, 3
@@ -309,12 +311,19 @@ class OwnAudit:
         return self.params.coupling == "seeded" or self.params.temperature == 0.0
 
     def _measured_tolerance(self) -> float:
-        """Four times the largest noise seen, in nats of the law."""
-        view = self._view(None)
-        replies = self._replies(view, 0, _NOISE_TEXTS, _NOISE_TOKENS)
-        with self.llm.engine.lock:
-            noise = max(self._plain.noise(each.prompt, each.result.token_ids) for each in replies)
-        return 4.0 * noise / (self.params.temperature or 1.0)
+        """The margin, in nats of the law, that noise passes with probability ``alpha`` or less.
+
+        That is for all tokens together. Where there is no noise in the first texts, there is none.
+        """
+        view, noise = self._view(None), list[float]()
+        for first in range(0, _MOST_NOISE_TEXTS, _NOISE_TEXTS):
+            for each in self._replies(view, first, _NOISE_TEXTS, _NOISE_TOKENS):
+                with self.llm.engine.lock:
+                    noise += self._plain.noise(each.prompt, each.result.token_ids)
+            if not any(noise) or self._is_late(0.1):
+                break
+        bound = tail_bound(noise, _LOOKED_AT, self.options.alpha)
+        return bound / (self.params.temperature or 1.0)
 
     def _look(
         self, replies: Iterable[AuditedReply], seen: Seen, margins: Margins, law: LawTests | None

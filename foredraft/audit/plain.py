@@ -66,12 +66,13 @@ class PlainTarget:
         finally:
             target.cache.free(slot)
 
-    def noise(self, prompt: Sequence[int], reply: Sequence[int]) -> float:
-        """The largest difference between logits computed token by token and in blocks.
+    def noise(self, prompt: Sequence[int], reply: Sequence[int]) -> Iterator[float]:
+        """For each token the range of differences between logits computed alone and in blocks.
 
-        0 if bits do not depend on the tokens that are scored together.
+        No margin between two likely tokens moves by more. 0 if bits do not depend on the tokens
+        that are scored together.
         """
-        target, slot, largest = self._target, self._behind(prompt), 0.0
+        target, slot = self._target, self._behind(prompt)
         try:
             last = prompt[-1]
             for token, logits_V in zip(reply, self.logits(prompt, reply), strict=True):
@@ -81,11 +82,10 @@ class PlainTarget:
                 likely = logits_V.topk(min(20, len(logits_V))).indices
                 apart_M = (alone_V - logits_V)[likely]
                 apart_M = apart_M[torch.isfinite(apart_M)]
-                largest = max(largest, float(apart_M.max() - apart_M.min()))
+                yield float(apart_M.max() - apart_M.min())
                 last = token
         finally:
             target.cache.free(slot)
-        return largest
 
     def scored(self, rules: Rules, prompt: Sequence[int], reply: Sequence[int]) -> Iterator[Scored]:
         """Each token of a reply with its plain law.

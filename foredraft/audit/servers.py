@@ -27,7 +27,7 @@ import numpy as np
 from foredraft.audit.options import AuditOptions, ServerOptions
 from foredraft.audit.plain import Margins
 from foredraft.audit.report import AuditReport, Finding, Level
-from foredraft.audit.statistics import Drafted, LawTests, share_below
+from foredraft.audit.statistics import Drafted, LawTests, share_below, tail_bound
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.models.files.progress import Progress, SilentProgress
@@ -270,7 +270,7 @@ class ServerAudit:
         """Replies at temperature 0: each token against the one that comes alone."""
         self._progress.stage("Comparing greedy replies")
         gaps: list[tuple[float, Place, Probe]] = []
-        noise, compared, blind = [0.0], 0, 0
+        noise, compared, blind = list[float](), 0, 0
         for place, probe in self._probed(0.5, temperature=0.0):
             compared += 1
             if share_below(compared, self._options.power) <= self._options.detect / 4:
@@ -283,7 +283,9 @@ class ServerAudit:
                 blind += 1
             else:
                 gaps.append((probe.gap(place.token), place, probe))
-        tolerance = max(_LEAST_TOLERANCE, 4.0 * float(np.quantile(noise, 0.9)))
+        # A margin is between two tokens, and each has this noise.
+        bound = 2.0 * tail_bound(noise, compared, self._options.alpha)
+        tolerance = max(_LEAST_TOLERANCE, bound)
         margins = Margins(tolerance, compared)
         for gap, _, _ in gaps:
             margins.count(gap)

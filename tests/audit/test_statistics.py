@@ -18,6 +18,7 @@ from foredraft.audit.statistics import (
     chi_square_tail,
     holm,
     share_below,
+    tail_bound,
 )
 
 VOCAB = 40
@@ -191,6 +192,27 @@ def test_a_small_shift_is_found_when_the_power_for_it_is_there() -> None:
     assert fewer.detectable(ALPHA, 0.99) == pytest.approx(
         2 * tests.detectable(ALPHA, 0.99), rel=0.1
     )
+
+
+@pytest.mark.parametrize("degrees", [3, 30])
+def test_noise_alone_passes_the_tolerance_as_seldom_as_it_says(degrees: int) -> None:
+    """Heavy tails and light ones; four times the largest of a few texts alarmed for one in five."""
+    draw, alpha, number, times = np.random.default_rng(1).standard_t, 0.01, 5_000, 200
+    alarms, before = 0, 0
+    for _ in range(times):
+        sample, later = abs(draw(degrees, 1_200)), abs(draw(degrees, number))
+        alarms += later.max() > tail_bound(sample, number, alpha)
+        before += later.max() > 4.0 * sample[:192].max()
+    assert alarms <= 3 * alpha * times
+    assert before > 20 or degrees == 30
+
+
+def test_a_small_sample_gives_a_wide_tolerance_and_no_noise_none() -> None:
+    sample = abs(np.random.default_rng(2).normal(size=1_200))
+    assert 1.0 < tail_bound(sample, 10_000, 1e-4) / sample.max() < 8.0
+    assert tail_bound(sample[:40], 10_000, 1e-4) > 2.0 * tail_bound(sample, 10_000, 1e-4)
+    assert tail_bound([0.0] * 192, 10_000, 1e-4) == tail_bound([], 10_000, 1e-4) == 0.0
+    assert tail_bound([1e-3], 10_000, 1e-4) > 1e-3
 
 
 def test_noise_that_is_used_twice_is_found_by_the_repeats_alone() -> None:
