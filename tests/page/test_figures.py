@@ -105,6 +105,30 @@ def test_a_race_and_the_dials_say_the_same_speed_up(page: Any, address: str) -> 
     assert f"at {right}" in text, "the dot stands where the tile says"
 
 
+def test_the_dials_judge_by_plain_steps_of_this_tab_alone(page: Any, address: str) -> None:
+    """On a machine that was busy since, the server's own measurement would ring the alarm."""
+    slow, plain = event(draft=2, accepted=0, ms=900), event(draft=0, accepted=0, ms=1)
+    store(page, address, f"for (let i = 0; i < 14; i++) store.record({json.dumps(slow)});")
+    page.click("nav >> text=Dials")
+    page.wait_for_selector("text=What was gained or lost is known when")
+    assert not page.is_visible(".alarm")
+    assert "measured:" not in page.text_content(".dials")
+    page.evaluate(
+        f"""async () => {{ const store = await import("/page/files/js/store.js");
+        for (let i = 0; i < 14; i++) store.recordPlain({json.dumps(plain)}); }}"""
+    )
+    page.click("nav >> text=Chat")
+    page.click("nav >> text=Dials")
+    page.wait_for_selector("text=Speculation is costing you here")
+    assert "time lost" in page.inner_text(".dials")
+
+
+def test_a_race_runs_as_served_unless_told_otherwise(page: Any, address: str) -> None:
+    page.goto(address + "#race")
+    page.wait_for_selector(".lane")
+    assert page.input_value(".starter select") == ""
+
+
 def test_a_step_without_a_draft_loses_what_was_spent_on_the_question(
     page: Any, address: str
 ) -> None:
@@ -157,6 +181,15 @@ def test_the_why_of_a_greedy_token_says_nothing_but_words(page: Any, address: st
         text = page.inner_text("#why")
         assert "At temperature 0" in text
         assert not re.search(r"\bnull\b|\bundefined\b|\bNaN\b", text)
+
+
+def test_copies_beyond_the_budget_are_named(page: Any, address: str) -> None:
+    told = told_run("river").replace('"budget": 1', '"budget": 0')
+    page.route("**/page/run", lambda route: route.fulfill(body=told))
+    page.goto(address)
+    say(page, "x")
+    page.click(".turn .token")
+    page.wait_for_selector("text=The draft: 1 token, 1 of them copies beyond the 0 allowed")
 
 
 def test_replies_come_at_their_own_pace_unless_asked_otherwise(page: Any, address: str) -> None:

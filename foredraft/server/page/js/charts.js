@@ -4,7 +4,7 @@ import { s } from "./dom.js";
 export class Frame {
   constructor(width, height, xs, ys, label) {
     Object.assign(this, { width, height, xs, ys });
-    this.svg = s("svg", { viewBox: `-34 -12 ${width + 46} ${height + 40}`, role: "img", "aria-label": label });
+    this.svg = s("svg", { viewBox: `-34 -12 ${width + 52} ${height + 44}`, role: "img", "aria-label": label });
   }
   x(value) { return ((value - this.xs[0]) / (this.xs[1] - this.xs[0] || 1)) * this.width; }
   y(value) { return this.height - ((value - this.ys[0]) / (this.ys[1] - this.ys[0] || 1)) * this.height; }

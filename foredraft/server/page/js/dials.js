@@ -21,7 +21,7 @@ export class Dials {
       h("section", { class: "lead" }, h("h1", {}, "What speculation does here"), h("p", {}, "Counted over the steps of this tab's chats and races.")),
       this.alarm, this.empty, this.tiles,
       h("section", { class: "tiles" }, h("article", { class: "tile wide" }, h("h2", {}, "Expected speed-up against how often a place is guessed right"),
-        h("p", { class: "note" }, "For a draft that is a chain. Dashed: the textbook, where scoring several tokens costs what scoring one does. Solid: the same with the times that this machine took for forwards of several tokens, and with what drafting took. The dot: the measured speed-up of the steps of this tab."),
+        h("p", { class: "note" }, "For a draft that is a chain. Dashed: the textbook, where scoring several tokens costs what scoring one does. Solid: the same with the times that this machine took for forwards of several tokens, and with what drafting took. The dot: the measured speed-up of the steps of this tab, when it has seen plain ones."),
         this.k.field, this.curveAt)), this.proofAt);
     this.pending = false;
     listen(() => this.#soon());
@@ -53,13 +53,14 @@ export class Dials {
   // What the same tokens would have taken one at a time.
   #ledger(steps) {
     const { ms: plainMs, seen } = plainOne();
+    // A plain step of another hour says nothing of this one: other work may have come since.
+    if (!seen) return tile("Ledger", h("p", { class: "note" }, "What was gained or lost is known when this tab has seen plain steps, too: ", h("a", { href: "#race" }, "a race"), " makes some."), ledgerNote(steps.at(-1).controller));
     let balance = 0;
     const line = steps.map((step, i) => [i + 1, (balance += saved(step, plainMs)) / 1000]);
     const recent = steps.slice(-RECENT);
     const lately = recent.reduce((sum, step) => sum + drafting(step, plainMs), 0);
     const share = lately / recent.reduce((sum, step) => sum + total(step.times), 0);
-    // A plain step of another hour says nothing of this one: other work may have come since.
-    if (seen && recent.length >= 12 && share < -NOISE) {
+    if (recent.length >= 12 && share < -NOISE) {
       this.alarm.hidden = false;
       this.alarm.textContent = `Speculation is costing you here: over the last ${recent.length} steps, ${number(-lately / 1000, 2)} s more than plain decoding would have taken.`;
     }
@@ -67,8 +68,8 @@ export class Dials {
     const frame = new Frame(300, 110, [1, Math.max(2, steps.length)], [Math.min(0, ...values), Math.max(0.1, ...values)], `Seconds saved so far: ${number(balance / 1000)}`);
     const isGain = balance >= 0;
     frame.axes(ticks([1, steps.length]), ticks([frame.ys[0], frame.ys[1]].filter((v, i, a) => a.indexOf(v) === i), (v) => number(Math.abs(v) < 0.05 ? 0 : v, 1)), "steps").level(0).line(line, "machine");
-    return tile(isGain ? "Ledger: time saved" : "Ledger: time lost", h("p", { class: "big" }, number(Math.abs(balance) / 1000), h("small", {}, isGain ? "s against plain decoding" : "s more than plain decoding")),
-      h("p", { class: "note" }, `Speed-up: ${number(speedup(steps, plainMs))}×, against ${number(plainMs, 1)} ms a plain step, ${seen ? `the mean of ${seen} in this tab` : "as measured before; a race measures it anew"}.`), ledgerNote(steps.at(-1).controller), frame.svg);
+    return tile(isGain ? "Ledger: time saved" : "Ledger: time lost", h("p", { class: "big" }, number(Math.abs(balance) / 1000), h("small", {}, isGain ? "s less than plain" : "s more than plain")),
+      h("p", { class: "note" }, `Speed-up: ${number(speedup(steps, plainMs))}×, against ${number(plainMs, 1)} ms a plain step, the mean of ${seen} in this tab.`), ledgerNote(steps.at(-1).controller), frame.svg);
   }
 
   #curve() {
@@ -82,8 +83,9 @@ export class Dials {
     const frame = new Frame(innerWidth < 740 ? 330 : 900, 220, [0, 1], [0, most], `Expected speed-up with ${k} draft tokens: where half of the places are guessed right, ${number(textbook(0.5, k))} by the textbook and ${number(onMachine(0.5, k, info.curve, draftMs))} here`);
     frame.axes(ticks([0, 0.25, 0.5, 0.75, 1], percent), ticks([1, Math.round(most / 2), Math.round(most)].filter((v, i, a) => a.indexOf(v) === i), (v) => `${v}×`), "a place is guessed right").level(1)
       .line(points((a) => textbook(a, k)), "book").line(machine, "machine");
-    if (figures.placesRight != null) {
-      const gain = speedup(steps, plainOne().ms);
+    const plain = plainOne();
+    if (figures.placesRight != null && plain.seen) {
+      const gain = speedup(steps, plain.ms);
       frame.dot(figures.placesRight, Math.min(gain, most), `measured: ${number(gain)}× at ${percent(figures.placesRight)}`);
     }
     const even = machine.find(([, speed]) => speed >= 1);

@@ -4,7 +4,7 @@ import { h, number, slider } from "./dom.js";
 import { run } from "./api.js";
 import { sharing } from "./share.js";
 import { legend, MadeText } from "./text.js";
-import { getInfo, keepRun, raceSpeedup, record, recordPlain } from "./store.js";
+import { keepRun, raceSpeedup, record, recordPlain } from "./store.js";
 
 export const PROMPTS = [
   ["Edit code", "Rename the variable total to result and keep everything else:\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"],
@@ -58,7 +58,7 @@ export class Race {
     this.chips = PROMPTS.map(([title, text], i) => h("button", { class: "chip", type: "button", onclick: () => { this.prompt.value = text; this.#mark(); } }, title));
     this.#mark();
     this.temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1) });
-    this.drafter = drafterChoice(getInfo()?.drafter);
+    this.drafter = drafterChoice();
     this.seed = h("input", { type: "number", min: 0, max: 999999, value: 7, "aria-label": "Seed" });
     this.go = h("button", { class: "button main", type: "button", onclick: () => (this.abort ? this.abort.abort() : this.start()) }, "Start the race");
     this.lanesAt = h("div", { class: "lanes" });

@@ -11,10 +11,10 @@ export class Replay {
   constructor() {
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Runs of this tab" });
     const input = h("input", { type: "file", class: "unseen", id: "replay-file", accept: ".jsonl,.json,application/json", onchange: () => this.#open(input.files[0]) });
-    this.drop = h("label", { class: "drop", for: "replay-file" }, "Open a file, or drop it here: a trace (", h("span", { class: "mono" }, "serve --trace"), "), an audit's report or a plan (", h("span", { class: "mono" }, "--json"), "). It stays on this machine.");
+    this.drop = h("label", { class: "drop", for: "replay-file" }, "Open a file, or drop it here: a trace (", h("span", { class: "mono" }, "serve --trace"), "), or the report of an audit or of measure (", h("span", { class: "mono" }, "--output"), "). It stays on this machine.");
     this.out = h("div", { class: "replayed", "aria-live": "polite" });
     this.element = h("div", { class: "race replay" },
-      h("section", { class: "lead" }, h("h1", {}, "Where did the time go?"), h("p", {}, "Each step of a run in a row: drafting, the model's forward, the rest; above it the tokens that it committed. And what another number of draft tokens would have made of it.")),
+      h("section", { class: "lead" }, h("h1", {}, "Where did the time go?"), h("p", {}, "Each step of a run in a row: drafting, the model's forward, the rest; above it the tokens that it committed. A run of this tab can be run again with another drafter.")),
       h("div", { class: "sources" }, this.chips, input, this.drop), this.out);
     this.element.addEventListener("dragover", (event) => { event.preventDefault(); this.drop.classList.add("over"); });
     this.element.addEventListener("dragleave", () => this.drop.classList.remove("over"));
@@ -106,5 +106,5 @@ function stretchTable(stretches) {
       h("td", { class: "wide" }, h("div", { class: "stack", vars: { width: `${100 * scale}%` } }, [["draft", each.draft_ms], ["score", each.score_ms], ["other", each.rest_ms]].map(([kind, ms]) => h("i", { class: kind, vars: { "--of": ms } })))),
       h("td", {}, number(each.ms_per_token, 1)), h("td", {}, number(each.drafted / each.steps, 1)), h("td", {}, number(1 + each.accepted / each.steps)));
   };
-  return h("section", { class: "tile" }, h("h2", {}, "By stretches of the reply"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "By stretches of the reply" }, h("table", {}, h("thead", {}, h("tr", {}, ["tokens", "", "ms a token", "drafted a step", "committed a step"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, stretches.map(row)))));
+  return h("section", { class: "tile" }, h("h2", {}, "By stretches of the reply"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "By stretches of the reply" }, h("table", {}, h("thead", {}, h("tr", {}, ["tokens", "", "ms a token", "drafted a step", "committed a step"].map((text) => h("th", { scope: "col", class: text ? "" : "wide" }, text)))), h("tbody", {}, stretches.map(row)))));
 }

@@ -26,7 +26,7 @@ export function load() {
       const gains = LOADS.map((n) => (perStep * ms.get(n)) / ms.get(n * (1 + AHEAD))), most = Math.max(...gains, 1), found = gains.at(-1);
       figure.replaceChildren(...LOADS.map((n, i) => h("div", { class: "cost" }, h("span", {}, n === 1 ? "one request" : `${n} requests`), h("b", {}, times(gains[i])),
         h("div", { class: "stack", role: "img", "aria-label": `${times(gains[i])} with ${n}`, vars: { width: `${(100 * gains[i]) / most}%` } }, h("i", { class: "score", vars: { "--of": 1 } })),
-        h("small", { class: "note" }, `${n} tokens: ${number(ms.get(n), 1)} ms · ${n * (1 + AHEAD)} tokens: ${number(ms.get(n * (1 + AHEAD)), 1)} ms`))));
+        h("small", { class: "note" }, `${n} ${n === 1 ? "token" : "tokens"}: ${number(ms.get(n), 1)} ms · ${n * (1 + AHEAD)} tokens: ${number(ms.get(n * (1 + AHEAD)), 1)} ms`))));
       const outcome = [times(said.value), times(found), Math.abs(found - said.value) < 0.2];
       show(compare(isGuessed, ...outcome),
         h("p", {}, `A forward of “${spoken(asked("much").lanes[0].drafter)}” wrote ${number(perStep)} tokens of a request. Over the times of the forwards, plain against with guesses (drafting itself is left out), that is the gain of each bar.`),

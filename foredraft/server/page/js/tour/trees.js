@@ -56,7 +56,7 @@ export function trees() {
       tell();
       show(h("p", {}, isGuessed ? ["You picked ", h("b", { class: "said" }, name(picked)), "; the model went as far as "] : "The model went as far as ", h("b", {}, name(last)), picked === last && isGuessed ? ". Well guessed." : "."),
         h("p", {}, "At most one branch can stand, so of twelve guesses in a tree four tokens deep, four can be right at best. The others are insurance, and each costs a little time; a branch grows only where it is likely enough to pay."),
-        h("p", {}, "In draft ", step.element, ` of ${steps.length} `, result));
+        h("p", {}, "In draft ", step.element, ` of ${steps.length}, `, result));
       return [name(picked), name(last), picked === last];
     },
     name: "See what stood",
