@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Prompts = Annotated[
     str | None,
-    typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
+    typer.Option(help="JSON lines with category and turns; a few built-in ones otherwise."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of each figure.")]
@@ -47,7 +47,7 @@ class Course:
     """The prompts that every drafter continues, and how.
 
     Attributes:
-        prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
+        prompts: JSON lines with category and turns; a few built-in ones otherwise.
         limit: at most this many prompts in all.
         temperature: one or more, with commas.
         top_p: keep the most likely tokens up to this mass.

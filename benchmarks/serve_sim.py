@@ -45,7 +45,7 @@ class Demand:
 
     Attributes:
         concurrency: requests in flight, with commas.
-        prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
+        prompts: JSON lines with category and turns; a few built-in ones otherwise.
         temperature: one or more, with commas.
         tokens: of each reply; its end is ignored.
         num: requests, at least as many as in flight.

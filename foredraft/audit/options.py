@@ -12,7 +12,7 @@ class AuditOptions:
     """How large an audit is.
 
     Attributes:
-        prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
+        prompts: JSON lines with category and turns; a few built-in ones otherwise.
         texts: least number of replies to test.
         detect: the smallest shift to be found: a share of tokens that are not the model's own.
         alpha: the chance of a false alarm, of all tests together.

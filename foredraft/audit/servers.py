@@ -57,6 +57,8 @@ _END = ""
 _UNSEEN = re.compile(r"<[^<>]*>|\[[A-Z]+\]|.*\ufffd.*|", re.DOTALL)
 """Names of tokens that come as no text of their own: the end, other special ones, parts of a
 character."""
+_MORE = "give it more --set max_requests=…, a longer --time-limit, or a larger --detect"
+_NAME_ANOTHER = "the server gives no log probabilities: name a --plain-endpoint that does"
 _LEAST_TOLERANCE = 0.05
 """Nats: gaps below it are near-ties on any server that is not exact to the bit."""
 
@@ -308,11 +310,12 @@ class ServerAudit:
             said = f"{margins.structural} of {compared} tokens differ from those that come alone"
             return Level("greedy", Finding.DIFFERENT, said, figures, evidence)
         if blind:
-            said = f"{blind} of {compared} tokens differ, and the server gives no log probabilities"
+            said = f"{blind} of {compared} tokens differ, and {_NAME_ANOTHER}"
             return Level("greedy", Finding.INCONCLUSIVE, said, figures)
         differ = f"{len(gaps)} differ, at near-ties" if gaps else "none differs"
         said = f"{compared} tokens, {differ}; {below:.1%} would be seen"
         if below > self._options.detect:
+            said += f", and {self._options.detect:.1%} was asked for: {_MORE}"
             return Level("greedy", Finding.INCONCLUSIVE, said, figures, evidence)
         return Level("greedy", margins.finding, said, figures, evidence)
 
@@ -341,13 +344,15 @@ class ServerAudit:
             said = f"{tests.count} tokens do not fit the plain law ({name}: p = {p:.1e})"
             return Level("law", Finding.DIFFERENT, said, figures)
         if blind or not tests.count:
-            said = "the server gives no log probabilities"
-            return Level("law", Finding.INCONCLUSIVE, said, figures)
+            return Level("law", Finding.INCONCLUSIVE, _NAME_ANOTHER, figures)
         found = tests.detectable(options.alpha, options.power)
         said = (
             f"{tests.count} tokens fit the plain law; a shift of {found:.1%} would have been seen"
         )
-        finding = Finding.SAME_LAW if found <= options.detect else Finding.INCONCLUSIVE
+        finding = Finding.SAME_LAW
+        if found > options.detect:
+            finding = Finding.INCONCLUSIVE
+            said += f"; {options.detect:.1%} was asked for: {_MORE}"
         return Level("law", finding, said, {**figures, "detectable_shift": found})
 
     @property

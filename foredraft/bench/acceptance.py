@@ -74,7 +74,7 @@ def converse(
                 sum(run.total_s - run.first_event_s for run in runs),
             )
         )
-        advance(f"{prompt.category}: {setting.name}")
+        advance(f"{setting.name}, {setting.num_draft_tokens} drafted: {prompt.category}")
     return found
 
 
@@ -145,10 +145,8 @@ def write_golden(path: Path, name: str, rows: Sequence[dict[str, Any]], about: s
     """The curve in the form of InferenceX' golden files: of coding, or of all categories.
 
     Raises:
-        ConfigError: the file cannot be written, or the rows are of several drafters.
+        ConfigError: the file cannot be written.
     """
-    if len({row["drafter"] for row in rows}) > 1:
-        raise ConfigError("a golden file holds one curve: name one drafter with --drafters")
     categories = {row["category"] for row in rows}
     kind = "coding" if "coding" in categories else ALL
     curve = [row for row in rows if row["category"] == kind]

@@ -90,13 +90,16 @@ def _read(path: Path) -> list[BenchPrompt]:
             continue
         try:
             entry = json.loads(line)
-            first, *more = entry["turns"]
-            name = entry["id"] if "id" in entry else entry["question_id"]  # as in SPEED-Bench
-            prompts.append(BenchPrompt(str(name), entry["category"], first, tuple(more)))
+            turns, category = entry["turns"], entry["category"]
+            if not isinstance(turns, list) or not all(isinstance(each, str) for each in turns):
+                raise ValueError(f"turns is no list of texts: {turns!r:.60}")
+            first, *more = turns
+            name = entry.get("id", entry.get("question_id", number))  # as in SPEED-Bench
+            prompts.append(BenchPrompt(str(name), category, first, tuple(more)))
         except (ValueError, LookupError, TypeError) as error:
             lacking = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"{path}, line {number}: expected an object with id, category and turns: {lacking}"
+                f"{path}, line {number}: expected an object with category and turns: {lacking}"
             ) from error
     if not prompts:
         raise ConfigError(f"{path} holds no prompts")

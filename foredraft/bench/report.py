@@ -144,14 +144,14 @@ def _revision() -> str | None:
     return described.stdout.strip()
 
 
-def check_outputs(*paths: str | None) -> None:
+def check_outputs(*paths: str | Path | None) -> None:
     """Find out before a long measurement whether its results can be kept.
 
     Raises:
         ConfigError: a file's folder is not there.
     """
-    for path in filter(None, paths):
-        if not Path(path).absolute().parent.is_dir():
+    for path in paths:
+        if path and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 

@@ -33,7 +33,7 @@ class Contest:
         drafters: names with commas, or all; auto and a few that suit most texts otherwise.
         variants: a further drafter with options of its own, such as "suffix shared=true"; may be
             repeated.
-        prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
+        prompts: JSON lines with category and turns; a few built-in ones otherwise.
         limit: at most this many prompts in all.
         acceptance: draft lengths with commas, such as 1,2,4,8: acceptance lengths by category, by
             the protocol of SPEED-Bench, instead of gains.
@@ -96,7 +96,7 @@ def measure(
     from foredraft.bench.report import check_outputs
     from foredraft.cli.display import progress_bar
 
-    check_outputs(output)
+    check_outputs(output, contest.golden)
     loads = sorted({*o.numbers("--loads", contest.loads, int, low=1)})
     named = _named(contest)  # reports errors before the model is loaded
     if contest.acceptance:
@@ -139,6 +139,8 @@ def _acceptance(load: LoadOptions, params: SamplingParams, contest: Contest) -> 
     llm = o.load_llm(load)
     drafters = [each for each in named or _usable(llm, contest.drafters) if each.drafter != AUTO]
     settings = [replace(each, num_draft_tokens=n) for each in drafters for n in lengths]
+    if contest.golden and len({each.name for each in drafters}) > 1:
+        raise ConfigError("a golden file holds one curve: name one drafter with --drafters")
     rows: list[dict[str, Any]] = []
     with progress_bar(len(settings) * len(prompts)) as advance:
         for setting in settings:

@@ -220,7 +220,7 @@ def write_text(
     out: Out,
     prompts: Annotated[
         list[str] | None,
-        typer.Option(help="JSON lines with id, category and turns; without any, it makes them up."),
+        typer.Option(help="JSON lines with category and turns; without any, it makes them up."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Replies at the same time.", min=1)] = _WRITTEN_AT_ONCE,
 ) -> None:

@@ -192,6 +192,7 @@ def test_too_few_requests_are_inconclusive(tokenizer: Tokenizer) -> None:
         report = audit(endpoint, max_requests=60).report()
         assert endpoint.requests <= 60
     assert report.exit_code == EXIT_INCONCLUSIVE
+    assert "give it more --set max_requests" in report.sentence
 
 
 def without_logprobs(request: httpx.Request) -> httpx.Response:
@@ -217,6 +218,7 @@ def test_a_server_without_log_probabilities_is_never_called_the_same() -> None:
     http = httpx.Client(base_url="http://test", transport=transport)
     report = audit(Endpoint(http), max_requests=20).report()
     assert report.exit_code == EXIT_INCONCLUSIVE
+    assert "name a --plain-endpoint" in report.sentence
 
 
 def cutting(all_of_them: int | None) -> Endpoint:

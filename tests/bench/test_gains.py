@@ -193,8 +193,17 @@ def test_a_golden_file_is_that_of_coding(tmp_path: Path) -> None:
     text = (tmp_path / "g.yaml").read_text()
     assert "# dataset: coding | output_len: 4096" in text
     assert text.endswith("m:\n  thinking_off:\n    1: 2.70\n    2: 2.70\n")
-    with pytest.raises(ConfigError, match="one drafter"):
-        write_golden(tmp_path / "g", "m", [*rows, *figures(Setting("suffix"), counts)], "")
+
+
+def test_a_golden_file_of_two_drafters_is_refused_before_they_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foredraft.bench.acceptance.converse", None)
+    asked = ("--acceptance", "1,2", "--drafters", "ngram,suffix")
+    result = measure(checkpoint, *asked, "--golden", str(tmp_path / "g.yaml"))
+    assert "a golden file holds one curve" in str(result.exception)
+    result = measure(checkpoint, *asked, "--golden", str(tmp_path / "nowhere" / "g.yaml"))
+    assert "there is no folder" in str(result.exception)
 
 
 def test_a_synthetic_length_is_priced_by_the_forwards() -> None:
@@ -207,7 +216,7 @@ def test_a_synthetic_length_is_priced_by_the_forwards() -> None:
 
 def test_every_turn_is_asked_through_the_command(checkpoint: Path, tmp_path: Path) -> None:
     path, out = tmp_path / "speed.jsonl", tmp_path / "out.json"
-    entry = {"question_id": 7, "category": "coding", "turns": ["the ferry", "the ferry again"]}
+    entry = {"category": "coding", "turns": ["the ferry", "the ferry again"]}  # no id
     path.write_text(json.dumps(entry) + "\n")
     assert load_prompts(str(path))[0].turns == ("the ferry", "the ferry again")
     asked = ("--acceptance", "1,3", "--drafters", "ngram", "--prompts", str(path))
@@ -220,6 +229,14 @@ def test_every_turn_is_asked_through_the_command(checkpoint: Path, tmp_path: Pat
     ]
     assert all(1.0 <= row["acceptance_length"] <= 1 + row["draft_length"] for row in rows)
     assert "thinking_off" in (tmp_path / "g.yaml").read_text()
+
+
+def test_turns_that_are_no_list_of_texts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "speed.jsonl"
+    for turns in ("the ferry", [{"role": "user"}]):
+        path.write_text(json.dumps({"category": "coding", "turns": turns}))
+        with pytest.raises(ConfigError, match=r"line 1: .* no list of texts"):
+            load_prompts(str(path))
 
 
 def test_a_synthetic_length_below_one_is_refused(checkpoint: Path) -> None:

@@ -42,7 +42,7 @@ export function slow() {
   const it = part({
     key: "slow",
     title: "How long does it take to read eight tokens at once?",
-    ask: [h("p", {}, "A language model writes in small pieces, words or parts of words. They are called ", h("em", {}, "tokens"), ". For each one it goes through all of its numbers, its weights, from first to last: that is a ", h("em", {}, "forward"), `. Here, on this machine, a forward that reads one token takes ${number(one, 1)} ms.`),
+    ask: [h("p", {}, "A language model writes in small pieces, words or parts of words. They are called ", h("em", {}, "tokens"), ". For each one it goes through all of its numbers, its weights, from first to last: that is a ", h("em", {}, "forward"), `. ${getInfo()?.recorded ? `On ${getInfo().cpu}` : "Here, on this machine"}, a forward that reads one token takes ${number(one, 1)} ms.`),
       h("p", {}, "And one that reads eight tokens at once? I say ", said.element, " as long.")],
     figure: [bars.element, names, curveAt],
     answer: async (show, _, isGuessed) => {
