@@ -331,8 +331,7 @@ class RemoteEngine:
             async for item in items:
                 if isinstance(item, ForedraftError):
                     raise item
-                if isinstance(item, str):
-                    self.watch.see(item)
+                if item is None:
                     if not reply.accepted.done():
                         reply.accepted.set_result(None)
                     continue

@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import ray
-
 from foredraft.async_llm import AsyncLLM
 from foredraft.core.errors import EngineStoppedError, ForedraftError
 from foredraft.core.params import SamplingParams
@@ -17,8 +15,8 @@ from foredraft.engine.request import Event, ReplySoFar
 from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
 
-Item = Event | ForedraftError | str
-"""Items of an engine's stream: its name when it has accepted a reply, then events or an error."""
+Item = Event | ForedraftError | None
+"""Items of an engine's stream: None when it has accepted a reply, then events or an error."""
 _STUCK = 60.0
 """Seconds of a step that no model takes."""
 
@@ -87,7 +85,6 @@ class EngineReplica:
     def __init__(
         self, load: Callable[[], LLM], max_waiting: int, give_back_after: float | None = None
     ) -> None:
-        self._name = ray.get_runtime_context().get_actor_name() or ""
         self._engine = AsyncLLM(load(), max_waiting=max_waiting, give_back_after=give_back_after)
 
     def describe(self) -> RemoteModel:
@@ -109,7 +106,7 @@ class EngineReplica:
                 so_far=asked.so_far,
             )
             async with stream:
-                yield self._name
+                yield None
                 async for event in stream:
                     yield event
         except ForedraftError as error:

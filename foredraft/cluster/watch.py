@@ -76,11 +76,6 @@ class EngineWatch:
         if self._finding is None:
             self._finding = asyncio.create_task(self._find())
 
-    def see(self, name: str) -> None:
-        """An engine has taken a reply: watch it."""
-        if name not in self._watching:
-            self._watching[name] = asyncio.create_task(self._watch(name))
-
     def close(self) -> None:
         for task in (self._finding, *self._watching.values()):
             if task is not None:
@@ -91,8 +86,8 @@ class EngineWatch:
             try:
                 running = await asyncio.to_thread(self._actors.running)
                 self.has_engine = bool(running)
-                for name in running:
-                    self.see(name)
+                for name in running - self._watching.keys():
+                    self._watching[name] = asyncio.create_task(self._watch(name))
             except Exception as error:
                 _log.warning("the engines cannot be found: %s", error)
             await asyncio.sleep(_PERIOD)

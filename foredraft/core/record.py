@@ -57,23 +57,24 @@ class SpeculationStats:
         """Share of the draft tokens that were committed; 0.0 if there were none."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def record(self, drafted: int, verified: int, accepted: int, committed: int) -> None:
-        """Add one step: ``verified`` nodes passed verification, ``accepted`` of them were kept."""
+    def record(
+        self, drafts: Drafts, reason: str, verified: int, accepted: int, committed: int
+    ) -> None:
+        """Add one step: ``verified`` nodes passed verification, ``accepted`` of them were kept.
+
+        Args:
+            drafts: draft tokens by drafter.
+            reason: why there are none, else "". Reasons of one kind differ after the colon.
+        """
+        drafted = sum(count for _, count in drafts)
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
         self.rejected += drafted - verified
         self.discarded += verified - accepted
         self.committed += committed
-
-    def credit(self, drafts: Drafts, reason: str) -> None:
-        """Count a step's draft tokens by drafter, or why it has none.
-
-        Args:
-            reason: "" where there are drafts. Reasons of one kind differ after the colon.
-        """
-        for drafter, num_drafted in drafts:
-            self.drafters[drafter] = self.drafters.get(drafter, 0) + num_drafted
+        for drafter, count in drafts:
+            self.drafters[drafter] = self.drafters.get(drafter, 0) + count
         if not reason:
             return
         kind = reason.partition(":")[0]

@@ -59,9 +59,8 @@ class ReplySoFar:
             token_ids += event.token_ids
             logprobs += event.logprobs
             if event.token_ids:
-                num_taken, num_right = len(event.token_ids), event.num_accepted
-                stats.record(event.num_drafted, num_right, num_right, num_taken)
-                stats.credit(event.drafts, event.plain_reason)
+                taken = event.num_accepted, event.num_accepted, len(event.token_ids)
+                stats.record(event.drafts, event.plain_reason, *taken)
         return cls(tuple(token_ids), tuple(logprobs), index, stats)
 
 

@@ -224,13 +224,12 @@ class Turn:
     def _count(self, num_verified: int, num_committed: int) -> None:
         """In the request's statistics."""
         request, num_drafted, forced = self.request, len(self.proposal.tree), self.num_forced
-        request.stats.record(num_drafted, num_verified, self.num_accepted, num_committed)
         counts = ("rules", forced), (self.drafter or "rules", num_drafted - forced)
         request.drafts = tuple((drafter, count) for drafter, count in counts if count)
-        request.plain_reason = ""
-        if not num_drafted:
-            request.plain_reason = self.plain_reason or "no memory for drafts"
-        request.stats.credit(request.drafts, request.plain_reason)
+        reason = "" if num_drafted else self.plain_reason or "no memory for drafts"
+        request.plain_reason = reason
+        taken = num_verified, self.num_accepted, num_committed
+        request.stats.record(request.drafts, reason, *taken)
 
 
 def _law(tree: TokenTree, scores: Scores, rules: Rules, text: Sequence[int], node: int) -> Law:

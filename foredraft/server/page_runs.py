@@ -162,10 +162,9 @@ class Lanes:
         asked, size = self._llm.options, spec.num_draft_tokens
         if spec.drafter is not None:
             size = drafter_spec(spec.drafter).num_draft_tokens if size is None else size
-            if spec.drafter == self._llm.drafter_name:  # maybe the first of several under "auto"
-                asked = replace(asked, drafter=spec.drafter)
-            else:
-                asked = LoadOptions(drafter=spec.drafter)
+            if spec.drafter != self._llm.drafter_name:
+                asked = LoadOptions()
+            asked = replace(asked, drafter=spec.drafter)  # maybe the first of several of "auto"
         if size is not None:
             asked = replace(asked, num_draft_tokens=size)
         return _Watched(self._llm, asked)

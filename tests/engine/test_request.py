@@ -28,7 +28,7 @@ def test_pending_is_what_the_cache_lacks() -> None:
     one = sequence([5, 6, 7])
     one.num_cached = 3
     one.tokens += [8]
-    one.stats.record(drafted=0, verified=0, accepted=0, committed=1)
+    one.stats.record((), "", verified=0, accepted=0, committed=1)
     assert one.tokens[one.num_cached :] == [8]
     assert one.generated == [8]
     assert one.num_remaining == 7
@@ -63,7 +63,7 @@ def test_stats_add_up(steps: list[tuple[int, int, int]]) -> None:
     stats = SpeculationStats()
     for rejected, discarded, accepted in steps:
         verified = discarded + accepted
-        stats.record(rejected + verified, verified, accepted, committed=accepted + 1)
+        stats.record((("a", rejected + verified),), "", verified, accepted, accepted + 1)
     assert stats.drafted == stats.accepted + stats.rejected + stats.discarded
     assert stats.rejected == sum(step[0] for step in steps)
     assert stats.discarded == sum(step[1] for step in steps)
