@@ -33,6 +33,8 @@ _FEW, _MANY = 4, 20
 """Clients of a key, and of the greedy one: 32 together."""
 _TOPICS = ("a ferry at night", "how bread is made", "an old bridge", "maps", "rivers", "the sea")
 _MOST_WAIT, _MOST_GROWTH = 2.0, 0.05
+_CACHE = "200MB"
+"""Of keys and values; ``--serve-option=--cache-memory=...`` comes after it."""
 
 
 @dataclass
@@ -163,7 +165,9 @@ def fair_load(
     with tempfile.TemporaryDirectory() as directory:
         keys = Path(directory, "keys.txt")
         keys.write_text("".join(f"{key}:key-of-{key}\n" for key in _KEYS))
-        options = [*(serve_option or ()), "--api-key-file", str(keys)]
+        # Small enough to be full within a minute: from then on memory has to be flat.
+        small = ["--cache-memory", _CACHE]
+        options = [*small, *(serve_option or ()), "--api-key-file", str(keys)]
         with served(options) as server:
             result = asyncio.run(run_load(server, 60 * minutes))
             time.sleep(idle)

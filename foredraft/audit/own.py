@@ -322,8 +322,7 @@ class OwnAudit:
                     noise += self._plain.noise(each.prompt, each.result.token_ids)
             if not any(noise) or self._is_late(0.1):
                 break
-        bound = tail_bound(noise, _LOOKED_AT, self.options.alpha)
-        return bound / (self.params.temperature or 1.0)
+        return tail_bound(noise, _LOOKED_AT, self.options.alpha) / (self.params.temperature or 1.0)
 
     def _look(
         self, replies: Iterable[AuditedReply], seen: Seen, margins: Margins, law: LawTests | None

@@ -287,8 +287,7 @@ class ServerAudit:
                 gaps.append((probe.gap(place.token), place, probe))
         # A margin is between two tokens, and each has this noise.
         bound = 2.0 * tail_bound(noise, compared, self._options.alpha)
-        tolerance = max(_LEAST_TOLERANCE, bound)
-        margins = Margins(tolerance, compared)
+        margins = Margins(max(_LEAST_TOLERANCE, bound), compared)
         for gap, _, _ in gaps:
             margins.count(gap)
         figures = {

@@ -305,10 +305,7 @@ def tail_bound(sample: Sequence[float], number: int, alpha: float) -> float:
     Peaks over a threshold: the largest tenth is fitted by a generalized Pareto tail through
     probability-weighted moments (Hosking and Wallis, 1987), which serves light and heavy tails.
     Its shape is taken one standard error heavier than it looks, so a small sample gives a wide
-    bound. 0.0 if the sample has nothing else.
-
-    Args:
-        sample: at least 0 each.
+    bound. The sample is at least 0 each; 0.0 if it has nothing else.
     """
     values = np.sort(np.asarray(sample, dtype=np.float64))
     if not values.size or values[-1] == 0.0:

@@ -145,11 +145,6 @@ class Event(NamedTuple):
     plain_reason: str = ""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
-    @property
-    def num_drafted(self) -> int:
-        """Draft tokens that the step sent to verification for it."""
-        return sum(count for _, count in self.drafts)
-
 
 Reader = Callable[[Event], None]
 """Takes one request's events on the thread that steps. It must be quick and must not raise."""

@@ -112,7 +112,7 @@ class ReplyState:
         if event.token_ids:
             self.num_tokens += len(event.token_ids)
             self.accepted.append(event.num_accepted)
-            self.drafted.append(event.num_drafted)
+            self.drafted.append(sum(count for _, count in event.drafts))
             self.arrived.append(time.perf_counter())
         self.result = event.result
 

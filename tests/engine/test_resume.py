@@ -81,8 +81,9 @@ def check_cut(whole: list[Event], k: int, rest: list[Event]) -> None:
     assert sum(event.num_accepted for event in mended) == stats.accepted
     steps = [event for event in mended if event.token_ids]
     assert stats.steps == len(steps)
-    assert sum(stats.drafters.values()) == stats.drafted == sum(e.num_drafted for e in steps)
-    assert sum(stats.plain_steps.values()) == sum(not event.num_drafted for event in steps)
+    drafts = [count for event in steps for _, count in event.drafts]
+    assert sum(stats.drafters.values()) == stats.drafted == sum(drafts)
+    assert sum(stats.plain_steps.values()) == sum(not event.drafts for event in steps)
     assert bool(stats.plain_steps) == (stats.plain_reason is not None)
 
 
