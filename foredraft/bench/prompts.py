@@ -9,6 +9,7 @@ import json
 import random
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,13 +109,8 @@ def _read(path: Path) -> list[BenchPrompt]:
 
 def _spread(prompts: list[BenchPrompt], limit: int) -> list[BenchPrompt]:
     """The first ones of each category in turn."""
-    by_category: dict[str, list[BenchPrompt]] = {}
+    groups: dict[str, list[BenchPrompt]] = {}
     for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    taken: list[BenchPrompt] = []
-    depth = 0
-    while len(taken) < min(limit, len(prompts)):
-        layer = [group[depth] for group in by_category.values() if depth < len(group)]
-        taken.extend(layer[: limit - len(taken)])
-        depth += 1
-    return taken
+        groups.setdefault(prompt.category, []).append(prompt)
+    layers = zip_longest(*groups.values())
+    return [each for layer in layers for each in layer if each is not None][:limit]
