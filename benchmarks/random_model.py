@@ -16,7 +16,13 @@ from foredraft.cli.options import load_llm as load_model
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.llm import LLM
 from foredraft.load import forward_cost, native_decoder, plan_native
-from foredraft.models.native.config import DecoderConfig, Experts, LayerKind, RotaryEmbedding
+from foredraft.models.native.config import (
+    USUAL_KIND,
+    DecoderConfig,
+    Experts,
+    LayerKind,
+    RotaryEmbedding,
+)
 from foredraft.models.native.quant import PACKED, Matrix, Shelf, tensor_of
 from foredraft.models.native.recurrent import MixerWeights, Recurrent
 from foredraft.models.native.target import NativeTarget
@@ -142,7 +148,7 @@ def random_weights(
     hidden, feed_forward = config.hidden_size, config.intermediate_size
     num_experts = config.experts.count if config.experts else 1
     query = config.num_attention_heads * config.head_dim
-    rows = config.query_rows + 2 * config.num_key_value_heads * config.head_dim
+    rows = sum(config.qkv_rows(USUAL_KIND))
 
     def mixer(kind: LayerKind) -> MixerWeights | None:
         sizes = config.recurrent

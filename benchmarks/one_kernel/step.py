@@ -387,7 +387,7 @@ def why_not_step(config: DecoderConfig, weights: DecoderWeights) -> str | None:
     """What of a model the kernel does not know; None: nothing."""
     if (found := unusual(config)) is not None:
         return found
-    if any(size != config.head_dim for size in config.head_norm_sizes):
+    if any(size != config.head_dim for size in config.head_norm_sizes()):
         return "norms of all heads together"
     matrices = (weights.head_VE, *(layer.gate_up_weight for layer in weights.layers))
     if not all(isinstance(matrix, Tensor) for matrix in matrices):

@@ -180,8 +180,12 @@ def part_of(
 
 def _check_split(config: DecoderConfig, count: int) -> None:
     size, num_kv = config.head_dim, config.num_key_value_heads
-    if config.experts or max(config.head_norm_sizes, default=size) > size:
-        raise ConfigError(f"{config.model_type}: mixtures and norms of all heads cannot be split")
+    is_wide = config.wide_heads or max(config.head_norm_sizes(), default=size) > size
+    if config.experts or is_wide:
+        raise ConfigError(
+            f"{config.model_type}: mixtures, heads of two sizes and norms of all heads cannot be "
+            "split"
+        )
     heights = {
         "num_key_value_heads x head_dim": num_kv * size,
         "num_attention_heads x head_dim": config.num_attention_heads * size,

@@ -20,11 +20,16 @@ NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 @dataclass(frozen=True)
 class KVShape:
-    """The shape of one token's entry."""
+    """The shape of one token's entry.
+
+    Attributes:
+        wide: of the layers that have other heads than these; None: there are none.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    wide: KVShape | None = None
 
     def entry_size(self, dtype: torch.dtype) -> int:
         """Numbers of an entry of one head: int8 ones lie behind a float32, their scale."""
@@ -32,7 +37,8 @@ class KVShape:
         return in_front + self.head_dim
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.entry_size(dtype) * dtype.itemsize
+        own = 2 * self.num_layers * self.num_kv_heads * self.entry_size(dtype) * dtype.itemsize
+        return own + (self.wide.bytes_per_token(dtype) if self.wide else 0)
 
 
 @dataclass(frozen=True)

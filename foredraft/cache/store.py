@@ -45,13 +45,21 @@ class BlockStore:
         dtype: of keys and values.
         device: where they live.
         block_size: entries of a block.
+
+    Attributes:
+        wide: what the same blocks hold of layers with other heads (`KVShape.wide`), or None.
     """
 
     def __init__(
         self, shape: KVShape, dtype: torch.dtype, device: torch.device | str, block_size: int
     ) -> None:
         self.shape, self.block_size = shape, block_size
+        self.wide = BlockStore(shape.wide, dtype, device, block_size) if shape.wide else None
         self.keys, self.values = (self._empty(0, dtype, device) for _ in range(2))
+
+    @property
+    def _all(self) -> list[Tensor]:
+        return [self.keys, self.values, *(self.wide._all if self.wide else ())]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,13 +122,13 @@ class BlockStore:
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block; there must be room for both."""
-        for store in (self.keys, self.values):
+        for store in self._all:
             store[target] = store[source]
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero some blocks."""
         at = torch.tensor(blocks, device=self.device)
-        for store in (self.keys, self.values):
+        for store in self._all:
             store.index_fill_(0, at, 0)
 
     def clear_entries(self, table: Sequence[int], entries: range) -> None:
@@ -129,7 +137,7 @@ class BlockStore:
         while start < entries.stop:
             block, first = table[start // size], start % size
             count = min(size - first, entries.stop - start)
-            for store in (self.keys, self.values):
+            for store in self._all:
                 store[block, :, :, first : first + count] = 0
             start += count
 
@@ -137,7 +145,7 @@ class BlockStore:
         """Copy the entries ``sources`` of a slot to ``first`` and following; ranges may overlap."""
         source = self.addresses(table, sources)
         target = self.addresses(table, range(first, first + len(sources)))
-        for store in (self.keys, self.values):
+        for store in self._all:
             store[target[0], :, :, target[1]] = store[source[0], :, :, source[1]]
 
     def put(
@@ -183,10 +191,12 @@ class BlockStore:
         return at[0], at[1]
 
     def _resize(self, count: int) -> None:
-        old = (self.keys, self.values)
-        grown = [self._empty(count, store.dtype, store.device) for store in old]
+        own = (self.keys, self.values)
+        grown = [self._empty(count, store.dtype, store.device) for store in own]
+        if self.wide:
+            self.wide._resize(count)  # last of what may fail
         kept = min(count, self.num_blocks)  # not the last one
-        for new, store in zip(grown, old, strict=True):
+        for new, store in zip(grown, own, strict=True):
             new[:kept] = store[:kept]
         self.keys, self.values = grown
 

@@ -21,10 +21,11 @@ namespace foredraft {
 
 // The keys or values of a layer; Type is their number, const or not.
 template <class Type>
-inline CacheLayer<Type> cache_layer(const ForedraftModel& model, const ForedraftForward& forward,
-                                    void* store, int64_t index) {
-  return {static_cast<Type*>(store) + index * forward.layer_stride, forward.block_stride,
-          forward.head_stride, model.head_dim, __builtin_ctzll(uint64_t(forward.block_entries))};
+inline CacheLayer<Type> cache_layer(const ForedraftForward& forward, const ForedraftLayer& layer,
+                                    int64_t D, bool are_keys) {
+  const ForedraftStore& store = forward.stores[layer.kind];
+  return {static_cast<Type*>(are_keys ? store.keys : store.values) + layer.number * store.layer_stride,
+          store.block_stride, store.head_stride, D, __builtin_ctzll(uint64_t(forward.block_entries))};
 }
 
 // From rotated keys and raw queries to attended rows in lane order. `Number` is the type of entries.
@@ -32,10 +33,10 @@ template <class Weight, class Form, class Number>
 class AttentionPhase {
  public:
   AttentionPhase(const ForedraftModel& model, const ForedraftForward& forward,
-                 const Workspace<Weight, Form>& work, const View& view, Member& me, int64_t index,
+                 const Workspace<Weight, Form>& work, const View& view, Member& me,
                  const ForedraftLayer& layer)
       : model_(model), forward_(forward), work_(work), visible_(view.visible), plan_(view.plan),
-        me_(me), index_(index), layer_(layer) {}
+        me_(me), layer_(layer) {}
 
   void run() const {
     const std::vector<AttentionPlan::Piece>& pieces = plan_.pieces(me_.index);
@@ -56,10 +57,10 @@ class AttentionPhase {
   const std::vector<Visible>& visible_;
   const AttentionPlan& plan_;
   Member& me_;
-  const int64_t index_;
   const ForedraftLayer& layer_;
 
-  const int64_t D = model_.head_dim, H = model_.num_heads, G = H / model_.num_kv_heads;
+  const Heads heads_{model_, layer_.kind};
+  const int64_t D = heads_.D, H = heads_.H, G = heads_.G;
 
   // Finishes the queries of a tile: [tokens, G, padded D].
   void put_queries(Range tokens, int64_t kv_head, const Attention& attention) const {
@@ -67,10 +68,10 @@ class AttentionPhase {
     const float scale =
         model_.query_scale ? kLog2E * float(model_.query_scale) : kLog2E / std::sqrt(float(D));
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
-      const float* queries = work_.qkv + token * num_qkv_rows(model_);
-      const HeadNorm norm(model_, layer_.query_norm, queries, H);
+      const float* queries = work_.qkv + token * heads_.qkv_rows;
+      const HeadNorm norm(model_, D, layer_.query_norm, queries, H);
       for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
-        const float* const query = queries + head * (num_query_rows(model_) / H);
+        const float* const query = queries + head * (heads_.query_rows / H);
         std::copy(query, query + D, x);
         if (!model_.norms_rotated) norm.apply(x, head);
         work_.rotate(model_, layer_, token, x);
@@ -81,8 +82,11 @@ class AttentionPhase {
     attention.begin();
   }
 
-  Entries<const Number> entries(void* store, const AttentionPlan::Tile& tile) const {
-    return cache_layer<const Number>(model_, forward_, store, index_)
+  Entries<const Number> keys(const AttentionPlan::Tile& tile) const { return entries(tile, true); }
+  Entries<const Number> values(const AttentionPlan::Tile& tile) const { return entries(tile, false); }
+
+  Entries<const Number> entries(const AttentionPlan::Tile& tile, bool are_keys) const {
+    return cache_layer<const Number>(forward_, layer_, D, are_keys)
         .entries(forward_.tables[tile.tokens.begin], tile.kv_head);
   }
 
@@ -90,7 +94,7 @@ class AttentionPhase {
   void add_chunk(const AttentionPlan::Piece& piece, int64_t chunk, Ahead<Number>& ahead) const {
     const AttentionPlan::Tile& tile = *piece.tile;
     if (chunk < piece.chunks.end)
-      ahead.add(entries(forward_.keys, tile), entries(forward_.values, tile),
+      ahead.add(keys(tile), values(tile),
                 {chunk * kChunk, std::min((chunk + 1) * kChunk, tile.ranks)});
   }
 
@@ -122,7 +126,7 @@ class AttentionPhase {
                                               M, D);
     put_queries(tile.tokens, tile.kv_head, scratch.arithmetic);
     const AttentionTile<Number, Attention> attention{
-        entries(forward_.keys, tile), entries(forward_.values, tile), D, G,
+        keys(tile), values(tile), D, G,
         &visible_[size_t(tile.tokens.begin)], T, scratch.arithmetic,
         float(model_.attention_cap) * kLog2E};
     for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
@@ -198,7 +202,7 @@ class AttentionPhase {
 
   // Multiplies what a head attended with the sigmoid of its gates.
   void gate(int64_t token, int64_t head, float* out) const {
-    const float* const gates = work_.qkv + token * num_qkv_rows(model_) + head * 2 * D + D;
+    const float* const gates = work_.qkv + token * heads_.qkv_rows + head * 2 * D + D;
     for (int64_t d = 0; d < D; ++d)
       out[lane_order<Weight>(head * D + d)] *= 1.0f / (1.0f + std::exp(-gates[d]));
   }

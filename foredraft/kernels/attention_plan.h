@@ -49,7 +49,7 @@ class AttentionPlan {
     Range chunks;
   };
 
-  AttentionPlan(const ForedraftModel& model, const ForedraftForward& forward,
+  AttentionPlan(int64_t num_kv_heads, const ForedraftForward& forward,
                 const std::vector<Visible>& visible)
       : pieces_(size_t(forward.num_threads)) {
     // Tiles get smaller until each thread has two pieces of work. Those of one chunk are better cut in as
@@ -57,7 +57,7 @@ class AttentionPlan {
     for (int64_t step = kTileTokens; step >= 1; step /= 2) {
       tiles_.clear();
       for (int64_t r = 0; r < forward.num_rows; ++r)
-        add_tiles(forward.rows[r], step, model.num_kv_heads, visible);
+        add_tiles(forward.rows[r], step, num_kv_heads, visible);
       int64_t pieces = 0;
       for (const Tile& tile : tiles_) pieces += long_chunks(tile);
       if (pieces >= 2 * forward.num_threads) break;
@@ -170,14 +170,15 @@ struct View {
   std::vector<Visible> visible;
   AttentionPlan plan;
 
-  View(const ForedraftModel& model, const ForedraftForward& forward, int64_t window)
-      : visible(visible_entries(forward, window)), plan(model, forward, visible) {}
+  View(int64_t num_kv_heads, const ForedraftForward& forward, int64_t window)
+      : visible(visible_entries(forward, window)), plan(num_kv_heads, forward, visible) {}
 };
 
 inline std::vector<View> views_of(const ForedraftModel& model, const ForedraftForward& forward) {
   std::vector<View> views;
   views.reserve(size_t(model.num_views));
-  for (int64_t i = 0; i < model.num_views; ++i) views.emplace_back(model, forward, model.windows[i]);
+  for (int64_t i = 0; i < model.num_views; ++i)
+    views.emplace_back(model.heads[model.view_kinds[i]].num_kv_heads, forward, model.windows[i]);
   return views;
 }
 

@@ -57,9 +57,26 @@ struct ForedraftLayer {
   const void* gates;            // [2 Hv, E] as router; [Hv, E] of Mamba-2
   const float* decay_rates;     // [Hv]
   const float* step_bias;       // [Hv]
-  const float* value_norm;      // [V], or [M] of Mamba-2, which may have none
+  const float* value_norm;      // [V], or [M] of Mamba-2, which may have none; [D] where a layer attends
   const float* skips;           // [Hv] of Mamba-2: the share of a head's value in what it gives
   const ForedraftLayer* beside; // a recurrent part that reads the same input as attention; or null
+  int64_t kind;                 // which heads of the model it has, and which entries
+  int64_t is_reader;            // it reads another layer's entries, and has no keys and values
+  int64_t feed_forward;         // F
+  double factor;                // of all that it gives
+  ForedraftMatrix input;        // [P, E] what the embedding of a token tells it; null: it is told nothing
+  ForedraftMatrix input_gate;   // [P, E] how much of that counts
+  ForedraftMatrix input_output; // [E, P]
+  const float* input_norm;      // [E]
+  const ForedraftLayer* dense;  // a feed-forward part beside experts; or null
+  const float* router_norm;     // [E] of what experts are chosen by, beside such a part
+  const float* expert_factors;  // [X]
+  const float* experts_post_norm;  // [E]
+};
+
+// Heads of keys and values, and the numbers of one of them, or of queries.
+struct ForedraftHeads {
+  int64_t num_kv_heads, head_dim;
 };
 
 // Of matrices: numbers of the cache's type, packed in few bits (packed.h), bfloat16 multiplied on tiles
@@ -78,11 +95,11 @@ struct ForedraftRecurrent {
 };
 
 struct ForedraftModel {
-  int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim;
+  int64_t hidden, feed_forward, num_layers, num_heads;
+  ForedraftHeads heads[2];       // of two kinds of layers; twice the same, if there is one
   int64_t vocab;                 // V: rows of the head
   int64_t is_bf16;               // cache, and matrices that are no packed ones; float32 if 0
   int64_t form;                  // of the matrices but the embeddings: a ForedraftForm
-  int64_t packs_embedding;       // whether the embeddings are packed as well
   int64_t int8_activations;      // what packed matrices multiply has 8 bits, 16 if 0
   double norm_eps;
   const ForedraftLayer* layers;  // [L]
@@ -91,11 +108,12 @@ struct ForedraftModel {
   const float* final_norm;       // [E]
   ForedraftMatrix screen;        // [V, E] the head in fewer bits, of a draft's packed ones; or null: none
   int64_t num_ropes;
-  const float* inv_freq;         // [ropes, D / 2]
+  const float* inv_freq;         // [ropes, D / 2] with the larger D
   const int64_t* rope_sizes;     // [ropes] how many of a head's numbers are rotated
   const float* amplitudes;       // [ropes] what cosines and sines are multiplied with
   int64_t num_views;
   const int64_t* windows;        // [views] what a token sees: the last so many entries, or all if 0
+  const int64_t* view_kinds;     // [views] of their layers
   int64_t norms_all_heads;       // query_norm and key_norm are of all heads together
   int64_t activation;            // a ForedraftActivation
   int64_t num_experts, chosen_experts;  // X, and how many of them a token chooses
@@ -109,12 +127,23 @@ struct ForedraftModel {
   int64_t shared_gate;           // by the sigmoid of one more logit; with weight 1 if 0
   int64_t sigmoid_chances;       // of the others: sigmoids of their logits; their softmax if 0
   double chance_floor, chance_scale;  // added to what chances are divided by; their factor
-  int64_t dense_feed_forward;    // F of layers without a router, beside such with one; 0: there are none
+  int64_t dense_feed_forward;    // the largest F of layers without a router, if that is another
   int64_t layer_norms;           // norms subtract the mean
   const float* final_norm_bias;  // [E]
   int64_t is_parallel;           // both parts of a layer read its input
   int64_t norms_rotated;         // queries and keys are normalised behind rotary embedding
   int64_t keeps_inputs;          // some part of a layer reads its input behind another
+  int64_t input_size;            // P of what layers are told of a token; 0: nothing
+  int64_t input_width;           // P times the layers of the table
+  ForedraftMatrix inputs;        // [., W] the tables, one beside the other
+  const float* input_norm;       // [P]
+};
+
+// The entries of one kind of layers.
+struct ForedraftStore {
+  void* keys;                   // [blocks, L, H/G, B, D], of int8 [., ., ., ., 4 + D]
+  void* values;
+  int64_t block_stride, layer_stride, head_stride;  // in elements
 };
 
 // A state [L, S] to be made, behind so many elements.
@@ -150,10 +179,8 @@ struct ForedraftForward {
   const int32_t* extras;        // entries seen beyond the prefix, ascending per token
   const int32_t* wanted;        // [N]
   const ForedraftRow* rows;
-  void* keys;                   // [blocks, L, H/G, B, D], of int8 [., ., ., ., 4 + D]
-  void* values;
+  ForedraftStore stores[2];     // by kind
   int64_t block_entries;        // B: a power of two, a multiple of kRunEntries (entries.h)
-  int64_t block_stride, layer_stride, head_stride;  // in elements
   float* logits;                // [N, V], or [N, num_first + num_others]
   int64_t first_layer, end_layer;
   const float* hidden;          // [T, E] what the layer before gave; null: start from embeddings

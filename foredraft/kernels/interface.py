@@ -49,7 +49,18 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("convolution", "convolution_bias", "gates")),
         *((name, c_void_p) for name in ("decay_rates", "step_bias", "value_norm", "skips")),
         ("beside", c_void_p),
+        *((name, c_int64) for name in ("kind", "is_reader", "feed_forward")),
+        ("factor", c_double),
+        *((name, Matrix) for name in ("input", "input_gate", "input_output")),
+        *((name, c_void_p) for name in ("input_norm", "dense", "router_norm")),
+        *((name, c_void_p) for name in ("expert_factors", "experts_post_norm")),
     ]
+
+
+class Heads(ctypes.Structure):
+    """``ForedraftHeads`` of interface.h."""
+
+    _fields_ = [("num_kv_heads", c_int64), ("head_dim", c_int64)]
 
 
 class RecurrentSizes(ctypes.Structure):
@@ -66,8 +77,9 @@ class Model(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
-        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "is_bf16")),
-        *((name, c_int64) for name in ("form", "packs_embedding", "int8_activations")),
+        ("heads", Heads * 2),
+        *((name, c_int64) for name in ("vocab", "is_bf16")),
+        *((name, c_int64) for name in ("form", "int8_activations")),
         ("norm_eps", c_double),
         ("layers", POINTER(Layer)),
         *((name, Matrix) for name in ("embedding", "head")),
@@ -76,7 +88,7 @@ class Model(ctypes.Structure):
         ("num_ropes", c_int64),
         *((name, c_void_p) for name in ("inv_freq", "rope_sizes", "amplitudes")),
         ("num_views", c_int64),
-        ("windows", c_void_p),
+        *((name, c_void_p) for name in ("windows", "view_kinds")),
         *((name, c_int64) for name in ("norms_all_heads", "activation", "num_experts")),
         *((name, c_int64) for name in ("chosen_experts", "normalises_chances")),
         *((name, c_double) for name in ("query_scale", "attention_cap", "logits_cap")),
@@ -88,6 +100,18 @@ class Model(ctypes.Structure):
         *((name, c_int64) for name in ("dense_feed_forward", "layer_norms")),
         ("final_norm_bias", c_void_p),
         *((name, c_int64) for name in ("is_parallel", "norms_rotated", "keeps_inputs")),
+        *((name, c_int64) for name in ("input_size", "input_width")),
+        ("inputs", Matrix),
+        ("input_norm", c_void_p),
+    ]
+
+
+class Store(ctypes.Structure):
+    """``ForedraftStore`` of interface.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("block_stride", "layer_stride", "head_stride")),
     ]
 
 
@@ -125,10 +149,8 @@ class Forward(ctypes.Structure):
         ("tables", POINTER(c_void_p)),
         *((name, POINTER(c_int32)) for name in ("prefixes", "extra_starts", "extras", "wanted")),
         ("rows", POINTER(ForwardRow)),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        *((name, c_int64) for name in ("block_entries", "block_stride", "layer_stride")),
-        ("head_stride", c_int64),
+        ("stores", Store * 2),
+        ("block_entries", c_int64),
         ("logits", c_void_p),
         *((name, c_int64) for name in ("first_layer", "end_layer")),
         ("hidden", c_void_p),

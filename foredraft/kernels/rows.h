@@ -1,6 +1,6 @@
 // What is done to single rows of floats: norms, rotary angles, padding.
 //
-// Shape legend: D head size.
+// Shape legend: see worker.h.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,16 @@
 
 namespace foredraft {
 
-// Rows of the matrix of queries, and of that of queries, keys and values.
-inline int64_t num_query_rows(const ForedraftModel& model) {
-  return model.num_heads * model.head_dim * (model.gates_attention ? 2 : 1);
-}
+// The heads of a kind of layers. What a layer computes of queries, keys and values has rows of qkv_rows,
+// those of queries in front, also where it reads another's entries and has no others.
+struct Heads {
+  const int64_t H, num_kv, D, G, query_rows, qkv_rows;
 
-inline int64_t num_qkv_rows(const ForedraftModel& model) {
-  return num_query_rows(model) + 2 * model.num_kv_heads * model.head_dim;
-}
+  Heads(const ForedraftModel& model, int64_t kind)
+      : H(model.num_heads), num_kv(model.heads[kind].num_kv_heads), D(model.heads[kind].head_dim),
+        G(H / num_kv), query_rows(H * D * (model.gates_attention ? 2 : 1)),
+        qkv_rows(query_rows + 2 * num_kv * D) {}
+};
 
 // Zeros behind row `row` of rows that are padded to whole pairs.
 inline void pad_with_zeros(float* rows, int64_t row, int64_t size) {
@@ -54,8 +56,9 @@ inline float inverse_rms(const float* x, int64_t size, double eps, float behind 
 // The norm of a token's queries, or keys: of each head by itself, or of all heads together.
 class HeadNorm {
  public:
-  HeadNorm(const ForedraftModel& model, const float* weight, const float* heads, int64_t num_heads)
-      : D_(model.head_dim), eps_(model.norm_eps), weight_(weight) {
+  HeadNorm(const ForedraftModel& model, int64_t D, const float* weight, const float* heads,
+           int64_t num_heads)
+      : D_(D), eps_(model.norm_eps), weight_(weight) {
     if (weight && model.norms_all_heads) all_ = inverse_rms(heads, num_heads * D_, eps_);
   }
 

@@ -8,7 +8,7 @@
 //
 // Shape legend: T tokens of the forward, N tokens whose logits are wanted, L layers, E hidden size,
 // H query heads, G query heads per key-value head, D head size, F feed-forward width, V vocabulary,
-// X experts.
+// X experts, P numbers that a layer is told of a token, W those of all layers.
 //
 // Phases of a layer, a barrier after each; "split" says what the threads share out:
 //   qkv         split by weight row     hidden -> normed -> qkv; keys and values -> cache
@@ -21,7 +21,8 @@
 //   route       split by weight row     hidden -> normed -> routed
 //   choose      split by token          routed -> the experts that each token chooses, by chances
 // and an expert's weights are read once for all tokens that have chosen it. A token adds up its experts
-// in the order of their numbers.
+// in the order of their numbers. What tables and embeddings tell each layer of a token is multiplied at the
+// beginning; a layer adds it behind its parts.
 // Whatever one core writes and another reads costs a transfer, in a machine of several dies some
 // tenths of a microsecond. So each thread normalises few tokens for itself, all of them; many
 // tokens are split, with one more barrier.
@@ -75,10 +76,9 @@ class Worker {
   const typename Form::Session session_{forward_.num_tokens};
   bool in_eight_ = false;  // the activations of the product to come have 8 bits
 
-  const int64_t T = forward_.num_tokens, E = model_.hidden, D = model_.head_dim;
-  const int64_t H = model_.num_heads, F = model_.feed_forward;
+  const int64_t T = forward_.num_tokens, E = model_.hidden, F = model_.feed_forward;
+  const int64_t P = model_.input_size, W = model_.input_width;
   const float residual_scale_ = float(model_.residual_scale);
-  const int64_t query_width = num_query_rows(model_), qkv_width = num_qkv_rows(model_);
 
   const bool few_ = T <= kFewTokens;
   float* const normed_ = work_.normed + (few_ ? me_.index * work_.normed_size : 0);
@@ -93,6 +93,7 @@ class Worker {
   void layers() {
     embed();
     end(kOther);
+    if (P && forward_.first_layer < forward_.end_layer) project_inputs();
     for (int64_t index = forward_.first_layer; index < forward_.end_layer; ++index) layer(index);
   }
 
@@ -102,6 +103,7 @@ class Worker {
     if (layer.convolution) recurrent(layer);
     else if (layer.qkv[0].data) attention(layer);
     mlp(index, layer);
+    if (layer.input.data) add_told(index, layer);
     tap(index);
   }
 
@@ -117,26 +119,27 @@ class Worker {
   }
 
   void attention(const ForedraftLayer& layer) {
-    const int64_t index = layer.number;
+    const Heads of(model_, layer.kind);
     expect({layer.qkv, layer.qkv + 1, layer.qkv + 2});
     normalise(T, nullptr, layer.attention_norm, layer.attention_norm_bias,
               layer.beside ? work_.before : work_.hidden);
     if (model_.is_parallel) keep_input();
-    qkv(index, layer);
-    pad_attended(H * D);
+    qkv(layer, of);
+    const int64_t width = of.H * of.D;
+    pad(work_.attended, T, width);
     end(kLinear);
     if (layer.key_norm && model_.norms_all_heads) {
-      const int64_t num_heads = 2 * model_.num_kv_heads;
+      const int64_t num_heads = 2 * of.num_kv;
       const Range mine = me_.share(T * num_heads);
       for (int64_t i = mine.begin; i < mine.end; ++i)
-        put_cache(index, layer, i / num_heads, i % num_heads);
+        put_cache(layer, of, i / num_heads, i % num_heads);
       end(kAttention);
     }
-    attend(index, layer);
+    attend(layer);
     end(kAttention);
     expect({&layer.output});
-    prepare<Weight>(work_.attended, H * D);
-    add_product(layer.output, layer.output_bias, work_.attended, H * D, layer.attention_post_norm,
+    prepare<Weight>(work_.attended, width);
+    add_product(layer.output, layer.output_bias, work_.attended, width, layer.attention_post_norm,
                 first_gate(layer));
   }
 
@@ -145,11 +148,12 @@ class Worker {
     std::copy(work_.hidden + mine.begin * E, work_.hidden + mine.end * E, work_.before + mine.begin * E);
   }
 
-  // Layers of another kind have left rows of another width.
-  void pad_attended(int64_t width) const {
-    if (!model_.recurrent.channels || width % kPair == 0) return;
-    const Range mine = me_.share(T);
-    for (int64_t t = mine.begin; t < mine.end; ++t) pad_with_zeros(work_.attended, t, width);
+  // Zeros behind rows, before they are filled: others have left some of another width. Whether there are
+  // such.
+  bool pad(float* rows, int64_t count, int64_t width) const {
+    const Range mine = me_.share(count);
+    for (int64_t i = mine.begin; width % kPair && i < mine.end; ++i) pad_with_zeros(rows, i, width);
+    return width % kPair;
   }
 
   void recurrent(const ForedraftLayer& layer) {
@@ -168,7 +172,7 @@ class Worker {
              Activations{normed_, padded(E)}, T, nullptr, [&](int64_t token, int64_t row, float value) {
                work_.gates[token * part.gate_rows() + row] = value;
              });
-    pad_attended(part.num_outputs());
+    pad(work_.attended, T, part.num_outputs());
     end(kLinear);
     if (layer.gates) {
       part.convolve(me_);
@@ -187,33 +191,112 @@ class Worker {
   }
 
   void mlp(int64_t index, const ForedraftLayer& layer) {
-    expect({&layer.gate, &layer.up});
-    normalise(T, nullptr, layer.mlp_norm, layer.mlp_norm_bias,
-              model_.is_parallel ? work_.before : work_.hidden);
     if (layer.router) {
       if constexpr (Form::kMayPackExperts)
         if (layer.up.format != kNotPacked) return mixture<Packed<false>>(layer);
       return mixture<Form>(layer);
     }
-    const int64_t size = rows_of_gates(layer);
-    pad_feed_forward(T, size);
+    put_gated(layer);
+    add_product(layer.down, layer.down_bias, work_.feed_forward, layer.feed_forward, layer.mlp_post_norm,
+                first_of_layer(index + 1), factor_behind_mlp(layer));
+  }
+
+  static float factor_behind_mlp(const ForedraftLayer& layer) {
+    return layer.input.data ? 1.0f : float(layer.factor);
+  }
+
+  // Inputs of the product with `down` of a part that all tokens read.
+  void put_gated(const ForedraftLayer& layer) {
+    normalise_for_mlp(layer, layer.mlp_norm);
+    if (pad(work_.feed_forward, T, layer.feed_forward)) end(kOther);
     gate_up<Form>(layer, 0, inputs(normed_, E), T, work_.feed_forward);
     end(kLinear);
     expect({&layer.down});
-    prepare<Order>(work_.feed_forward, size);
-    add_product(layer.down, layer.down_bias, work_.feed_forward, size, layer.mlp_post_norm,
-                first_of_layer(index + 1));
+    prepare<Order>(work_.feed_forward, layer.feed_forward);
   }
 
-  int64_t rows_of_gates(const ForedraftLayer& layer) const {
-    return layer.router || !model_.dense_feed_forward ? F : model_.dense_feed_forward;
+  void normalise_for_mlp(const ForedraftLayer& layer, const float* norm) {
+    expect({&layer.gate, &layer.up});
+    normalise(T, nullptr, norm, layer.mlp_norm_bias, model_.is_parallel ? work_.before : work_.hidden);
   }
 
-  // Layers of another kind have left rows of another width.
-  void pad_feed_forward(int64_t count, int64_t size) const {
-    if (!model_.dense_feed_forward) return;
-    const Range mine = me_.share(count);
-    for (int64_t i = mine.begin; i < mine.end; ++i) pad_with_zeros(work_.feed_forward, i, size);
+  // What the part beside experts gives, normalised, in `before`; `added` is then for what experts give.
+  void put_dense(const ForedraftLayer& layer) {
+    put_gated(layer);
+    float* const added = work_.added;
+    const int64_t width = E;
+    matmul(matrix(layer.down, layer.feed_forward), me_.share(E, kShareRows),
+           inputs(work_.feed_forward, layer.feed_forward), T, nullptr,
+           [=](int64_t token, int64_t row, float value) { added[token * width + row] = value; });
+    end(kLinear);
+    const Range mine = me_.share(T);
+    for (int64_t at = mine.begin * E; at < mine.end * E; at += E) {
+      const float inverse = inverse_rms(added + at, E, model_.norm_eps);
+      for (int64_t i = 0; i < E; ++i)
+        work_.before[at + i] = layer.mlp_post_norm[i] * (added[at + i] * inverse);
+      std::fill_n(added + at, E, 0.0f);
+    }
+    end(kOther);
+  }
+
+  // Adds both parts, each normalised, once their sum is.
+  void add_both(const ForedraftLayer& layer) {
+    const Range mine = me_.share(T);
+    for (int64_t at = mine.begin * E; at < mine.end * E; at += E) {
+      float* const both = work_.before + at;
+      const float of_experts = inverse_rms(work_.added + at, E, model_.norm_eps);
+      for (int64_t i = 0; i < E; ++i)
+        both[i] += layer.experts_post_norm[i] * (work_.added[at + i] * of_experts);
+      const float inverse = inverse_rms(both, E, model_.norm_eps);
+      for (int64_t i = 0; i < E; ++i)
+        work_.hidden[at + i] = (work_.hidden[at + i] + layer.mlp_post_norm[i] * (both[i] * inverse)) *
+                               factor_behind_mlp(layer);
+    }
+    end(kOther);
+  }
+
+  // What layers are told of tokens: by the tables, and by their embeddings.
+  void project_inputs() {
+    const Range layers{forward_.first_layer, forward_.end_layer}, mine = me_.share(T);
+    expect({&model_.layers[layers.begin].input});
+    normalise(T, nullptr, nullptr, nullptr, work_.before);
+    for (int64_t index = layers.begin; index < layers.end; ++index)
+      matmul(matrix(model_.layers[index].input, E), me_.share(P, kShareRows), inputs(normed_, E), T, nullptr,
+             [&](int64_t token, int64_t row, float value) {
+               work_.projected[token * W + index * P + row] = value;
+             });
+    end(kLinear);
+    // They are scaled by 1 / root of E before their norm: so is its epsilon.
+    const double eps = model_.norm_eps * double(E);
+    const float of_table = std::sqrt(float(P)), of_both = std::sqrt(0.5f);
+    for (int64_t t = mine.begin; t < mine.end; ++t)
+      for (int64_t at = t * W + layers.begin * P; at < t * W + layers.end * P; at += P) {
+        const float inverse = inverse_rms(work_.projected + at, P, eps);
+        for (int64_t i = 0; i < P; ++i) {
+          const float projected = model_.input_norm[i] * (work_.projected[at + i] * inverse);
+          work_.told[at + i] = (projected + work_.told[at + i] * of_table) * of_both;
+        }
+      }
+    end(kOther);
+  }
+
+  // Adds what a layer is told of tokens, as much of it as hidden states want.
+  void add_told(int64_t index, const ForedraftLayer& layer) {
+    if (pad(work_.feed_forward, T, P)) end(kOther);
+    expect({&layer.input_gate});
+    normalise(T, nullptr, nullptr, nullptr);
+    const void* const next = matrix(layer.input_output, P).at(me_.share(E, kShareRows).begin);
+    matmul(matrix(layer.input_gate, E), me_.share(P, kShareRows), inputs(normed_, E), T, next,
+           [&](int64_t token, int64_t row, float value) {
+             const float gate = activated(broadcast(value), layer)[0];
+             work_.feed_forward[token * padded(P) + lane_order<Order>(row)] =
+                 gate * work_.told[token * W + index * P + row];
+           });
+    end(kLinear);
+    expect({&layer.input_output});
+    prepare<Order>(work_.feed_forward, P);
+    add_product(layer.input_output, nullptr, work_.feed_forward, P, layer.input_norm,
+                first_of_layer(index + 1), float(layer.factor));
   }
 
   using Rows = typename Form::Rows;
@@ -233,7 +316,7 @@ class Worker {
   const void* first_gate(const ForedraftLayer& layer) const {
     const ForedraftMatrix& first = layer.gate.data ? layer.gate : layer.up;
     if (layer.router || !first.data) return nullptr;
-    return matrix(first, E).at(me_.share(rows_of_gates(layer), kShareRows).begin);
+    return matrix(first, E).at(me_.share(layer.feed_forward, kShareRows).begin);
   }
 
   const void* first_of_layer(int64_t index) const {
@@ -242,7 +325,7 @@ class Worker {
     const ForedraftLayer& layer = model_.layers[index];
     if (!layer.qkv[0].data) return first_gate(layer);
     int64_t row = layer.convolution ? me_.share(layer.qkv_rows[0], kShareRows).begin
-                                    : first_qkv_row(me_.index);
+                                    : first_qkv_row(me_.index, layer, {model_, layer.kind});
     int part = 0;
     while (part < 2 && layer.qkv_rows[part + 1] && row >= layer.qkv_rows[part])
       row -= layer.qkv_rows[part++];
@@ -274,8 +357,7 @@ class Worker {
     }
   }
 
-  // Token embeddings or given states, rotary angles, and the zeros behind rows that are filled
-  // element by element.
+  // Token embeddings or given states, rotary angles, and the tables that tell layers of tokens.
   void embed() const {
     const Range mine = me_.share(T);
     for (int64_t t = mine.begin; t < mine.end; ++t) {
@@ -283,17 +365,16 @@ class Worker {
       if (forward_.hidden) std::copy_n(forward_.hidden + t * E, E, to);
       else put_embedding(forward_.token_ids[t], to);
       for (int64_t rope = 0; rope < model_.num_ropes; ++rope) put_angles(rope, t);
-      pad_with_zeros(work_.attended, t, H * D);
-      if (model_.dense_feed_forward) continue;
-      const int64_t num_rows = std::max<int64_t>(model_.chosen_experts, 1);
-      for (int64_t i = 0; i < num_rows; ++i) pad_with_zeros(work_.feed_forward, t * num_rows + i, F);
+      if (!P) continue;
+      put_embedding(forward_.token_ids[t], work_.before + t * E);
+      put_row(model_.inputs, forward_.token_ids[t], W, work_.told + t * W);
     }
   }
 
   void put_angles(int64_t rope, int64_t token) const {
-    const float* const inv_freq = model_.inv_freq + rope * (D / 2);
+    const float* const inv_freq = model_.inv_freq + rope * work_.rope_pairs;
     const float amplitude = model_.amplitudes[rope];
-    const int64_t at = (rope * T + token) * (D / 2);
+    const int64_t at = (rope * T + token) * work_.rope_pairs;
     for (int64_t i = 0; i < model_.rope_sizes[rope] / 2; ++i) {
       const float angle = float(forward_.positions[token]) * inv_freq[i];
       work_.cosine[at + i] = std::cos(angle) * amplitude;
@@ -302,11 +383,16 @@ class Worker {
   }
 
   void put_embedding(int64_t token, float* to) const {
-    const Weight* const source = static_cast<const Weight*>(model_.embedding.data) + token * E;
-    if (model_.packs_embedding) PackedMatrix(model_.embedding, E).unpack(token, to);
-    else for (int64_t i = 0; i < E; ++i) to[i] = to_float(source[i]);
+    put_row(model_.embedding, token, E, to);
     const float scale = float(model_.embedding_scale);
     for (int64_t i = 0; i < E; ++i) to[i] *= scale;
+  }
+
+  // A row of a table.
+  static void put_row(const ForedraftMatrix& table, int64_t row, int64_t K, float* to) {
+    const Weight* const source = static_cast<const Weight*>(table.data) + row * K;
+    if (table.format != kNotPacked) PackedMatrix(table, K).unpack(row, to);
+    else for (int64_t i = 0; i < K; ++i) to[i] = to_float(source[i]);
   }
 
   // Normalised hidden states in lane order, of all tokens or of those listed, and inputs of them.
@@ -343,18 +429,19 @@ class Worker {
 
   // Where the weight rows of a thread begin. Keys and values are dealt out in whole heads, so that
   // who computes one can finish it.
-  int64_t first_qkv_row(int thread) const {
-    if (thread == me_.size) return qkv_width;
-    const int64_t begin = Member{me_.barrier, thread, me_.size}.share(qkv_width, kShareRows).begin;
-    if (begin <= query_width) return begin;
-    if (kShareRows == kGroupRows && D % kGroupRows) return query_width / kGroupRows * kGroupRows;
-    return query_width + (begin - query_width + D / 2) / D * D;
+  int64_t first_qkv_row(int thread, const ForedraftLayer& layer, const Heads& of) const {
+    const int64_t count = layer.is_reader ? of.query_rows : of.qkv_rows, D = of.D;
+    if (thread == me_.size) return count;
+    const int64_t begin = Member{me_.barrier, thread, me_.size}.share(count, kShareRows).begin;
+    if (begin <= of.query_rows) return begin;
+    if (kShareRows == kGroupRows && D % kGroupRows) return of.query_rows / kGroupRows * kGroupRows;
+    return of.query_rows + (begin - of.query_rows + D / 2) / D * D;
   }
 
-  void qkv(int64_t index, const ForedraftLayer& layer) const {
+  void qkv(const ForedraftLayer& layer, const Heads& of) const {
     const float* bias = layer.qkv_bias;
-    const Range mine{first_qkv_row(me_.index), first_qkv_row(me_.index + 1)};
-    const void* const next = matrix(layer.output, H * D).at(me_.share(E, kShareRows).begin);
+    const Range mine{first_qkv_row(me_.index, layer, of), first_qkv_row(me_.index + 1, layer, of)};
+    const void* const next = matrix(layer.output, of.H * of.D).at(me_.share(E, kShareRows).begin);
     int64_t first = 0;  // row of a part
     for (int part = 0; part < 3 && layer.qkv_rows[part]; first += layer.qkv_rows[part++]) {
       const Range rows{std::max(mine.begin - first, int64_t(0)),
@@ -362,33 +449,36 @@ class Worker {
       matmul(matrix(layer.qkv[part], E), rows, inputs(normed_, E), T, next,
              [&](int64_t token, int64_t part_row, float value) {
                const int64_t row = first + part_row;
-               work_.qkv[token * qkv_width + row] = bias ? value + bias[row] : value;
+               work_.qkv[token * of.qkv_rows + row] = bias ? value + bias[row] : value;
              });
     }
     if (layer.key_norm && model_.norms_all_heads) return;  // all keys are needed first
-    const int64_t begin = (std::max(mine.begin, query_width) + D - 1) / D, end = mine.end / D;
+    const int64_t begin = ceil_div(std::max(mine.begin, of.query_rows), of.D), end = mine.end / of.D;
     for (int64_t head = begin; head < end; ++head)
       for (int64_t token = 0; token < T; ++token)
-        put_cache(index, layer, token, head - query_width / D);
+        put_cache(layer, of, token, head - of.query_rows / of.D);
   }
 
   // Finishes a key head, or a value head behind those, and writes it into the cache.
-  void put_cache(int64_t index, const ForedraftLayer& layer, int64_t token, int64_t kv_head) const {
-    const float* const heads = work_.qkv + token * qkv_width + query_width;
+  void put_cache(const ForedraftLayer& layer, const Heads& of, int64_t token, int64_t kv_head) const {
+    const float* const heads = work_.qkv + token * of.qkv_rows + of.query_rows;
+    const int64_t D = of.D;
     const float* const source = heads + kv_head * D;
-    void* store = forward_.values;
+    const bool is_key = kv_head < of.num_kv;
     float* x = work_.attention + me_.index * work_.attention_size;  // room for one
     std::copy(source, source + D, x);
-    if (kv_head < model_.num_kv_heads) {
-      const HeadNorm norm(model_, layer.key_norm, heads, model_.num_kv_heads);
+    if (is_key) {
+      const HeadNorm norm(model_, D, layer.key_norm, heads, of.num_kv);
       if (!model_.norms_rotated) norm.apply(x, kv_head);
       work_.rotate(model_, layer, token, x);
       if (model_.norms_rotated) norm.apply(x, kv_head);
-      store = forward_.keys;
+    } else if (layer.value_norm) {
+      const float scale = inverse_rms(x, D, model_.norm_eps);
+      for (int64_t i = 0; i < D; ++i) x[i] = layer.value_norm[i] * (x[i] * scale);
     }
     with_entries([&](auto number) {
-      const auto layer = cache_layer<decltype(number)>(model_, forward_, store, index);
-      put_entry(x, D, layer.entries(forward_.tables[token], kv_head % model_.num_kv_heads)
+      const auto entries = cache_layer<decltype(number)>(forward_, layer, D, is_key);
+      put_entry(x, D, entries.entries(forward_.tables[token], kv_head % of.num_kv)
                           .at(forward_.entries[token]));
     });
   }
@@ -400,18 +490,17 @@ class Worker {
     else work(Weight{});
   }
 
-  void attend(int64_t index, const ForedraftLayer& layer) {
+  void attend(const ForedraftLayer& layer) {
     const View& view = views_[size_t(layer.view)];
     with_entries([&](auto number) {
-      AttentionPhase<Weight, Form, decltype(number)>{model_, forward_, work_, view, me_, index, layer}
-          .run();
+      AttentionPhase<Weight, Form, decltype(number)>{model_, forward_, work_, view, me_, layer}.run();
     });
     if constexpr (Form::kAttendsOnTiles) session_.resume();
   }
 
-  // hidden += x . W (+ bias), perhaps normalised before
+  // hidden += x . W (+ bias), perhaps normalised before; then all of it times a factor
   void add_product(const ForedraftMatrix& weights, const float* bias, const float* x, int64_t K,
-                   const float* post_norm, const void* next) {
+                   const float* post_norm, const void* next, float factor = 1) {
     const auto product = [&](const auto& put) {
       matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T, next, put);
       end(kLinear);
@@ -431,7 +520,7 @@ class Worker {
       const float* const row = added + t * E;
       const float inverse = inverse_rms(row, E, model_.norm_eps);
       for (int64_t i = 0; i < E; ++i)
-        hidden[t * E + i] += post_norm[i] * (row[i] * inverse) * scale;
+        hidden[t * E + i] = (hidden[t * E + i] + post_norm[i] * (row[i] * inverse) * scale) * factor;
     }
     end(kOther);
   }
@@ -441,6 +530,9 @@ class Worker {
   // `Own` is the form of the experts.
   template <class Own>
   void mixture(const ForedraftLayer& layer) {
+    if (layer.dense) put_dense(*layer.dense);
+    float* const sums = layer.dense ? work_.added : work_.hidden;
+    normalise_for_mlp(layer, layer.dense ? layer.router_norm : layer.mlp_norm);
     const int64_t X = model_.num_experts, num_logits = X - model_.shared_experts + model_.shared_gate;
     matmul(Matrix<Order>{static_cast<const Order*>(layer.router), E}, me_.share(num_logits),
            Activations{normed_, padded(E)}, T, nullptr,
@@ -448,8 +540,9 @@ class Worker {
     end(kLinear);
     const Range mine = me_.share(T);
     for (int64_t token = mine.begin; token < mine.end; ++token) choose(layer, token);
-    pad_feed_forward(T * model_.chosen_experts, F);
+    pad(work_.feed_forward, T * model_.chosen_experts, F);
     end(kOther);
+    if (layer.dense) normalise_for_mlp(layer, layer.mlp_norm);
     const Chosen chosen(work_.chosen, T, X, model_.chosen_experts);
     float* const rows = work_.gathered + me_.index * work_.gathered_size;
     float* const prepared = rows + work_.gathered_rows;
@@ -476,12 +569,13 @@ class Worker {
       matmul(matrix<Own>(layer.down, F, expert), me_.share(E, Own::kShareRows), x, count, nullptr,
              [&](int64_t i, int64_t row, float value) {
                const float chance = work_.chances[pairs[i]];
-               work_.hidden[pairs[i] / model_.chosen_experts * E + row] +=
+               sums[pairs[i] / model_.chosen_experts * E + row] +=
                    (bias ? value + bias[row] : value) * chance * residual_scale_;
              });
     });
     session_.resume();
     end(kLinear);
+    if (layer.dense) add_both(layer);
   }
 
   // The experts of a token and their chances, in the order of their numbers. Of equal ones the first.
@@ -506,8 +600,10 @@ class Worker {
     }
     std::sort(chosen, chosen + K);
     const float whole = model_.normalises_chances ? of_chosen + float(model_.chance_floor) : all;
-    for (int64_t k = 0; k < K; ++k)
+    for (int64_t k = 0; k < K; ++k) {
       chances[k] = logits[chosen[k]] / whole * float(model_.chance_scale);
+      if (layer.expert_factors) chances[k] *= layer.expert_factors[chosen[k]];
+    }
     for (int64_t i = 0; i < num_shared; ++i) {
       chosen[K + i] = int32_t(X + i);
       chances[K + i] = model_.shared_gate ? 1.0f / (1.0f + std::exp(-logits[X])) : 1.0f;
@@ -534,7 +630,7 @@ class Worker {
   template <class Own>
   void gate_up(const ForedraftLayer& layer, int64_t expert, const typename Own::Inputs& x, int64_t count,
                float* out) const {
-    const int64_t F = rows_of_gates(layer);
+    const int64_t F = layer.feed_forward;
     const bool is_gated = layer.gate.data;
     const auto up = matrix<Own>(layer.up, E, expert), down = matrix<Own>(layer.down, F, expert);
     const auto gate = is_gated ? matrix<Own>(layer.gate, E, expert) : up;
@@ -594,6 +690,12 @@ class Worker {
     for (; i + kPair <= columns.end; i += kPair)
       store_in_lane_order(row + i, load(source + i), load(source + i + kLanes), kOrder);
     for (; i < columns.end; ++i) row[lane_order<Order>(i)] = source[i];
+  }
+
+  Vec activated(Vec x, const ForedraftLayer& layer) const {
+    if (model_.activation == kSilu) return silu(x);
+    if (model_.activation == kXielu) return xielu(x, layer.activation);
+    return model_.activation == kRelu2 ? relu2(x) : gelu_tanh(x);
   }
 
   void tap(int64_t index) {

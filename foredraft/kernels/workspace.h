@@ -29,7 +29,8 @@ struct Workspace {
   float* gates;          // of delta nets [T, 2 Hv]
   float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
   float* added;          // what is normalised before it is added
-  float* before;         // hidden states in front of a layer whose parts both read them
+  float* before;         // hidden states in front of a layer whose parts both read them; embeddings
+  float *told, *projected;  // what layers are told of tokens [T, W], and of it what embeddings tell
   float* chances;        // of the chosen experts [T, experts], in the order of `chosen`
   float* chosen;         // their numbers as int32 [T, experts], ascending
   float* routed;         // [T, X]
@@ -39,7 +40,8 @@ struct Workspace {
   float* kept_chunks;          // of attention
   int64_t normed_size, prepared_size, attention_size, gate_up_size, gathered_size;  // per thread
   int64_t gathered_rows;  // floats of the rows among them
-  int64_t tile_queries, kept_chunk_size, gate_up_rows;
+  int64_t kept_chunk_size, gate_up_rows;
+  int64_t rope_pairs;     // of the largest heads
 
   static constexpr int64_t kScratch = 8192;  // floats of gates, and as many of ups
   // What a thread alone writes lies so far from what others write that no core fetches it unasked.
@@ -53,20 +55,23 @@ struct Workspace {
       buffer = memory + size;
       size += whole_lines(count);
     };
-    const int64_t T = num_tokens, E = model.hidden, D = model.head_dim;
-    const int64_t H = model.num_heads, G = H / model.num_kv_heads;
-    tile_queries = std::min(T, kTileTokens) * G;
+    const int64_t T = num_tokens, E = model.hidden;
+    const Heads kinds[2] = {{model, 0}, {model, 1}};
+    const auto most = [&](const auto& size) { return std::max(size(kinds[0]), size(kinds[1])); };
+    const auto queries = [&](const Heads& of) { return std::min(T, kTileTokens) * of.G; };
     const int64_t preparing = T <= kFewTokens ? num_threads : 1;
     normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
     const RecurrentSizes recurrent(model.recurrent);
-    const int64_t most_attended = std::max(H * D, recurrent.num_outputs);
-    const int64_t F = std::max(model.feed_forward, model.dense_feed_forward);
+    const int64_t most_attended =
+        std::max(most([](const Heads& of) { return of.H * of.D; }), recurrent.num_outputs);
+    const int64_t F = std::max({model.feed_forward, model.dense_feed_forward, model.input_size});
     const int64_t most_inputs = std::max({E, most_attended, F});
     prepared_size = whole_lines(Form::prepared_size(T, most_inputs)) + kApart;
-    attention_size =
-        whole_lines(std::max(Scratch::size(tile_queries, D), FloatScratch::size(tile_queries, D))) +
-        kApart;
-    kept_chunk_size = whole_lines(Attended::size(tile_queries, D));
+    attention_size = kApart + whole_lines(most([&](const Heads& of) {
+      return std::max(Scratch::size(queries(of), of.D), FloatScratch::size(queries(of), of.D));
+    }));
+    kept_chunk_size =
+        whole_lines(most([&](const Heads& of) { return Attended::size(queries(of), of.D); }));
     const int64_t panel = panel_rows(Form::rows({}, E), T);
     const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);
     gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(F));
@@ -77,9 +82,11 @@ struct Workspace {
         whole_lines(2 * std::min(rounded, T * whole_lines(F))) + kApart;
     take(hidden, T * E);
     take(normed, preparing * normed_size);
-    take(qkv, T * std::max(num_qkv_rows(model), recurrent.width));
+    const int64_t qkv_rows = most([](const Heads& of) { return of.qkv_rows; });
+    take(qkv, T * std::max(qkv_rows, recurrent.width));
     take(gates, T * recurrent.num_gates);
-    rope_stride_ = T * D / 2;
+    rope_pairs = most([](const Heads& of) { return of.D / 2; });
+    rope_stride_ = T * rope_pairs;
     take(cosine, model.num_ropes * rope_stride_);
     take(sine, model.num_ropes * rope_stride_);
     take(attended, T * padded(most_attended));
@@ -87,6 +94,8 @@ struct Workspace {
     take(feed_forward, std::max(T * padded(F), chosen_by_all * padded(model.feed_forward)));
     take(added, has_post_norms(model) ? T * E : 0);
     take(before, model.keeps_inputs ? T * E : 0);
+    take(told, T * model.input_width);
+    take(projected, T * model.input_width);
     take(chances, chosen_by_all);
     take(chosen, chosen_by_all);
     take(routed, T * X);
@@ -96,8 +105,9 @@ struct Workspace {
     take(gathered, X ? num_threads * gathered_size : 0);
     take(prepared, preparing * prepared_size);
     take(attention, num_threads * attention_size);
-    take(kept_chunks, kept_chunk_size * AttentionPlan::most_kept(T, model.num_kv_heads, max_entries,
-                                                                 num_threads));
+    take(kept_chunks, kept_chunk_size * most([&](const Heads& of) {
+      return AttentionPlan::most_kept(T, of.num_kv, max_entries, num_threads);
+    }));
     take(gate_up, num_threads * gate_up_size);
   }
 
@@ -105,7 +115,7 @@ struct Workspace {
   void rotate(const ForedraftModel& model, const ForedraftLayer& layer, int64_t token,
               float* x) const {
     if (layer.rope < 0) return;
-    const int64_t at = layer.rope * rope_stride_ + token * (model.head_dim / 2);
+    const int64_t at = layer.rope * rope_stride_ + token * rope_pairs;
     rotate_head(x, cosine + at, sine + at, model.rope_sizes[layer.rope]);
   }
 

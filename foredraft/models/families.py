@@ -19,7 +19,8 @@ class Names:
 
     A norm without a name does not exist. Matrices of several names are concatenated by rows.
     ``{expert}`` stands for the number of an expert; a name without it is of all experts. The bias
-    of a router has its whole name. The first layers of some mixtures have no experts (``dense``).
+    of a router has its whole name. The first layers of some mixtures have no experts (``dense``);
+    where ``dense_post_norm`` is named, all layers have such a part beside them.
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -46,6 +47,15 @@ class Names:
     recurrent_norm: str = ""
     sinks: str | None = None
     activation: str | None = None
+    experts_norm: str | None = None
+    experts_post_norm: str | None = None
+    dense_post_norm: str | None = None
+    router_norm: str = ""
+    expert_factors: str = ""
+    factor: str | None = None
+    input_gate: str = ""
+    input_output: str = ""
+    input_norm: str = ""
     final_norm: str = "model.norm"
 
     @property
@@ -147,6 +157,9 @@ class Family:
             and their gates; so do those of beta and decay.
         is_paired: rotary embedding turns neighbours: rows of queries and keys are laid anew so
             that it turns halves.
+        has_wide_heads: layers with full attention have heads of another size, and the last layers
+            read entries of others.
+        norms_values: without weights.
         chances: of experts: their softmax, or the sigmoid of each; then the bias of the router
             counts for the choice alone.
         chance_floor: added to the sum that chances are divided by.
@@ -179,6 +192,8 @@ class Family:
     mixes_beside: bool = False
     interleaved: bool = False
     is_paired: bool = False
+    has_wide_heads: bool = False
+    norms_values: bool = False
     chances: Literal["softmax", "sigmoid"] = "softmax"
     chance_floor: float = 0.0
     has_transposed_experts: bool = False
@@ -275,6 +290,65 @@ _GEMMA = Family(
     norm_offset=1.0,
     scales_embeddings=True,
     gguf=Gguf("gemma"),
+)
+
+_GEMMA4_ALONE = _fields(
+    "hidden_size_per_layer_input vocab_size_per_layer_input enable_moe_block num_experts "
+    "top_k_experts moe_intermediate_size"
+)
+_GEMMA4 = Family(
+    "gemma4_text",
+    names=replace(
+        _FOUR_NORMS,
+        query_norm="self_attn.q_norm",
+        key_norm="self_attn.k_norm",
+        router="router.proj",
+        router_norm="router.scale",
+        expert_factors="router.per_expert_scale",
+        gate_up=("experts.{expert}.gate_proj", "experts.{expert}.up_proj"),
+        down="experts.{expert}.down_proj",
+        dense_gate_up=_LLAMA.gate_up,
+        dense_down=_LLAMA.down,
+        experts_norm="pre_feedforward_layernorm_2",
+        experts_post_norm="post_feedforward_layernorm_2",
+        dense_post_norm="post_feedforward_layernorm_1",
+        factor="layer_scalar",
+        input_gate="per_layer_input_gate",
+        input_output="per_layer_projection",
+        input_norm="post_per_layer_input_norm",
+    ),
+    reads=_GEMMA4_ALONE
+    | _fields(
+        "attention_bias hidden_activation final_logit_softcapping sliding_window layer_types "
+        "global_head_dim num_global_key_value_heads per_layer_config attention_k_eq_v "
+        "num_kv_shared_layers use_double_wide_mlp"
+    ),
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "enable_moe_block": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+            "sliding_attention": {"rope_theta": 1e4},
+        },
+    },
+    fixed={"attention_multiplier": 1.0, "sliding_window_pattern": 6, "norm_topk_prob": True},
+    # Images alone are seen from both sides.
+    neutral={"use_bidirectional_attention": "vision"},
+    head_norms="each",
+    scales_embeddings=True,
+    windows="pattern",
+    local_rope=True,
+    has_wide_heads=True,
+    norms_values=True,
 )
 
 _GRANITE_READS = _fields(
@@ -503,6 +577,13 @@ _FAMILIES = (
             implied={"sliding_window": None},
             wide_size=62,
         ),
+    ),
+    _GEMMA4,
+    replace(
+        _GEMMA4,
+        model_type="gemma4_unified_text",
+        reads=_GEMMA4.reads - _GEMMA4_ALONE,
+        defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
     ),
     Family(
         "mixtral",

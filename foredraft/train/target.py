@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.core.errors import CapabilityError
 from foredraft.drafters.trained import TargetIdentity, identify
 from foredraft.models.base import ModelShape, ScoreRow, Target, check_taps
+from foredraft.models.native.config import USUAL_KIND
 from foredraft.models.native.quant import as_tensor
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import LayerWeights
@@ -133,8 +134,10 @@ class TrainingTarget:
             return layers[min(found, key=lambda i: abs(i - index % len(layers)))]
 
         most = max(each.num_experts for each in layers)
-        nearest = nearest_of([i for i, each in enumerate(layers) if not each.kind.is_recurrent])
-        fed = nearest_of([i for i, each in enumerate(layers) if each.num_experts == most])
+        usual = (replace(each.kind, rope=0, window=None, mixes_beside=False) for each in layers)
+        nearest = nearest_of([i for i, kind in enumerate(usual) if kind == USUAL_KIND])
+        own = [i for i, each in enumerate(layers) if each.num_experts == most]
+        fed = nearest_of([i for i in own if layers[i].kind.source is None])
         gate_up = as_tensor(fed.gate_up_weight, torch.float32)
         if not config.family.is_gated:
             gate_up = torch.cat((gate_up, gate_up))
@@ -166,8 +169,9 @@ class TrainingTarget:
         if not config.family.gates_attention:
             return qkv_weight.clone()
         heads, size = config.num_attention_heads, config.head_dim
-        query = qkv_weight[: config.query_rows].reshape(heads, 2, size, -1)[:, 0].flatten(0, 1)
-        return torch.cat((query, qkv_weight[config.query_rows :]))
+        query_rows = config.qkv_rows(USUAL_KIND)[0]
+        query = qkv_weight[:query_rows].reshape(heads, 2, size, -1)[:, 0].flatten(0, 1)
+        return torch.cat((query, qkv_weight[query_rows:]))
 
     # ------------------------------------------------------------------- reading texts
 

@@ -38,7 +38,7 @@ struct Sizes {
 };
 
 // What models of some families have beside a model of Llama.
-enum Kind { kLlama, kWindows, kPostNorms, kExperts };
+enum Kind { kLlama, kWindows, kPostNorms, kExperts, kGemma4 };
 
 // ---- a model ------------------------------------------------------------------------------------
 
@@ -50,13 +50,16 @@ class MadeUp {
 
   MadeUp(const Model& made, const Sizes& sizes, Kind kind)
       : element(made.is_bf16 ? 2 : 4), int8_entries(made.int8_entries) {
-    const int64_t E = sizes.hidden, F = sizes.feed_forward, D = sizes.head_dim;
-    const int64_t H = sizes.num_heads, kv_heads = sizes.num_kv_heads;
+    const int64_t E = sizes.hidden, F = sizes.feed_forward, H = sizes.num_heads;
+    const ForedraftHeads usual{sizes.num_kv_heads, sizes.head_dim}, wide{H, sizes.head_dim + 4};
+    model.heads[0] = usual, model.heads[1] = kind == kGemma4 ? wide : usual;
     model.is_bf16 = made.is_bf16, model.form = made.form, model.norm_eps = 1e-5;
-    const bool is_mixed = made.is_mixed && H * D % kGroupRows == 0;
     for (ForedraftLayer& layer : layers_) {
       const bool is_rich = &layer == layers_;  // with all that a layer may have
-      layer.number = &layer - layers_;
+      layer.kind = kind == kGemma4 && !is_rich;
+      const int64_t D = model.heads[layer.kind].head_dim, kv_heads = model.heads[layer.kind].num_kv_heads;
+      const bool is_mixed = made.is_mixed && H * D % kGroupRows == 0;
+      layer.number = kind == kGemma4 ? 0 : &layer - layers_, layer.feed_forward = F, layer.factor = 1;
       layer.attention_norm = vector(E, 1);
       const int64_t queries = is_mixed ? H * D : (H + 2 * kv_heads) * D;
       layer.qkv[0] = matrix(made, queries, E), layer.qkv_rows[0] = queries;
@@ -68,50 +71,73 @@ class MadeUp {
       layer.output = matrix(made, E, H * D);
       layer.output_bias = is_rich ? vector(E, 0) : nullptr;
       layer.mlp_norm = vector(E, 1);
-      const int64_t num_experts = kind == kExperts ? 3 : 1;
+      const bool has_experts = kind == kExperts || (kind == kGemma4 && !is_rich);
+      const int64_t num_experts = has_experts ? 3 : 1;
       Model own = made;
       if (made.packs_experts) own.form = kFormPacked;
       layer.gate = matrix(own, F, E, num_experts), layer.up = matrix(own, F, E, num_experts);
       layer.down = matrix(own, E, F, num_experts);
       if (kind == kWindows) layer.view = is_rich ? 1 : 2, layer.rope = is_rich ? 1 : -1;
-      if (kind == kPostNorms) {
-        layer.attention_norm = layer.mlp_norm = nullptr;
+      if (kind == kGemma4) {
+        layer.view = layer.rope = layer.kind;
+        layer.value_norm = vector(D, 1), layer.factor = 0.8;
+        layer.input = matrix(made, kTold, E), layer.input_gate = matrix(made, kTold, E);
+        layer.input_output = matrix(made, E, kTold), layer.input_norm = vector(E, 1);
+      }
+      if (has_experts && kind == kGemma4) {
+        dense_.mlp_norm = vector(E, 1), dense_.mlp_post_norm = vector(E, 1);
+        dense_.gate = matrix(made, 2 * F, E), dense_.up = matrix(made, 2 * F, E);
+        dense_.down = matrix(made, E, 2 * F), dense_.feed_forward = 2 * F;
+        layer.dense = &dense_, layer.router_norm = vector(E, 1);
+        layer.expert_factors = vector(3, 1), layer.experts_post_norm = vector(E, 1);
+      }
+      if (kind == kPostNorms || kind == kGemma4) {
+        if (kind == kPostNorms) layer.attention_norm = layer.mlp_norm = nullptr;
         layer.attention_post_norm = vector(E, 1), layer.mlp_post_norm = vector(E, 1);
       }
-      if (kind == kExperts) layer.router = router(made, E);
+      if (has_experts) layer.router = router(made, E);
     }
     model.hidden = E, model.feed_forward = F, model.num_layers = kLayers, model.num_heads = H;
-    model.num_kv_heads = kv_heads, model.head_dim = D, model.vocab = sizes.vocab;
-    model.layers = layers_;
-    model.packs_embedding = made.is_mixed, model.int8_activations = made.int8_activations;
+    model.vocab = sizes.vocab, model.layers = layers_;
+    if (kind == kGemma4) {
+      model.input_size = kTold, model.input_width = kLayers * kTold, model.input_norm = vector(kTold, 1);
+      const int64_t width = model.input_width;
+      model.inputs = made.is_mixed ? packed(kNested5, sizes.vocab, width)
+                                   : ForedraftMatrix{plain(sizes.vocab * width, width), kNotPacked, 0};
+      model.dense_feed_forward = 2 * F, model.keeps_inputs = 1;
+    }
+    model.int8_activations = made.int8_activations;
     model.embedding = made.is_mixed ? packed(kNested5, sizes.vocab, E)
                                     : ForedraftMatrix{plain(sizes.vocab * E, E), kNotPacked, 0};
     const Model head{made.name, made.is_bf16, made.form, made.head};
     model.head = matrix(head, sizes.vocab, E);
     model.final_norm = vector(E, 1);
-    float* inv_freq = reinterpret_cast<float*>(memory(2 * (D / 2) * 4));
-    for (int64_t i = 0; i < D; ++i)
-      inv_freq[i] = 1.0f / float(1 << std::min<int64_t>(i % (D / 2), 12));
+    const int64_t D = model.heads[0].head_dim, pairs = model.heads[1].head_dim / 2;
+    float* inv_freq = reinterpret_cast<float*>(memory(2 * pairs * 4));
+    for (int64_t i = 0; i < 2 * pairs; ++i)
+      inv_freq[i] = 1.0f / float(1 << std::min<int64_t>(i % pairs, 12));
     model.inv_freq = inv_freq, model.num_ropes = 2;
     rope_sizes_[0] = D, rope_sizes_[1] = D / 4 * 2;
     model.rope_sizes = rope_sizes_, model.amplitudes = amplitudes_;
-    model.windows = windows_, model.num_views = kind == kWindows ? 3 : 1;
+    model.windows = windows_, model.view_kinds = view_kinds_, model.num_views = kind == kWindows ? 3 : kind == kGemma4 ? 2 : 1;
+    if (kind == kGemma4) view_kinds_[1] = 1;
     model.logits_scale = model.embedding_scale = model.residual_scale = 1;
     model.norms_all_heads = kind == kPostNorms;
     if (kind == kWindows) model.activation = kGeluTanh, model.attention_cap = 3, model.logits_cap = 4;
     if (kind == kPostNorms) model.query_scale = 0.2, model.residual_scale = 0.7;
-    if (kind == kExperts)
+    if (kind == kExperts || kind == kGemma4)
       model.num_experts = 3, model.chosen_experts = 2, model.normalises_chances = 1, model.chance_scale = 1;
   }
   MadeUp(const MadeUp&) = delete;
 
-  static constexpr int64_t kLayers = 2;
+  static constexpr int64_t kLayers = 2, kTold = 12;
 
  private:
-  ForedraftLayer layers_[kLayers] = {};
+  ForedraftLayer layers_[kLayers] = {}, dense_{};
   int64_t rope_sizes_[2];
   const float amplitudes_[2] = {1.0f, 1.2f};
   const int64_t windows_[3] = {0, 7, 270};
+  int64_t view_kinds_[3] = {};
   std::mt19937 random_;
   std::vector<std::vector<uint8_t>> memory_;
 
@@ -208,10 +234,18 @@ struct Row {
 // A cache for two slots, whose blocks lie anywhere.
 class Cache {
  public:
-  explicit Cache(const MadeUp& made)
-      : made_(made), block_stride_(MadeUp::kLayers * layer_stride()) {
-    for (auto* half : {&keys_, &values_})  // what was never written is NaN
-      half->assign(size_t(2 * kBlocks * block_stride_ * (made.int8_entries ? 1 : made.element)), 0xff);
+  explicit Cache(const MadeUp& made) : made_(made) {
+    const int64_t element = made.int8_entries ? 1 : made.element;
+    for (int kind = 0; kind < 2; ++kind) {
+      const ForedraftHeads& heads = made.model.heads[kind];
+      ForedraftStore& store = stores_[kind];
+      store.head_stride = kBlockEntries * (heads.head_dim + (made.int8_entries ? kInFront<int8_t> : 0));
+      store.layer_stride = heads.num_kv_heads * store.head_stride;
+      store.block_stride = MadeUp::kLayers * store.layer_stride;
+      for (auto& half : halves_[kind])  // what was never written is NaN
+        half.assign(size_t(2 * kBlocks * store.block_stride * element), 0xff);
+      store.keys = halves_[kind][0].data(), store.values = halves_[kind][1].data();
+    }
     for (int32_t i = 0; i < 2 * kBlocks; ++i) tables_[i % 2].push_back((i * 7 + 3) % (2 * kBlocks));
   }
 
@@ -252,8 +286,7 @@ class Cache {
     const ForedraftForward forward{
         T, N, int64_t(rows.size()), most, ids.data(), positions.data(), entries.data(),
         tables.data(), prefixes.data(), extra_starts.data(), extras.data(), wanted.data(),
-        spans.data(), keys_.data(), values_.data(), kBlockEntries, block_stride_, layer_stride(),
-        head_stride(), logits.data(), layers.begin, layers.end,
+        spans.data(), {stores_[0], stores_[1]}, kBlockEntries, logits.data(), layers.begin, layers.end,
         layers.hidden, taps, workspace.data(), threads, seconds, N, draws.data(), 0,
         made_.int8_entries};
     if (foredraft_forward(&made_.model, &forward) != kDone) std::abort();
@@ -269,15 +302,9 @@ class Cache {
 
  private:
   const MadeUp& made_;
-  const int64_t block_stride_;
-  std::vector<uint8_t> keys_, values_;
+  ForedraftStore stores_[2];
+  std::vector<uint8_t> halves_[2][2];  // keys and values of each kind of layers
   Numbers tables_[2];
-
-  int64_t head_stride() const {
-    return kBlockEntries * (made_.model.head_dim + (made_.int8_entries ? kInFront<int8_t> : 0));
-  }
-
-  int64_t layer_stride() const { return made_.model.num_kv_heads * head_stride(); }
 };
 
 // Tokens [begin, end) of a text.
@@ -431,7 +458,7 @@ int main(int, char** arguments) {
     std::printf("%s: %016llx\n", model.name, static_cast<unsigned long long>(ways.hash()));
   };
   for (const Model& model : in_all_kinds)
-    for (Kind kind : {kWindows, kPostNorms, kExperts})
+    for (Kind kind : {kWindows, kPostNorms, kExperts, kGemma4})
       check(model, kind, kind == kPostNorms ? even : awkward);
   for (bool is_bf16 : {true, false})
     check({"packed experts", is_bf16, kFormPlain, kFp4, kFp4, false, false, false, true}, kExperts, awkward);

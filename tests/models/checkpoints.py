@@ -29,6 +29,8 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -151,6 +153,11 @@ _BESIDE: dict[str, Any] = {
 }
 WINDOW = 13
 """Of tokens that a layer sees: it cuts the prompts, the chunks and the trees of tests."""
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": WINDOW,
+}
 
 NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_sizes(), tie_word_embeddings=False),
@@ -202,6 +209,35 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
         final_logit_softcapping=8.0,
+    ),
+    "gemma4": lambda: Gemma4TextConfig(
+        **_sizes(),
+        **_GEMMA4,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        num_kv_shared_layers=1,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=24,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        final_logit_softcapping=8.0,
+    ),
+    "gemma4-unified": lambda: Gemma4UnifiedTextConfig(
+        **_sizes(num_key_value_heads=4),
+        **_GEMMA4,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+    ),
+    "gemma4-moe": lambda: Gemma4TextConfig(
+        **_sizes(),
+        **_GEMMA4,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=24,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=3,
+        moe_intermediate_size=40,
     ),
     "mixtral": lambda: MixtralConfig(**_sizes(), num_local_experts=4, num_experts_per_tok=2),
     "qwen3-moe": lambda: Qwen3MoeConfig(
@@ -328,6 +364,8 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
             noise = torch.randn(weight.shape, generator=generator)
             is_norm = weight.ndim == 1 and name.endswith("weight")
             weight.copy_(usual_norm + 0.1 * noise if is_norm else 0.15 * noise)
+        for factor in factors_of_layers(model):
+            factor.copy_(1 + 0.15 * torch.randn(1, generator=generator))
         for bias in biases_of_routers(model):
             bias.copy_(0.15 * torch.randn(bias.shape, generator=generator))
     return model.eval()
@@ -342,6 +380,11 @@ def numbers_of_activations(model: PreTrainedModel) -> list[torch.Tensor]:
     """Those that are saved and not learned."""
     ends = ("act_fn.beta", "act_fn.eps")
     return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
+
+
+def factors_of_layers(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Of Gemma 4, saved like these."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
 
 
 def save_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

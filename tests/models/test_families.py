@@ -6,7 +6,7 @@ import functools
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedConfig,
+)
 from transformers.utils import logging as hf_logging
 
 from foredraft.control.fixed import FixedBudget
@@ -32,7 +37,12 @@ from foredraft.models.families import FAMILIES
 from foredraft.models.native.config import read_config, why_not_native
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
-from foredraft.models.native.weights import DecoderWeights, as_tensor, load_weights
+from foredraft.models.native.weights import (
+    DecoderWeights,
+    as_tensor,
+    load_weights,
+    weight_bytes,
+)
 from foredraft.options import LoadOptions
 from foredraft.train.heads.base import start_head
 from tests.conformance.harness import Kind as ModelKind
@@ -54,6 +64,8 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "gemma": ("Gemma", "gemma"),
     "gemma2": ("Gemma 2", "gemma2"),
     "gemma3_text": ("Gemma 3 (text)", "gemma3"),
+    "gemma4_text": ("Gemma 4 (text)", "gemma4"),
+    "gemma4_unified_text": ("Gemma 4 12B (text)", "gemma4-unified"),
     "mixtral": ("Mixtral", "mixtral"),
     "qwen3_moe": ("Qwen3 mixtures", "qwen3-moe"),
     "olmoe": ("OLMoE", "olmoe"),
@@ -84,6 +96,21 @@ ROWS: Mapping[str, tuple[str, str]] = {
 
 NOT_THEIRS = {"mimo"}
 """Families of models with code of their own, which transformers has under another name."""
+
+SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "gemma4-moe": NATIVE_CONFIGS["gemma4-moe"],
+    "gemma4-readers": lambda: Gemma4TextConfig(
+        **NATIVE_CONFIGS["gemma4"]().to_dict()
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "num_kv_shared_layers": 3,
+            "per_layer_config": {i: {"head_dim": 24} for i in (1, 3, 4)},
+        }
+    ),
+}
+"""Others of a family: experts beside what all tokens read, and layers of both sorts that read
+entries of another."""
 
 FORMATS: Mapping[str, tuple[torch.dtype, int | None]] = {
     "float32": (torch.float32, None),
@@ -126,7 +153,8 @@ def scratch() -> Any:
 @functools.cache
 def directory(family: str) -> Path:
     path = Path(scratch().name) / family
-    save_checkpoint(path, NATIVE_CONFIGS[ROWS[family][1]]())
+    new_config = SHAPES[family] if family in SHAPES else NATIVE_CONFIGS[ROWS[family][1]]
+    save_checkpoint(path, new_config())
     if family in NOT_THEIRS:
         shutil.copytree(path, path.with_name(f"{family}-theirs"))
         config = json.loads((path / "config.json").read_text())
@@ -237,7 +265,7 @@ def test_drafts_change_no_text(family: str, format_name: str, temperature: float
 
 def works(drafter: str, family: str) -> bool:
     """Early exit has no states of its own."""
-    return drafter != "early_exit" or FAMILIES[family].recurrent is None
+    return drafter != "early_exit" or read_config(directory(family)).recurrent is None
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -276,13 +304,13 @@ def test_a_cached_beginning_gives_the_same_text(family: str) -> None:
 
 def test_a_copy_is_tuned_or_that_is_refused(family: str) -> None:
     target, texts = new_target(family), [[(7 * i) % 90 + 3 for i in range(60)]]
-    if FAMILIES[family].names.router:
+    if target.config.experts:
         with pytest.raises(ConfigError, match="mixture of experts is not tuned yet"):
             target.tune_copy(texts, lambda _: None)
         return
     done = list[str]()
     assert target.tune_copy(texts, done.append).bits == 4
-    assert len(done) == 3
+    assert len(done) == target.num_layers
 
 
 # ----------------------------------------------------------------------------------------- table
@@ -335,8 +363,19 @@ def test_the_row_of_the_table(family: str) -> None:
         engine = written(family, temperature, 1)
         assert engine.stats().prefix_cached_tokens > 300
         written(family, temperature, 4)
-    few = _FEW_TOKENS[FAMILIES[family].recurrent is not None] * target.cache.memory._token_bytes
+    few = _FEW_TOKENS[target.config.recurrent is not None] * target.cache.memory._token_bytes
     assert written(family, 1.0, 4, few).stats().preemptions > 0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_other_shapes_of_a_family(name: str) -> None:
+    test_greedy_text_is_that_of_transformers(name)
+    for format_name in FORMATS:
+        test_drafts_change_no_text(name, format_name, 1.0)
+    for drafter in ("early_exit", "self_draft"):
+        test_each_sort_of_drafter_works(name, drafter)
+    test_a_copy_is_tuned_or_that_is_refused(name)
+    test_the_row_of_the_table(name)
 
 
 # --------------------------------------------------------------------------------------- configs
@@ -477,6 +516,47 @@ def test_mistral_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
     target = NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
     assert [kind.window for kind in target.config.kinds] == [None, WINDOW, None]
     assert check_logits(path, target, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"per_layer_config": {"0": {"head_dim": 24}}}, "differ between layers of one type"),
+        ({"num_kv_shared_layers": 2}, "leave a layer without entries"),
+        ({"num_kv_shared_layers": 9}, "leave a layer without entries"),
+        ({"vocab_size_per_layer_input": VOCAB_SIZE - 1}, "lacks some tokens"),
+        ({"layer_types": ["full_attention"] * 3, "per_layer_config": None}, "with a window"),
+        ({"per_layer_config": None, "global_head_dim": 25}, "heads of 25 numbers"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            "feed-forward parts of two sizes",
+        ),
+    ],
+)
+def test_shapes_of_gemma_4_that_are_not_known_are_refused(
+    changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    path = changed("gemma4_text", changes, tmp_path)
+    with pytest.raises(ModelLoadError, match=problem):
+        read_config(path)
+
+
+def test_heads_of_gemma_4_are_read_as_they_are_published(tmp_path: Path) -> None:
+    """transformers 5 writes sizes layer by layer, and the hub has them by name."""
+    named = {"per_layer_config": None, "global_head_dim": 24, "num_global_key_value_heads": 2}
+    path = changed("gemma4_unified_text", named, tmp_path)
+    assert read_config(path) == read_config(directory("gemma4_unified_text"))
+
+
+def test_tables_that_tell_layers_are_in_memory_once_and_not_read() -> None:
+    target = NativeTarget.load(directory("gemma4_text"), torch.float32, new_decoder=FusedDecoder)
+    table_VW = target.weights.inputs_VW
+    assert isinstance(table_VW, torch.Tensor)
+    assert target.low_bit_copy(4).weights.inputs_VW is table_VW
+    in_memory, read = weight_bytes(target.config, 4, None)
+    assert in_memory == target.weights.num_bytes
+    assert read < in_memory - table_VW.nbytes
 
 
 def test_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:

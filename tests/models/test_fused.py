@@ -41,7 +41,7 @@ keys and values are rounded to 8 bits as they enter the cache."""
 
 MIXTURES = (
     *("mixtral", "qwen3-moe", "olmoe", "qwen3.5-moe"),
-    *("qwen3-next", "gpt-oss", "granite-hybrid-moe"),
+    *("qwen3-next", "gpt-oss", "granite-hybrid-moe", "gemma4-moe"),
 )
 """Where two experts are nearly as likely, rounding decides which of them a token chooses."""
 

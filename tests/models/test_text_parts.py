@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
     Mistral3Config,
     PretrainedConfig,
     Qwen2_5_VLConfig,
@@ -48,6 +49,11 @@ WRAPPED: Mapping[str, Callable[[], PretrainedConfig]] = {
         text_config=_text("gemma3") | {"final_logit_softcapping": None},
         vision_config={**_IMAGES, **_PATCHES},
         mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+    ),
+    "gemma4": lambda: Gemma4Config(
+        text_config=_text("gemma4"),
+        vision_config={**_IMAGES, "num_attention_heads": 2, "head_dim": 16},
         tie_word_embeddings=False,
     ),
     "mistral3": lambda: Mistral3Config(

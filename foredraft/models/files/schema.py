@@ -139,6 +139,13 @@ class LayeredRopeFields(_Schema):
     sliding_attention: RopeFields | None = None
 
 
+class LayerFields(_Schema):
+    """Sizes that a layer has in place of those of the model."""
+
+    head_dim: Count | None = None
+    num_key_value_heads: Count | None = None
+
+
 class DecoderFields(_Schema):
     """``config.json`` of the families that the native decoder knows.
 
@@ -214,7 +221,10 @@ class DecoderFields(_Schema):
         default=None,
         validation_alias=AliasChoices("num_local_experts", "num_experts", "n_routed_experts"),
     )
-    num_experts_per_tok: Count | None = None
+    num_experts_per_tok: Count | None = Field(
+        default=None, validation_alias=AliasChoices("num_experts_per_tok", "top_k_experts")
+    )
+    enable_moe_block: bool = True
     moe_intermediate_size: Count | None = None
     norm_topk_prob: bool | None = None
     shared_expert_intermediate_size: Count | None = None
@@ -246,6 +256,14 @@ class DecoderFields(_Schema):
     mamba_conv_bias: bool = True
     mamba_d_ssm: Count | None = None
     mamba_rms_norm: bool = True
+    global_head_dim: Count = 512
+    num_global_key_value_heads: Count | None = None
+    per_layer_config: dict[str, LayerFields] | None = None
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    vocab_size_per_layer_input: Count = 262_144
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
 

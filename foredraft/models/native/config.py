@@ -27,10 +27,10 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.families import FAMILIES, RECURRENT_TYPES, Family
 from foredraft.models.files.json_files import parse_fields, read_json
 from foredraft.models.files.quantised import why_not_read
-from foredraft.models.files.schema import DecoderFields, RopeFields
+from foredraft.models.files.schema import DecoderFields, LayerFields, RopeFields
 from foredraft.models.native.recurrent import Recurrent
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 """``rope_type`` values. A dynamic one is plain as long as a text fits ``max_position_embeddings``;
 for longer ones the longest that is allowed decides, for all texts."""
 
@@ -82,6 +82,10 @@ class RotaryEmbedding:
         inv_freq: Tensor = 1.0 / (self._base**exponent)
         if self.kind == "linear":
             return inv_freq / self._factor
+        if self.kind == "proportional":  # a share of the pairs turn, as fast as if all did
+            share = self.fields.partial_rotary_factor or 1.0
+            inv_freq[int(share * self.size // 2) :] = 0.0
+            return inv_freq / (self.fields.factor or 1.0)
         if self.kind == "llama3":
             return self._llama3(inv_freq)
         if self.kind == "yarn":
@@ -176,12 +180,16 @@ class LayerKind:
         mixes_beside: it does both.
         rope: number of its rotary embedding; None: none.
         window: how many entries a token sees at most, its own included; None: all.
+        is_wide: its heads are `DecoderConfig.wide_heads`.
+        source: the layer whose entries it reads, of those with as many heads; None: its own.
     """
 
     rope: int | None = 0
     window: int | None = None
     is_recurrent: bool = False
     mixes_beside: bool = False
+    is_wide: bool = False
+    source: int | None = None
 
     @property
     def has_state(self) -> bool:
@@ -263,6 +271,11 @@ class DecoderConfig:
         has_head_norms: whether queries and keys are normalised, in a family that does so.
         multipliers: of what matrices give.
         recurrent: its recurrent layers; None: there are none.
+        wide_heads: of layers with other heads their number of keys and values, and their size.
+        keys_are_values: of such layers, before norms and rotary embedding.
+        reader_times: factor of the feed-forward parts of layers that read another's entries.
+        input_size: of what each layer is told of a token by a table of its own; 0: nothing.
+        input_vocab: rows of these tables.
     """
 
     model_type: str
@@ -293,6 +306,11 @@ class DecoderConfig:
     residual_scale: float = 1.0
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+    wide_heads: tuple[int, int] | None = None
+    keys_are_values: bool = False
+    reader_times: int = 1
+    input_size: int = 0
+    input_vocab: int = 0
 
     @property
     def family(self) -> Family:
@@ -326,22 +344,42 @@ class DecoderConfig:
         return self.num_hidden_layers - sum(kind.is_recurrent for kind in self.kinds)
 
     def numbers(self) -> list[int]:
-        """Of each layer its number among those that attend, or among the recurrent ones."""
-        found, counts = list[int](), {True: 0, False: 0}
+        """Of each layer its number among the recurrent ones, or among those with its heads that
+        have entries; of one that reads another's the number of that."""
+        found, counts = list[int](), dict[tuple[bool, bool], int]()
         for index in range(self.num_hidden_layers):
-            is_recurrent = self.kind(index).is_recurrent
-            found.append(counts[is_recurrent])
-            counts[is_recurrent] += 1
+            kind = self.kind(index)
+            if kind.source is not None:
+                found.append(found[kind.source])
+                continue
+            alike = kind.is_recurrent, kind.is_wide
+            found.append(counts.get(alike, 0))
+            counts[alike] = found[-1] + 1
         return found
 
+    def heads(self, kind: LayerKind) -> tuple[int, int]:
+        """Key-value heads of a layer, and numbers of a head."""
+        return self.each_heads[kind.is_wide]
+
     @property
-    def query_rows(self) -> int:
-        """Rows of the matrix of queries: gates of what is attended lie behind each head's."""
-        return self.num_attention_heads * self.head_dim * (1 + self.family.gates_attention)
+    def each_heads(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """`heads` of usual layers, and of wide ones, where there are such."""
+        own = self.num_key_value_heads, self.head_dim
+        return own, self.wide_heads or own
+
+    def qkv_rows(self, kind: LayerKind) -> tuple[int, ...]:
+        """Rows of the matrices of queries, keys and values that a layer has: gates of what is
+        attended lie behind each head's queries."""
+        num_kv, size = self.heads(kind)
+        query = self.num_attention_heads * size * (1 + self.family.gates_attention)
+        return (query,) if kind.source is not None else (query, num_kv * size, num_kv * size)
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(self.num_attending_layers, self.num_key_value_heads, self.head_dim)
+        kinds = [self.kind(index) for index in range(self.num_hidden_layers)]
+        own = [kind.is_wide for kind in kinds if kind.source is None and not kind.is_recurrent]
+        wide = KVShape(sum(own), *self.wide_heads) if self.wide_heads and any(own) else None
+        return KVShape(len(own) - sum(own), self.num_key_value_heads, self.head_dim, wide)
 
     @property
     def row_states(self) -> StateShape | None:
@@ -370,19 +408,26 @@ class DecoderConfig:
         """Numbers of a layer's experts (1: it has none), and rows of each one's gates."""
         experts = self.experts
         if experts is None:
-            return 1, self.intermediate_size
+            is_reader = self.kind(index).source is not None
+            return 1, self.intermediate_size * (self.reader_times if is_reader else 1)
         if index < experts.num_dense:
             return 1, experts.dense_size
         return experts.count, self.intermediate_size
 
     @property
-    def head_norm_sizes(self) -> tuple[int, ...]:
+    def dense_beside(self) -> int:
+        """Rows of gates of the part that all tokens read beside experts; 0: there is none."""
+        experts = self.experts
+        return experts.dense_size if experts and self.family.names.dense_post_norm else 0
+
+    def head_norm_sizes(self, kind: LayerKind = USUAL_KIND) -> tuple[int, ...]:
         """Sizes of the norms of queries and of keys; empty: there are none."""
         if self.family.head_norms is None or not self.has_head_norms:
             return ()
+        num_kv, size = self.heads(kind)
         if self.family.head_norms == "each":
-            return self.head_dim, self.head_dim
-        return self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+            return size, 0 if kind.source is not None else size
+        return self.num_attention_heads * size, num_kv * size
 
 
 def why_not_native(raw: Mapping[str, Any], path: Path) -> str | None:
@@ -448,6 +493,8 @@ def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
     }
     if heeded.get("rope_scaling") == {}:  # stands above rope_parameters where it says anything
         del heeded["rope_scaling"]
+    if heeded.get("rope_parameters", {}) is None:  # the family's own
+        del heeded["rope_parameters"]
     if heeded.keys() & {"norm_eps", "layer_norm_eps", "norm_epsilon"}:  # the family's own name
         heeded.pop("rms_norm_eps", None)
     return parse_fields(path, {**family.defaults, **heeded, **family.fixed}, DecoderFields)
@@ -489,6 +536,11 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         residual_scale=fields.residual_multiplier,
         experts=experts,
         recurrent=_recurrent(family, fields),
+        wide_heads=_wide_heads(family, fields),
+        keys_are_values=bool(fields.attention_k_eq_v),
+        reader_times=2 if fields.use_double_wide_mlp else 1,
+        input_size=fields.hidden_size_per_layer_input,
+        input_vocab=fields.vocab_size_per_layer_input,
     )
 
 
@@ -507,7 +559,8 @@ def _multipliers(fields: DecoderFields) -> Multipliers:
 
 def _has_experts(family: Family, fields: DecoderFields) -> bool:
     """Some families have mixtures and whole feed-forward parts."""
-    return family.names.router is not None and fields.num_experts != 0
+    is_there = fields.enable_moe_block and fields.num_experts != 0
+    return is_there and family.names.router is not None
 
 
 def _feed_forward_size(family: Family, fields: DecoderFields) -> int:
@@ -565,8 +618,33 @@ def _kinds(family: Family, fields: DecoderFields, context: int) -> tuple[LayerKi
         is_rotated = _is_rotated(family, fields, index)
         if window is not None and window >= context:
             window = None
-        kinds.append(LayerKind(rope if is_rotated else None, window, False, family.mixes_beside))
+        kind = LayerKind(rope if is_rotated else None, window, False, family.mixes_beside)
+        is_wide = family.has_wide_heads and not is_local
+        kinds.append(replace(kind, is_wide=is_wide, source=_source(family, fields, index)))
     return () if set(kinds) == {USUAL_KIND} else tuple(kinds)
+
+
+def _source(family: Family, fields: DecoderFields, index: int) -> int | None:
+    """The last layer of the same type that has entries, of one that has none."""
+    first = fields.num_hidden_layers - fields.num_kv_shared_layers
+    if index < first:
+        return None
+    is_local = _is_local(family, fields, index)
+    alike = (i for i in reversed(range(first)) if _is_local(family, fields, i) == is_local)
+    return next(alike, -1)
+
+
+def _wide_heads(family: Family, fields: DecoderFields) -> tuple[int, int] | None:
+    """Key-value heads of layers with full attention, and numbers of one, where these have other
+    heads: as transformers 5 writes them, or as they are published."""
+    if not family.has_wide_heads:
+        return None
+    num_kv = fields.num_global_key_value_heads if fields.attention_k_eq_v else None
+    size = fields.global_head_dim
+    if fields.per_layer_config is not None:
+        own = next(iter(fields.per_layer_config.values()), LayerFields())
+        num_kv, size = own.num_key_value_heads, own.head_dim or fields.head_size
+    return num_kv or fields.num_key_value_heads or fields.num_attention_heads, size
 
 
 def _is_recurrent(family: Family, fields: DecoderFields, index: int) -> bool:
@@ -623,7 +701,9 @@ def _is_rotated(family: Family, fields: DecoderFields, index: int) -> bool:
 
 
 def _is_local(family: Family, fields: DecoderFields, index: int) -> bool:
-    """Whether a layer sees a window only."""
+    """Whether a layer sees a window only. In some families the last one never does."""
+    if family.has_wide_heads and index == fields.num_hidden_layers - 1:
+        return False
     if fields.layer_types is not None:
         return fields.layer_types[index] == _SLIDING
     if fields.sliding_window is None or not _has_windows(family, fields):
@@ -659,7 +739,7 @@ def _ropes(
     Yarn and linear scaling extend the original context by their factor, also where a file's
     ``max_position_embeddings`` still is the original one, as model cards of Qwen2.5 advise.
     """
-    context, ropes = fields.max_position_embeddings, []
+    context, ropes = fields.max_position_embeddings, list[RotaryEmbedding]()
     thetas = [fields.rope_theta, fields.rope_local_base_freq or fields.rope_theta]
     thetas = thetas[: 1 + family.local_rope]
     for rope, theta in zip(_rope_fields(family, fields), thetas, strict=True):
@@ -675,8 +755,10 @@ def _ropes(
         is_known = rope.rope_type == "yarn" or rope.original_max_position_embeddings is not None
         if rope.rope_type in ("yarn", "linear") and is_known:
             context = max(context, int(original * (rope.factor or 1.0)))
-        share = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
-        size = int(fields.head_size * share)
+        wide = _wide_heads(family, fields) if not ropes else None
+        size = wide[1] if wide else fields.head_size
+        if rope.rope_type != "proportional":
+            size = int(size * (rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0))
         theta = rope.rope_theta or theta or 10000.0
         trained = fields.max_position_embeddings
         ropes.append(RotaryEmbedding(theta, size, rope, trained, is_long, longest))
@@ -721,7 +803,28 @@ def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) 
         or _unsupported_ropes(raw, family, fields)
         or _unsupported_experts(family, fields)
         or _unsupported_recurrence(family, fields)
+        or (_unsupported_heads(family, fields) if family.has_wide_heads else None)
     )
+
+
+def _unsupported_heads(family: Family, fields: DecoderFields) -> str | None:
+    layers = range(min(fields.num_hidden_layers, _MOST_LAYERS))
+    wide = {str(index) for index in layers if not _is_local(family, fields, index)}
+    said = fields.per_layer_config or {}
+    if said and (said.keys() != wide or len({*said.values()}) > 1):
+        return "sizes of heads that differ between layers of one type are not implemented"
+    if len(wide) == fields.num_hidden_layers:
+        return "no layer with a window beside those without is not implemented"
+    num_kv, size = _wide_heads(family, fields) or (1, 2)
+    if size % 2 or fields.num_attention_heads % num_kv:
+        return f"{fields.num_attention_heads} heads of {size} numbers, {num_kv} of keys and values"
+    if any(_source(family, fields, index) == -1 for index in layers):
+        return f"num_kv_shared_layers {fields.num_kv_shared_layers} leave a layer without entries"
+    if fields.hidden_size_per_layer_input and fields.vocab_size_per_layer_input < fields.vocab_size:
+        return f"vocab_size_per_layer_input {fields.vocab_size_per_layer_input} lacks some tokens"
+    if _has_experts(family, fields) and fields.use_double_wide_mlp and fields.num_kv_shared_layers:
+        return "experts beside feed-forward parts of two sizes are not implemented"
+    return None
 
 
 def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
@@ -777,7 +880,8 @@ def _unsupported_ropes(raw: Mapping[str, Any], family: Family, fields: DecoderFi
         if rope.rope_type not in (None, *KINDS):
             return f"rotary scaling {rope.rope_type!r:.80} is not implemented"
         share = rope.partial_rotary_factor or raw.get("partial_rotary_factor")
-        if share not in (None, 1) and "partial_rotary_factor" not in family.reads:
+        is_known = "partial_rotary_factor" in family.reads or rope.rope_type == "proportional"
+        if share not in (None, 1) and not is_known:
             return f"partial_rotary_factor is not implemented ({share!r:.80})"
         size = int(fields.head_size * (share or fields.partial_rotary_factor or 1))
         if size < 2 or size % 2:

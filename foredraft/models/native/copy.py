@@ -213,7 +213,11 @@ class Copies:
         weights = (
             rounded(self.weights, bits)
             if self.checkpoint is None or self.weights.device.type != "cpu"
-            else load_weights(self.checkpoint, self.config, self.weights.dtype, bits=bits)
+            else load_weights(
+                *(self.checkpoint, self.config, self.weights.dtype),
+                bits=bits,
+                inputs_VW=self.weights.inputs_VW,
+            )
         )
         self.kept.keep(_name(bits, False), self._recipe(), packed_tensors(weights))
         return self._of(weights)
@@ -271,5 +275,5 @@ def packed_tensors(weights: DecoderWeights) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in weights.tensors().items()
-        if tensor.dtype == torch.uint8 and not name.startswith("embedding")
+        if tensor.dtype == torch.uint8 and not name.startswith(("embedding", "inputs"))
     }

@@ -41,7 +41,7 @@ from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.interface import Forward, ForwardRow
 from foredraft.kernels.threads import ThreadChooser, check_threads, forward_size
 from foredraft.models.base import MOST_OTHERS, HeadRow, ScoreRow, Scores, Shortlist
-from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.config import DecoderConfig, LayerKind
 from foredraft.models.native.model import finished_logits, xielu_numbers
 from foredraft.models.native.plan import ForwardPlan, plan_head
 from foredraft.models.native.quant import (
@@ -95,6 +95,7 @@ class FusedDecoder:
         self._norm_offset = config.family.norm_offset
         self._num_outputs = weights.head_VE.shape[0]
         self._num_threads, self._numbers = num_threads, config.numbers()
+        self._views = _views(layer.kind for layer in weights.layers)
         self._most_threads = num_threads or min(torch.get_num_threads(), available_cpus())
         self._chooser = ThreadChooser(self._most_threads)
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
@@ -279,31 +280,31 @@ class FusedDecoder:
     def _describe_model(self) -> interface.Model:
         config, weights, experts = self._config, self._weights, self._config.experts
         sizes = [rope.size for rope in config.ropes]
-        speeds = torch.zeros(len(sizes), config.head_dim // 2)
+        speeds = torch.zeros(len(sizes), max(size for _, size in config.each_heads) // 2)
         for row, rope in zip(speeds, config.ropes, strict=True):
             row[: rope.size // 2] = rope.inverse_frequencies()
+        table_VW = weights.inputs_VW
+        width = {} if table_VW is None else {"input_width": table_VW.shape[1]}
         return interface.Model(
-            **_sizes(config),
+            **_sizes(config) | width,
             num_layers=len(weights.layers),
             vocab=self._num_outputs,
             is_bf16=weights.dtype == torch.bfloat16,
             form=self._form(),
-            packs_embedding=isinstance(weights.embedding_VE, PackedMatrix),
             int8_activations=weights.activation_bits == 8,
             norm_eps=config.rms_norm_eps,
             layers=self._layers,
             embedding=self._matrix(weights.embedding_VE),
             head=self._matrix(weights.head_VE),
             final_norm=self._vector_of_norm(weights.final_norm_E),
-            screen=interface.Matrix()
-            if weights.screen_VE is None
-            else self._matrix(weights.screen_VE),
+            screen=self._matrix(weights.screen_VE),
             num_ropes=len(sizes),
             inv_freq=self._vector(speeds),
             rope_sizes=self._address(torch.tensor(sizes)),
             amplitudes=self._vector(torch.tensor([rope.amplitude for rope in config.ropes])),
-            num_views=len(self._windows),
-            windows=self._address(torch.tensor(self._windows)),
+            num_views=len(self._views),
+            windows=self._address(torch.tensor([window for window, _ in self._views])),
+            view_kinds=self._address(torch.tensor([int(is_wide) for _, is_wide in self._views])),
             norms_all_heads=config.family.head_norms == "all",
             activation=interface.ACTIVATIONS[config.activation],
             normalises_chances=experts is not None and experts.normalised,
@@ -320,6 +321,8 @@ class FusedDecoder:
             logits_scale=config.logits_scale,
             embedding_scale=config.embedding_scale,
             residual_scale=config.residual_scale,
+            inputs=self._matrix(table_VW),
+            input_norm=self._vector(weights.input_norm_P),
         )
 
     def _point_to_states(
@@ -347,11 +350,6 @@ class FusedDecoder:
             first += count
         described.states, described.matrices = found, matrices.data_ptr()
         return elements, matrices
-
-    @property
-    def _windows(self) -> list[int]:
-        """Of layers; 0: they see all."""
-        return [0, *self._config.windows]
 
     def _form(self) -> int:
         """A ``ForedraftForm``."""
@@ -392,16 +390,28 @@ class FusedDecoder:
             if layer.activation_4 is None
             else self._vector(torch.tensor(xielu_numbers(layer.activation_4))),
             rope=-1 if layer.kind.rope is None else layer.kind.rope,
-            view=self._windows.index(layer.kind.window or 0),
+            view=self._views.index((layer.kind.window or 0, layer.kind.is_wide)),
             number=self._numbers[index],
+            kind=layer.kind.is_wide,
+            is_reader=layer.kind.source is not None,
+            feed_forward=layer.gate_up_weight.shape[0] // layer.num_gate_parts,
+            factor=1.0 if layer.factor_1 is None else layer.factor_1.item(),
+            input=self._matrix(layer.input_weight),
+            input_gate=self._matrix(layer.input_gate),
+            input_output=self._matrix(layer.input_output),
+            input_norm=self._vector_of_norm(layer.input_norm_E),
         )
+        if layer.dense_gate_up is not None:
+            self._describe_dense(described, layer)
+        if self._config.family.norms_values:
+            described.value_norm = self._vector(torch.ones(self._config.heads(layer.kind)[1]))
         if layer.mixer is not None:
             self._describe_mixer(self._mixing(described, layer), layer.mixer)
         if index not in self._weights.no_attention:
             for number, part in enumerate(_qkv_parts(layer.qkv_weight)):
                 described.qkv[number] = self._matrix(part)
                 described.qkv_rows[number] = part.shape[0]
-        described.gate, described.up = self._gate_up(layer)
+        described.gate, described.up = self._gate_up(layer.gate_up_weight, layer.num_experts)
         if layer.gate_up_bias is not None:
             begin = self._vector(layer.gate_up_bias)
             assert begin is not None
@@ -439,14 +449,33 @@ class FusedDecoder:
         described.step_bias = self._vector(mixer.step_bias_H)
         described.value_norm = self._vector(mixer.norm_V)
 
-    def _gate_up(self, layer: LayerWeights) -> tuple[interface.Matrix, interface.Matrix]:
+    def _describe_dense(self, described: interface.Layer, layer: LayerWeights) -> None:
+        """A part that all tokens read beside experts, as a layer by itself."""
+        assert layer.dense_gate_up is not None
+        assert layer.dense_down is not None
+        assert layer.router_norm_E is not None
+        dense = interface.Layer(
+            mlp_norm=described.mlp_norm,
+            mlp_post_norm=self._vector_of_norm(layer.dense_post_norm_E),
+            down=self._matrix(layer.dense_down),
+            feed_forward=self._config.dense_beside,
+        )
+        dense.gate, dense.up = self._gate_up(layer.dense_gate_up, 1)
+        self._beside.append(dense)
+        described.dense = addressof(dense)
+        described.mlp_norm = self._vector_of_norm(layer.experts_norm_E)
+        described.experts_post_norm = self._vector_of_norm(layer.experts_post_norm_E)
+        scale = self._config.hidden_size**-0.5
+        described.router_norm = self._vector(layer.router_norm_E.float() * scale)
+        described.expert_factors = self._vector(layer.expert_factors_X)
+
+    def _gate_up(self, weight: Stack, count: int) -> tuple[interface.Matrix, interface.Matrix]:
         """Gate and up, which lie one below the other, of one expert behind those of another."""
-        weight = layer.gate_up_weight
         if not self._config.family.is_gated:
             assert not isinstance(weight, StackedMatrix)
             return interface.Matrix(), self._matrix(weight)
         if isinstance(weight, Tensor):
-            parts: Sequence[Matrix] = weight.chunk(2 * layer.num_experts)
+            parts: Sequence[Matrix] = weight.chunk(2 * count)
         else:
             parts = weight.parts
         step = 0 if isinstance(weight, StackedMatrix) else 2 * _bytes_of(parts[0])
@@ -461,8 +490,10 @@ class FusedDecoder:
         """What a norm multiplies with."""
         return None if weight is None else self._vector(weight.float() + self._norm_offset)
 
-    def _matrix(self, matrix: Matrix, step: int = 0) -> interface.Matrix:
+    def _matrix(self, matrix: Matrix | None, step: int = 0) -> interface.Matrix:
         """One matrix, or the first of some that begin so many bytes one behind the other."""
+        if matrix is None:
+            return interface.Matrix()
         code = matrix.form.code if isinstance(matrix, PackedMatrix) else interface.NOT_PACKED
         return interface.Matrix(self._address(tensor_of(matrix)), code, step)
 
@@ -486,7 +517,7 @@ def work_bytes(config: DecoderConfig, is_bf16: bool, form: int, num_tokens: int)
         form: a ``ForedraftForm``.
     """
     size = interface.declared(load_library(), "decoder").foredraft_workspace_size
-    windows, names = (0, *config.windows), config.family.names
+    windows, names = [window for window, _ in _views(config.kinds)], config.family.names
     layer = interface.Layer(attention_post_norm=1 if names.attention_post_norm else None)
     model = interface.Model(
         **_sizes(config),
@@ -503,6 +534,12 @@ def work_bytes(config: DecoderConfig, is_bf16: bool, form: int, num_tokens: int)
     return floats * torch.float32.itemsize
 
 
+def _views(kinds: Iterable[LayerKind]) -> list[tuple[int, bool]]:
+    """Windows of layers, or 0 where they see all, and whether these are wide."""
+    views = [*dict.fromkeys((kind.window or 0, kind.is_wide) for kind in kinds)]
+    return views or [(0, False)]
+
+
 def _sizes(config: DecoderConfig) -> dict[str, Any]:
     """What work memory depends on."""
     recurrent, sizes = config.recurrent, dict[str, int]()
@@ -514,15 +551,19 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "hidden": config.hidden_size,
         "feed_forward": config.intermediate_size,
         "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        "heads": (interface.Heads * 2)(*(interface.Heads(*one) for one in config.each_heads)),
         "num_experts": config.experts.count if config.experts else 0,
         "chosen_experts": config.experts.per_token if config.experts else 0,
-        "dense_feed_forward": config.experts.dense_size * (config.experts.num_dense > 0)
-        if config.experts
-        else 0,
+        "dense_feed_forward": max(
+            *(config.feed_forward(index)[1] for index in range(config.num_hidden_layers)),
+            *(0, config.dense_beside),
+        ),
         "is_parallel": config.family.is_parallel,
-        "keeps_inputs": config.family.is_parallel or config.family.mixes_beside,
+        "keeps_inputs": config.family.is_parallel
+        or config.family.mixes_beside
+        or config.input_size + config.dense_beside > 0,
+        "input_size": config.input_size,
+        "input_width": config.input_size * config.num_hidden_layers,
         "attention_cap": config.attention_cap or 0.0,
         "gates_attention": config.family.gates_attention,
         "recurrent": interface.RecurrentSizes(**sizes),
@@ -584,11 +625,12 @@ def _point_to_entries(described: interface.Forward, plan: ForwardPlan, cache: En
 
 def point_to_store(described: interface.Forward, store: BlockStore) -> None:
     """Say where the blocks lie, and what they hold."""
-    keys, values = store.keys, store.values
-    described.keys, described.values = keys.data_ptr(), values.data_ptr()
     described.block_entries = store.block_size
-    described.int8_entries = keys.dtype == torch.int8
-    described.block_stride, described.layer_stride, described.head_stride, _, _ = keys.stride()
+    described.int8_entries = store.dtype == torch.int8
+    for place, one in zip(described.stores, (store, store.wide), strict=True):
+        if one is not None:
+            place.keys, place.values = one.keys.data_ptr(), one.values.data_ptr()
+            place.block_stride, place.layer_stride, place.head_stride, _, _ = one.keys.stride()
 
 
 def _rows(plan: ForwardPlan) -> ctypes.Array[interface.ForwardRow]:
@@ -624,11 +666,12 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
                 f"the fused decoder takes weights of one dtype, not {tensor.dtype} beside "
                 f"{weights.dtype}"
             )
-    if config.head_dim % 2 or config.num_attention_heads % config.num_key_value_heads:
-        raise ConfigError(
-            f"head_dim {config.head_dim} must be even, and {config.num_attention_heads} heads a "
-            f"multiple of {config.num_key_value_heads} key-value heads"
-        )
+    for num_kv, size in config.each_heads:
+        if size % 2 or config.num_attention_heads % num_kv:
+            raise ConfigError(
+                f"head_dim {size} must be even, and {config.num_attention_heads} heads a multiple "
+                f"of {num_kv} key-value heads"
+            )
 
 
 MOST_TOKENS = 16

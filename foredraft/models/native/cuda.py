@@ -38,7 +38,7 @@ from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Array
 from foredraft.core.sampling import Law
-from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.config import DecoderConfig, LayerKind
 from foredraft.models.native.model import (
     Decoder,
     EagerDecoder,
@@ -443,7 +443,10 @@ class GraphedDecoder(EagerDecoder):
     ) -> dict[int, Tensor]:
         """The forward on fixed buffers; nothing here depends on their values."""
         biases = {
-            window: self._for_groups(attention_bias(inputs, bucket, self._weights.dtype, window))
+            window: _for_groups(
+                attention_bias(inputs, bucket, self._weights.dtype, window),
+                self._config.num_attention_heads // self._config.num_key_value_heads,
+            )
             for window in (None, *self._config.windows)
         }
         rotations = self._rotations(inputs.positions)
@@ -453,11 +456,6 @@ class GraphedDecoder(EagerDecoder):
         hidden_NE, tapped = self._run_layers(run, hidden_NE, layers, bucket.taps)
         logits_NV.copy_(self._head(hidden_NE.index_select(0, inputs.heads)))
         return tapped
-
-    def _for_groups(self, bias_BTC: Tensor) -> Tensor:
-        """The bias for queries as `_attend_grouped` lays them out; [B, 1, P T, C]."""
-        per_group = self._config.num_attention_heads // self._config.num_key_value_heads
-        return bias_BTC.repeat(1, per_group, 1)[:, None]
 
     def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         family = self._config.family
@@ -478,7 +476,8 @@ class GraphedDecoder(EagerDecoder):
         bias = None
         if mask_RC is not None:
             zeros_RC = torch.zeros(mask_RC.shape, dtype=query_RHD.dtype, device=mask_RC.device)
-            bias = self._for_groups(zeros_RC.masked_fill_(~mask_RC, float("-inf"))[None])
+            bias_BTC = zeros_RC.masked_fill_(~mask_RC, float("-inf"))[None]
+            bias = _for_groups(bias_BTC, query_RHD.shape[1] // len(keys_GCD))
         return self._attend_grouped(query_RHD[None], keys_GCD[None], values_GCD[None], bias)[0]
 
     def _attend_grouped(
@@ -509,10 +508,15 @@ class GraphedDecoder(EagerDecoder):
         return attended_BGPTD.permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1, head_dim)
 
 
+def _for_groups(bias_BTC: Tensor, per_group: int) -> Tensor:
+    """The bias for queries as `GraphedDecoder._attend_grouped` lays them out; [B, 1, P T, C]."""
+    return bias_BTC.repeat(1, per_group, 1)[:, None]
+
+
 class _GridRun:
     """A forward that attends for all rows of a grid at once. See `model.Run`."""
 
-    states = ()
+    states = inputs = ()
 
     def __init__(
         self,
@@ -531,7 +535,7 @@ class _GridRun:
     def attend(
         self,
         index: int,
-        window: int | None,
+        kind: LayerKind,
         query_THD: Tensor,
         key_TGD: Tensor,
         value_TGD: Tensor,
@@ -550,7 +554,7 @@ class _GridRun:
             query_THD.view(bucket.rows, bucket.tokens, *query_THD.shape[1:]),
             keys_RGCD,
             values_RGCD,
-            self._biases[window],
+            self._biases[kind.window],
         )
         return attended_RTHD.reshape(bucket.size, -1)
 
@@ -940,6 +944,7 @@ def _unusual_layers(config: DecoderConfig) -> str | None:
         "feed-forward parts without gates, or with biases": not family.is_gated or config.mlp_bias,
         "attention sinks": family.names.sinks is not None,
         "norms behind rotary embedding": family.norms_rotated,
+        "heads of two sizes": config.wide_heads is not None,
     }
     return next((name for name, is_there in features.items() if is_there), None)
 
@@ -956,7 +961,7 @@ def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
         or experts.num_shared != experts.shared_gate
     ):
         return "experts that are chosen otherwise than by a softmax"
-    if any(size != config.head_dim for size in config.head_norm_sizes):
+    if any(size != config.head_dim for size in config.head_norm_sizes()):
         return "norms of all heads together"
     if config.head_dim > 256:
         return f"heads of {config.head_dim}"

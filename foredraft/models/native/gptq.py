@@ -51,12 +51,13 @@ class _LayerByLayer(EagerDecoder):
         self, config: DecoderConfig, weights: DecoderWeights, texts: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(config, weights)
-        self._products: dict[int, Tensor] | None = None
+        self._products: dict[int, Tensor] | None = {}
         cache = config.new_cache(weights.dtype, weights.device, max(map(len, texts)))
         rows = [ScoreRow(cache.allocate(), text, wants_logits=False) for text in texts]
         for row in rows:
             cache.reserve(row.slot, len(row.pending))
         self._run_texts = self.run_of(plan_forward(rows, [0] * len(rows)), cache)
+        self._of_all, self._products = self._products, None
 
     def through(self, index: int, hidden_TE: Tensor) -> Tensor:
         """The output [T, E] of a layer, as it is now."""
@@ -65,8 +66,7 @@ class _LayerByLayer(EagerDecoder):
 
     def products_of(self, index: int, hidden_TE: Tensor) -> dict[int, Tensor]:
         """Products [K, K] of pairs of inputs, for each matrix of a layer by its identity."""
-        products: dict[int, Tensor] = {}
-        self._products = products
+        products = self._products = {**self._of_all}
         self.through(index, hidden_TE)
         self._products = None
         return products

@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.cache.states import RowStates
-from foredraft.cache.store import Entries
+from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.choices import DrawKey
 from foredraft.core.draws import draw_array
 from foredraft.core.errors import CapabilityError
 from foredraft.core.sampling import Law, drawn_laws
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Scores, Target
-from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.config import DecoderConfig, LayerKind
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Matrix, Stack, as_tensor, rows_of
 from foredraft.models.native.recurrent import mixed, open_rows, states_of
@@ -73,6 +73,7 @@ class Run(Protocol):
         states: of recurrent layers, with the tokens of each row.
         rotations: of each rotary embedding cosines [T, P], and sines whose first half is negated
             (see `rotate`).
+        inputs: what each layer is told of the tokens, [T, P] each; empty: nothing.
     """
 
     @property
@@ -81,10 +82,13 @@ class Run(Protocol):
     @property
     def rotations(self) -> Sequence[tuple[Tensor, Tensor]]: ...
 
+    @property
+    def inputs(self) -> Sequence[Tensor]: ...
+
     def attend(
         self,
         index: int,
-        window: int | None,
+        kind: LayerKind,
         query_THD: Tensor,
         key_TGD: Tensor,
         value_TGD: Tensor,
@@ -93,7 +97,8 @@ class Run(Protocol):
         """Store layer ``index``'s keys and values, and attend to what each token sees; [T, H D].
 
         Args:
-            window: how many entries a token sees, its own included; None: all.
+            index: number of the layer (`DecoderConfig.numbers`).
+            kind: of the layer; one that reads another's entries has no heads G.
             sinks_H: scores of something without a value that each token sees, too; None: no.
         """
 
@@ -144,7 +149,21 @@ class EagerDecoder:
         states = list[tuple[range, RowStates]]()
         if self._config.recurrent:
             states = [*zip(plan.rows, open_rows(plan, states_of(cache)), strict=True)]
-        return _RowRun(plan, cache, rotations, masks, self._attend, states)
+        inputs = self._inputs(plan.token_ids_T) if self._config.input_size else ()
+        return _RowRun(plan, cache, rotations, masks, self._attend, states, inputs)
+
+    def _inputs(self, token_ids_T: Tensor) -> list[Tensor]:
+        """What each layer is told of these tokens, by the tables and by their embeddings."""
+        weights, embedded_TE, size = self._weights, self.embed(token_ids_T), self._config.input_size
+        assert weights.inputs_VW is not None
+        rows_TW = rows_of(weights.inputs_VW, token_ids_T.to(weights.device), weights.dtype)
+        found = []
+        for layer, row_TP in zip(weights.layers, torch.split(rows_TW, size, -1), strict=False):
+            assert layer.input_weight is not None
+            told_TP = self._linear(embedded_TE, layer.input_weight) * embedded_TE.shape[-1] ** -0.5
+            told_TP = self._norm(told_TP, weights.input_norm_P)
+            found.append((told_TP + row_TP * size**0.5) * 0.5**0.5)
+        return found
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """What the first layer gets of these tokens; [T, E]."""
@@ -172,6 +191,13 @@ class EagerDecoder:
                 hidden_TE = self._add(hidden_TE, part_TE, layer.attention_post_norm_E)
             part_TE = self._mlp(layer, input_TE if self._config.family.is_parallel else hidden_TE)
             hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
+            if layer.input_gate is not None and layer.input_output is not None:
+                gate_TP = self._linear(hidden_TE, layer.input_gate)
+                told_TP = gated(self._config.activation, gate_TP, run.inputs[index])
+                part_TE = self._linear(told_TP, layer.input_output)
+                hidden_TE = self._add(hidden_TE, part_TE, layer.input_norm_E)
+            if layer.factor_1 is not None:
+                hidden_TE = hidden_TE * layer.factor_1
             if index in taps:
                 tapped[index] = hidden_TE
         return hidden_TE, tapped
@@ -241,18 +267,21 @@ class EagerDecoder:
         Gates of queries lie behind each head's.
         """
         config, gates_TX = self._config, None
-        num_query, num_kv = config.num_attention_heads, config.num_key_value_heads
+        num_query, (num_kv, size) = config.num_attention_heads, config.heads(layer.kind)
         if config.family.gates_attention:
-            parts = [config.query_rows, 2 * num_kv * config.head_dim]
-            both, key_value = torch.split(qkv, parts, -1)
-            query, gates = both.reshape(len(qkv), num_query, 2, config.head_dim).unbind(2)
+            query_rows = config.qkv_rows(layer.kind)[0]
+            both, key_value = qkv[:, :query_rows], qkv[:, query_rows:]
+            query, gates = both.reshape(len(qkv), num_query, 2, size).unbind(2)
             qkv, gates_TX = torch.cat((query.flatten(1), key_value), -1), gates.flatten(1)
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        turned, value_TGD = torch.split(heads, [num_query + num_kv, num_kv], 1)
+        heads = qkv.view(len(qkv), -1, size)
+        # There are no keys and values of a layer that reads another's.
+        turned, value_TGD = heads[:, : num_query + num_kv], heads[:, num_query + num_kv :]
+        if config.family.norms_values and value_TGD.numel():
+            value_TGD = self._norm(value_TGD, torch.ones_like(value_TGD[0, 0]))
         if layer.kind.rope is not None and config.family.norms_rotated:
             turned = rotate(turned, *run.rotations[layer.kind.rope])
         if layer.query_norm_D is not None:
-            query_THD, key_TGD = torch.split(turned, [num_query, num_kv], 1)
+            query_THD, key_TGD = turned[:, :num_query], turned[:, num_query:]
             normed = (
                 self._head_norm(query_THD, layer.query_norm_D),
                 self._head_norm(key_TGD, layer.key_norm_D),
@@ -260,9 +289,8 @@ class EagerDecoder:
             turned = torch.cat(normed, 1)
         if layer.kind.rope is not None and not config.family.norms_rotated:
             turned = rotate(turned, *run.rotations[layer.kind.rope])
-        query_THD, key_TGD = torch.split(turned, [num_query, num_kv], 1)
-        window, sinks_H = layer.kind.window, layer.sinks_H
-        attended = run.attend(index, window, query_THD, key_TGD, value_TGD, sinks_H)
+        query_THD, key_TGD = turned[:, :num_query], turned[:, num_query:]
+        attended = run.attend(index, layer.kind, query_THD, key_TGD, value_TGD, layer.sinks_H)
         if gates_TX is not None:
             attended = attended * gates_TX.sigmoid()
         return self._linear(attended, layer.output_weight, layer.output_bias)
@@ -305,8 +333,10 @@ class EagerDecoder:
 
     def _mlp(self, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
         normed_TE = self._norm(hidden_TE, layer.mlp_norm_E, layer.mlp_norm_bias_E)
+        if layer.dense_gate_up is not None:
+            return self._with_experts(layer, hidden_TE, normed_TE)
         if layer.router_XE is not None:
-            return self._mixture(layer, layer.router_XE, normed_TE)
+            return self._mixture(layer, layer.router_XE, normed_TE, normed_TE)
         return self._feed_forward(
             normed_TE,
             *(layer.gate_up_weight, layer.gate_up_bias, layer.down_weight, layer.down_bias),
@@ -332,11 +362,29 @@ class EagerDecoder:
             activated = activate(self._config.activation, gates)
         return self._linear(activated, down_weight, down_bias)
 
-    def _mixture(self, layer: LayerWeights, router_XE: Tensor, normed_TE: Tensor) -> Tensor:
-        """What each token's likeliest experts give, by their chances; in the order of experts."""
+    def _with_experts(self, layer: LayerWeights, hidden_TE: Tensor, normed_TE: Tensor) -> Tensor:
+        """What a part that all tokens read gives, and experts beside it."""
+        assert layer.dense_gate_up is not None
+        assert layer.dense_down is not None
+        assert layer.router_XE is not None
+        dense_TE = self._feed_forward(normed_TE, layer.dense_gate_up, None, layer.dense_down, None)
+        routed_TE = self._norm(hidden_TE, layer.router_norm_E) * hidden_TE.shape[-1] ** -0.5
+        normed_TE = self._norm(hidden_TE, layer.experts_norm_E)
+        mixed_TE = self._mixture(layer, layer.router_XE, normed_TE, routed_TE)
+        dense_TE = self._norm(dense_TE, layer.dense_post_norm_E)
+        return dense_TE + self._norm(mixed_TE, layer.experts_post_norm_E)
+
+    def _mixture(
+        self, layer: LayerWeights, router_XE: Tensor, normed_TE: Tensor, routed_TE: Tensor
+    ) -> Tensor:
+        """What each token's likeliest experts give, by their chances; in the order of experts.
+
+        Args:
+            routed_TE: what they are chosen by.
+        """
         experts, none = self._config.experts, [None] * layer.num_experts
         assert experts is not None
-        chances_TK, chosen_TK = self._chosen(layer, self._linear(normed_TE, router_XE).float())
+        chances_TK, chosen_TK = self._chosen(layer, self._linear(routed_TE, router_XE).float())
         chances_TK = chances_TK.to(normed_TE.dtype)
         gate_up, down = (
             as_tensor(weight, normed_TE.dtype).chunk(experts.count)
@@ -374,6 +422,8 @@ class EagerDecoder:
         if experts.normalised:
             chances_TK = chances_TK / (chances_TK.sum(-1, keepdim=True) + family.chance_floor)
         chances_TK = chances_TK * experts.scale
+        if layer.expert_factors_X is not None:
+            chances_TK = chances_TK * layer.expert_factors_X.float()[chosen_TK]
         if experts.num_shared:
             if not experts.shared_gate:
                 gate_T1 = torch.ones_like(chances_TK[:, :1])
@@ -394,23 +444,28 @@ class _RowRun:
         masks: Mapping[int | None, list[Tensor | None]],
         attend_row: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
         states: Sequence[tuple[range, RowStates]],
+        inputs: Sequence[Tensor] = (),
     ) -> None:
-        self.rotations, self.states = rotations, states
-        self._plan, self._store, self._masks = plan, cache.store, masks
+        self.rotations, self.states, self.inputs = rotations, states, inputs
+        self._plan, self._masks = plan, masks
         blocks, size = list[int](), cache.store.block_size
         for row in plan.rows:
             table = cache.table(plan.slot(row))
             blocks.extend(table[entry // size] for entry in plan.entries[_slice(row)])
         offsets = [entry % size for entry in plan.entries]
         self._written = torch.tensor([blocks, offsets], dtype=torch.int64).to(cache.store.device)
-        self._rows = [_rows_of(cache, plan.slot(row), plan.end(row)) for row in plan.rows]
+        self._stores = {
+            is_wide: (store, [_rows_of(store, cache, plan, row) for row in plan.rows])
+            for is_wide, store in enumerate((cache.store, cache.store.wide))
+            if store
+        }
         self._attend_row = attend_row
         self._num_nodes = [sum(map(bool, plan.extras[_slice(row)])) for row in plan.rows]
 
     def attend(
         self,
         index: int,
-        window: int | None,
+        kind: LayerKind,
         query_THD: Tensor,
         key_TGD: Tensor,
         value_TGD: Tensor,
@@ -418,12 +473,15 @@ class _RowRun:
     ) -> Tensor:
         outputs = []
         blocks_T, offsets_T = self._written
-        self._store.keys[:, index][blocks_T, :, offsets_T] = key_TGD
-        self._store.values[:, index][blocks_T, :, offsets_T] = value_TGD
-        rows = zip(self._plan.rows, self._rows, self._masks[window], self._num_nodes, strict=True)
+        store, rows_of_all = self._stores[kind.is_wide]
+        if kind.source is None:
+            store.keys[:, index][blocks_T, :, offsets_T] = key_TGD
+            store.values[:, index][blocks_T, :, offsets_T] = value_TGD
+        masks = self._masks[kind.window]
+        rows = zip(self._plan.rows, rows_of_all, masks, self._num_nodes, strict=True)
         for row, rows_R, mask, num_nodes in rows:
             end = self._plan.end(row)
-            keys_GCD, values_GCD = (x[:, :end] for x in self._store.gather(index, rows_R))
+            keys_GCD, values_GCD = (x[:, :end] for x in store.gather(index, rows_R))
             if num_nodes:
                 _make_finite(keys_GCD[:, end - num_nodes :])
                 _make_finite(values_GCD[:, end - num_nodes :])
@@ -433,10 +491,10 @@ class _RowRun:
         return torch.cat(outputs)
 
 
-def _rows_of(cache: Entries, slot: int, end: int) -> Tensor:
-    """Where the blocks lie that hold a slot's entries before ``end``; see `BlockStore.rows`."""
-    num_blocks = -(-end // cache.store.block_size)
-    return cache.store.rows(cache.table(slot)[:num_blocks])
+def _rows_of(store: BlockStore, cache: Entries, plan: ForwardPlan, row: range) -> Tensor:
+    """Where the blocks lie that hold a row's entries; see `BlockStore.rows`."""
+    num_blocks = -(-plan.end(row) // store.block_size)
+    return store.rows(cache.table(plan.slot(row))[:num_blocks])
 
 
 def capped_attention(

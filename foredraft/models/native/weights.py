@@ -68,10 +68,15 @@ _MUCH_TO_READ = 1 << 30
 _HEAD_BITS = 8
 _MIXER = "mixer@"
 """Before the fields of `LayerWeights.mixer`."""
-_EMBEDDING_FIELD = "embedding_VE"
+_EMBEDDING_FIELD, _INPUTS_FIELD = "embedding_VE", "inputs_VW"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OF_EXPERTS = "expert"
 """In the names of experts, and of those that each token reads."""
+_INPUTS, _INPUT_PROJECTION, _INPUT_PROJECTION_NORM = (
+    "model.embed_tokens_per_layer.weight",
+    "model.per_layer_model_projection.weight",
+    "model.per_layer_projection_norm.weight",
+)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -84,6 +89,12 @@ class LayerWeights:
     Attributes:
         num_experts: X; 1: there are none.
         kind: how it attends.
+        dense_gate_up, dense_down: of the part that all tokens read beside experts.
+        expert_factors_X: of what experts give.
+        input_weight: what the embedding of a token tells it, beside its table.
+        input_gate: how much of that counts, by the hidden states.
+        input_output: what is added to them.
+        factor_1: of all that it gives.
     """
 
     attention_norm_E: Tensor | None
@@ -111,6 +122,18 @@ class LayerWeights:
     mixer: MixerWeights | None = None
     beside_in: Stack | None = None  # projections of a recurrent part beside attention
     beside_out: Matrix | None = None
+    dense_gate_up: Stack | None = None
+    dense_down: Matrix | None = None
+    dense_post_norm_E: Tensor | None = None
+    experts_norm_E: Tensor | None = None
+    experts_post_norm_E: Tensor | None = None
+    router_norm_E: Tensor | None = None
+    expert_factors_X: Tensor | None = None
+    input_weight: Matrix | None = None  # [P, E]
+    input_gate: Matrix | None = None  # [P, E]
+    input_output: Matrix | None = None  # [E, P]
+    input_norm_E: Tensor | None = None
+    factor_1: Tensor | None = None
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All that there are, by their fields and layouts (see `quant.to_tensors`)."""
@@ -148,6 +171,11 @@ class LayerWeights:
             "down_weight": self.num_experts,
             "beside_in": 1,
             "beside_out": 1,
+            "dense_gate_up": 2,
+            "dense_down": 1,
+            "input_weight": 1,
+            "input_gate": 1,
+            "input_output": 1,
         }
         found = ((name, getattr(self, name), count) for name, count in parts.items())
         return {name: (matrix, count) for name, matrix, count in found if matrix is not None}
@@ -172,6 +200,8 @@ class DecoderWeights:
         states_dtype: of activations and cache; None: as the embeddings.
         activation_bits: of what matrices in few bits are multiplied with: 16, with a scale for each
             token, or 8, with one for each 32 inputs.
+        inputs_VW: the tables that tell each layer of a token, one beside the other.
+        input_norm_P: of what embeddings tell layers.
     """
 
     embedding_VE: Matrix
@@ -183,6 +213,8 @@ class DecoderWeights:
     screen_VE: PackedMatrix | None = None
     states_dtype: torch.dtype | None = None
     activation_bits: int = 16
+    inputs_VW: Matrix | None = None
+    input_norm_P: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,6 +231,9 @@ class DecoderWeights:
         found |= {"final_norm_E": self.final_norm_E}
         if self.final_norm_bias_E is not None:
             found |= {"final_norm_bias_E": self.final_norm_bias_E}
+        if self.inputs_VW is not None and self.input_norm_P is not None:
+            found |= to_tensors(_INPUTS_FIELD, self.inputs_VW)
+            found |= {"input_norm_P": self.input_norm_P}
         if self.head_VE is not self.embedding_VE:
             found |= to_tensors("head_VE", self.head_VE)
         for index, layer in enumerate(self.layers):
@@ -244,6 +279,7 @@ def load_weights(
     bits: Bits = None,
     kept: KeptFiles = NOTHING_KEPT,
     progress: Progress | None = None,
+    inputs_VW: Matrix | None = None,
 ) -> DecoderWeights:
     """Read a checkpoint.
 
@@ -258,6 +294,8 @@ def load_weights(
             `AS_STORED`: of a GGUF file for which `why_not_as_stored` has no objection.
         kept: where weights on CPU are kept in the last such form, and taken from at the next start.
         progress: told how much is brought into this form, where none was kept.
+        inputs_VW: the tables that tell layers of tokens, which are larger than all else; None:
+            they are read.
 
     Raises:
         ModelLoadError: a tensor is missing, has another shape or no float type, or holds NaN or
@@ -279,7 +317,7 @@ def load_weights(
     elif progress is not None and checkpoint.num_bytes >= _MUCH_TO_READ:
         progress.stage("reading the weights")
     reader = Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
-    weights = replace(_assemble(reader, config), states_dtype=states_dtype)
+    weights = replace(_assemble(reader, config, inputs_VW), states_dtype=states_dtype)
     reader.raise_problems()
     kept.keep(name, recipe, weights.tensors(), instead_of="weights-*")
     return weights
@@ -313,11 +351,13 @@ class WeightCounts(NamedTuple):
         all: with a tied head counted once.
         matrices: of the linear layers and the LM head, with all experts.
         read: those that one token is multiplied with: of experts only the ones that it chooses.
+        held: all, those twice that are held twice.
     """
 
     all: int
     matrices: int
     read: int
+    held: int
 
 
 @cache
@@ -334,7 +374,8 @@ def count_weights(config: DecoderConfig) -> WeightCounts:
             if chosen and layer.num_experts > 1 and name in of_experts:
                 size = size // layer.num_experts * chosen.per_token
             read += size
-    return WeightCounts(sum(map(prod, reader.asked.values())), matrices, read)
+    num_weights = sum(map(prod, reader.asked.values()))
+    return WeightCounts(num_weights, matrices, read, reader.num_held)
 
 
 def asked_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
@@ -354,7 +395,7 @@ def weight_bytes(config: DecoderConfig, itemsize: int, bits: Bits) -> tuple[int,
     assert bits != AS_STORED
     counts, head = count_weights(config), config.vocab_size * config.hidden_size
     if bits is None:
-        return counts.all * itemsize, counts.read * itemsize
+        return counts.held * itemsize, counts.read * itemsize
     stored, read = (
         int(
             head * PACKED[max(bits, 8)].bytes_per_weight
@@ -362,7 +403,7 @@ def weight_bytes(config: DecoderConfig, itemsize: int, bits: Bits) -> tuple[int,
         )
         for matrices in (counts.matrices, counts.read)
     )
-    others = counts.all - counts.matrices  # embeddings, norms, biases
+    others = counts.held - counts.matrices  # embeddings, norms, biases
     if config.tie_word_embeddings:  # the head is a copy
         others += head
     return stored + others * itemsize, read
@@ -374,7 +415,7 @@ def stored_weight_bytes(
     """The same of weights as they are stored; the vectors are float32."""
     are_alone, found = are_experts_alone(checkpoint), dict[str, float]()
     for name, tensor in checkpoint.tensors.items():
-        is_plain = name == _EMBEDDING or (are_alone and len(tensor.shape) > 1)
+        is_plain = name in (_EMBEDDING, _INPUTS) or (are_alone and len(tensor.shape) > 1)
         each: float = itemsize if is_plain else 4
         if tensor.is_quantised:
             each = FORMS[tensor.dtype].bytes_per_weight
@@ -382,7 +423,7 @@ def stored_weight_bytes(
     table, head = checkpoint.tensors[_EMBEDDING], _head(checkpoint, config)
     if not (head.is_quantised or are_alone):
         found[_HEAD] = prod(head.shape) * PACKED[_HEAD_BITS].bytes_per_weight
-    in_memory, unread = sum(found.values()), 0.0
+    in_memory, unread = sum(found.values()), found.get(_INPUTS, 0.0)
     if not (config.tie_word_embeddings and (table.is_quantised or are_alone)):
         unread = found[_EMBEDDING]
     if config.experts:
@@ -444,7 +485,9 @@ def _is_tied(checkpoint: Checkpoint) -> bool:
     return torch.equal(read_tensor(head, _HEAD), read_tensor(embedding, _EMBEDDING))
 
 
-def _assemble(reader: Reader, config: DecoderConfig) -> DecoderWeights:
+def _assemble(
+    reader: Reader, config: DecoderConfig, inputs_VW: Matrix | None = None
+) -> DecoderWeights:
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding_VE = reader.take_table(_EMBEDDING, vocab, hidden)
     if config.tie_word_embeddings:
@@ -458,7 +501,14 @@ def _assemble(reader: Reader, config: DecoderConfig) -> DecoderWeights:
     names = config.family.names
     final_norm_E = reader.take(f"{names.final_norm}.weight", hidden)
     bias_E = reader.take(f"{names.final_norm}.bias", hidden) if config.family.norm_biases else None
-    return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE, bias_E)
+    weights = DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE, bias_E)
+    if not (size := config.input_size):
+        return weights
+    if inputs_VW is None:
+        width = size * config.num_hidden_layers
+        inputs_VW = reader.take_table(_INPUTS, config.input_vocab, width)
+    norm_P = reader.take(_INPUT_PROJECTION_NORM, size)
+    return replace(weights, inputs_VW=inputs_VW, input_norm_P=norm_P)
 
 
 @dataclass(frozen=True)
@@ -520,13 +570,13 @@ class _Layer:
         self._reader, self._config, self._prefix = reader, config, prefix
         names = config.family.names
         self._family, self._names = config.family, names.apart if reader.is_apart else names
-        self._kind = config.kind(index)
+        self._kind, self._index = config.kind(index), index
         self._num_experts, self._feed_forward = config.feed_forward(index)
         experts = config.experts
         self._experts = experts if experts and index >= experts.num_dense else None
 
     def weights(self) -> LayerWeights:
-        names = self._names
+        names, take = self._names, self._reader.take
         return LayerWeights(
             attention_norm_E=self._norm(names.attention_norm),
             attention_norm_bias_E=self._norm_bias(names.attention_norm),
@@ -536,7 +586,10 @@ class _Layer:
             **self._mlp(),
             attention_post_norm_E=self._norm(names.attention_post_norm),
             mlp_post_norm_E=self._norm(names.mlp_post_norm),
+            **(self._inputs() if self._config.input_size else {}),
+            factor_1=take(f"{self._prefix}{names.factor}", 1) if names.factor else None,
             **(self._router() if self._experts else {}),
+            **(self._beside_experts() if self._config.dense_beside else {}),
             num_experts=self._num_experts,
             kind=self._kind,
         )
@@ -578,10 +631,13 @@ class _Layer:
     def _attention(self) -> dict[str, Any]:
         config, names, take = self._config, self._names, self._reader.take
         hidden = config.hidden_size
-        size, key_value = config.head_dim, config.num_key_value_heads * config.head_dim
-        rows = (config.query_rows, key_value, key_value)
-        query_norm, key_norm = config.head_norm_sizes or (0, 0)
-        times = config.multipliers
+        rows, (_, size) = config.qkv_rows(self._kind), config.heads(self._kind)
+        query_norm, key_norm = config.head_norm_sizes(self._kind) or (0, 0)
+        times, own = config.multipliers, names.qkv
+        if len(own) > len(rows):  # it reads another's entries
+            own = own[: len(rows)]
+        elif config.keys_are_values and self._kind.is_wide:
+            own = (*own[:2], own[1])
 
         out, out_bias = (
             self._parts([names.output], [hidden], kind)[0].times(times.output)
@@ -589,11 +645,11 @@ class _Layer:
         )
 
         def qkv(kind: str) -> list[_Part]:
-            parts = self._parts(names.qkv, rows, kind)
+            parts = self._parts(own, rows, kind)
             by = times.inputs if kind == "weight" else 1.0
             if len(parts) == len(rows):
                 factors = (by, by * times.key, by)
-                parts = [part.times(by) for part, by in zip(parts, factors, strict=True)]
+                parts = [part.times(by) for part, by in zip(parts, factors, strict=False)]
             if not self._family.is_paired:
                 return parts
             change = partial(_halves, size=size, rotated=config.ropes[0].size)
@@ -612,6 +668,23 @@ class _Layer:
                 if names.sinks
                 else None
             ),
+        }
+
+    def _inputs(self) -> dict[str, Any]:
+        """What tells the layer of a token, beside the table that all layers share."""
+        config, names = self._config, self._names
+        hidden, size, count = config.hidden_size, config.input_size, config.num_hidden_layers
+        cut = partial(_nth, number=self._index, count=count)
+        own = _Part(_INPUT_PROJECTION, size, (count * size, hidden), cut, moves_rows=True)
+        gate, output = (
+            self._parts([name], [rows], "weight")
+            for name, rows in ((names.input_gate, size), (names.input_output, hidden))
+        )
+        return {
+            "input_weight": self._single([own], hidden),
+            "input_gate": self._single(gate, hidden),
+            "input_output": self._single(output, size),
+            "input_norm_E": self._norm(names.input_norm),
         }
 
     # ---- feed-forward parts
@@ -712,6 +785,22 @@ class _Layer:
             "router_bias_X": (
                 self._reader.take(f"{prefix}{names.router_bias}", count) if has_bias else None
             ),
+        }
+
+    def _beside_experts(self) -> dict[str, Any]:
+        """The part that all tokens read, and norms and factors of a layer with both."""
+        names, config, take = self._names, self._config, self._reader.take
+        hidden, size = config.hidden_size, config.dense_beside
+        gates = self._parts(names.dense_gate_up, [size, size], "weight")
+        down = self._parts([names.dense_down], [hidden], "weight")
+        return {
+            "dense_gate_up": self._reader.take_matrix(gates, hidden, 2),
+            "dense_down": self._single(down, size),
+            "dense_post_norm_E": self._norm(names.dense_post_norm),
+            "experts_norm_E": self._norm(names.experts_norm),
+            "experts_post_norm_E": self._norm(names.experts_post_norm),
+            "router_norm_E": take(f"{self._prefix}{names.router_norm}", hidden),
+            "expert_factors_X": take(f"{self._prefix}{names.expert_factors}", self._num_experts),
         }
 
     # ---- recurrent layers
@@ -880,6 +969,8 @@ class Reader:
         """Whether names are those of `Names.apart`."""
         self.asked: dict[str, tuple[int, ...]] = {}
         """Shapes of the tensors that were asked for, by name."""
+        self.num_held = 0
+        """Numbers that were asked for, those twice that were asked for twice."""
         self.changed: list[str] = []
         """Matrices whose rows are not as they are stored."""
 
@@ -923,6 +1014,7 @@ class Reader:
         new = shapes.keys() & (self._tensors or {}).keys() - self.asked.keys()
         self._bytes_at_hand = sum((self._tensors or {})[name].num_bytes for name in new)
         self.asked |= shapes
+        self.num_held += sum(part.rows for part in parts) * prod(columns)
         return not any(problems)
 
     def take_table(self, name: str, *shape: int) -> Matrix:
@@ -1044,7 +1136,7 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
     if outline.changed:
         return f"{outline.changed[0]} is not used as it is stored, but in another order or scaled"
     for name, tensor in checkpoint.tensors.items():
-        may_be_floats = name in (_EMBEDDING, _HEAD) or name.endswith(tuple(small))
+        may_be_floats = name in (_EMBEDDING, _INPUTS, _HEAD) or name.endswith(tuple(small))
         may_be_floats |= are_alone and (_OF_EXPERTS not in name or name.endswith("_bias"))
         if len(tensor.shape) > 1 and not (tensor.is_quantised or may_be_floats):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
