@@ -115,6 +115,7 @@ struct ForedraftModel {
   int64_t is_parallel;           // both parts of a layer read its input
   int64_t norms_rotated;         // queries and keys are normalised behind rotary embedding
   int64_t keeps_inputs;          // some part of a layer reads its input behind another
+  int64_t num_ids;               // rows of the head behind these are no tokens: their logits are -inf
 };
 
 // A state [L, S] to be made, behind so many elements.

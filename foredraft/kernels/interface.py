@@ -88,6 +88,7 @@ class Model(ctypes.Structure):
         *((name, c_int64) for name in ("dense_feed_forward", "layer_norms")),
         ("final_norm_bias", c_void_p),
         *((name, c_int64) for name in ("is_parallel", "norms_rotated", "keeps_inputs")),
+        ("num_ids", c_int64),
     ]
 
 

@@ -31,6 +31,7 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 #include "attend.h"
@@ -627,12 +628,16 @@ class Worker {
   }
 
   void finish_logits(int64_t token, Range rows) const {
-    finish_some(logit(token, rows.begin), rows.end - rows.begin);
+    finish_some(logit(token, rows.begin), rows);
   }
 
-  void finish_some(float* logits, int64_t count) const {
-    if (model_.logits_scale == 1 && model_.logits_cap == 0) return;
-    for (int64_t i = 0; i < count; i += kLanes) finish(logits + i, std::min<int64_t>(kLanes, count - i));
+  void finish_some(float* logits, Range rows) const {
+    const int64_t count = rows.end - rows.begin;
+    const bool is_plain = model_.logits_scale == 1 && model_.logits_cap == 0;
+    for (int64_t i = 0; i < count && !is_plain; i += kLanes)
+      finish(logits + i, std::min<int64_t>(kLanes, count - i));
+    for (int64_t i = std::max(rows.begin, model_.num_ids); i < rows.end; ++i)
+      logits[i - rows.begin] = -std::numeric_limits<float>::infinity();
   }
 
   // Up to a vector of logits, scaled and capped.
@@ -672,7 +677,7 @@ class Worker {
         some_groups<1>(rows.products(x).in_vectors[0], rows, begin, group.end - begin, x, wanted.row,
                        {wanted.row, wanted.row + 1}, 0,
                        [&](int64_t, int64_t row, float value) { of_group[row - begin] = value; });
-        finish_some(of_group, group.end - begin);
+        finish_some(of_group, group);
         logits[i] = of_group[tokens[i] - begin];
         if (i >= others) std::copy_n(of_group, std::min(group.end, num_scored()) - begin, logit(wanted.row, begin));
       }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +263,8 @@ class DecoderConfig:
         has_head_norms: whether queries and keys are normalised, in a family that does so.
         multipliers: of what matrices give.
         recurrent: its recurrent layers; None: there are none.
+        num_ids: output rows behind these are no tokens, and their logits are -inf; None: all are
+            tokens. Nothing that is kept depends on it.
     """
 
     model_type: str
@@ -293,6 +295,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+    num_ids: int | None = field(default=None, repr=False)
 
     @property
     def family(self) -> Family:

@@ -320,6 +320,7 @@ class FusedDecoder:
             logits_scale=config.logits_scale,
             embedding_scale=config.embedding_scale,
             residual_scale=config.residual_scale,
+            num_ids=self._num_outputs if config.num_ids is None else config.num_ids,
         )
 
     def _point_to_states(

@@ -472,11 +472,13 @@ def capped_attention(
 
 
 def finished_logits(logits_NV: Tensor, config: DecoderConfig) -> Tensor:
-    """What products with the head become: scaled, and capped."""
+    """What products with the head become: scaled, capped, and -inf where there is no token."""
     if config.logits_scale != 1.0:
         logits_NV = logits_NV * config.logits_scale
     if config.logits_cap is not None:
         logits_NV = config.logits_cap * torch.tanh(logits_NV / config.logits_cap)
+    if config.num_ids is not None:
+        logits_NV[:, config.num_ids :] = -torch.inf
     return logits_NV
 
 

@@ -98,6 +98,7 @@ class NativeTarget:
         progress: Progress | None = None,
         cache_dtype: torch.dtype | None = None,
         activation_bits: int = 16,
+        num_ids: Callable[[int], int] | None = None,
     ) -> NativeTarget:
         """Load a checkpoint; with ``bits``, weights are quantised (see `load_weights`).
 
@@ -107,6 +108,7 @@ class NativeTarget:
             progress: told how much of the weights is laid out.
             cache_dtype: see `NativeTarget`.
             activation_bits: see `DecoderWeights`.
+            num_ids: how many of so many output rows are tokens; None: all (see `DecoderConfig`).
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
@@ -118,6 +120,8 @@ class NativeTarget:
             kept = KeptFiles.of(checkpoint) if on_cpu else NOTHING_KEPT
         weights = load_weights(checkpoint, config, dtype, device, bits, kept, progress)
         weights = replace(weights, activation_bits=activation_bits)
+        if num_ids is not None:
+            config = replace(config, num_ids=num_ids(config.vocab_size))
         return cls(
             *(config, weights, new_decoder, max_context, cache_memory, kept, checkpoint),
             cache_dtype=cache_dtype,
