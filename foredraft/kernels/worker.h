@@ -653,19 +653,19 @@ class Worker {
   void draw() {
     if (!forward_.num_draws) return;
     for (int64_t i = me_.index; i < forward_.num_draws; i += me_.size) {
-      if (model_.screen.data) draw_screened(forward_.draws[i]);
+      if (model_.screen.data) draw_screened(forward_.draws[i], forward_.others + i * forward_.num_others);
       else noise::draw(forward_.logits, num_scored(), forward_.draws[i]);
     }
     end(kOther);
   }
 
   // The logits of the tokens that may win, and of their neighbours, become those of the head itself.
-  void draw_screened(ForedraftDraw& wanted) const {
+  void draw_screened(ForedraftDraw& wanted, const int32_t* others_of) const {
     if constexpr (std::is_same_v<Rows, PackedMatrix>) {
       int64_t tokens[noise::kMostOthers + noise::kMostHopeful];
       float logits[noise::kMostOthers + noise::kMostHopeful];
-      const int64_t others = forward_.num_others;
-      std::copy_n(forward_.others, others, tokens);
+      const int64_t others = std::find(others_of, others_of + forward_.num_others, -1) - others_of;
+      std::copy_n(others_of, others, tokens);
       const int64_t hopeful = noise::find_hopeful(logit(wanted.row, 0), num_scored(), wanted, tokens + others);
       const int64_t count = hopeful ? others + hopeful : 0;
       const Rows rows = matrix(model_.head, E);
@@ -681,7 +681,9 @@ class Worker {
         logits[i] = of_group[tokens[i] - begin];
         if (i >= others) std::copy_n(of_group, std::min(group.end, num_scored()) - begin, logit(wanted.row, begin));
       }
-      std::copy_n(logits, count ? others : 0, logit(wanted.row, num_scored()));
+      float* const named = logit(wanted.row, num_scored());
+      std::fill_n(named, forward_.num_others, -std::numeric_limits<float>::infinity());
+      std::copy_n(logits, count ? others : 0, named);
       noise::draw_among(logits, tokens, count, wanted);
     }
   }

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from foredraft.cache.states import RowStates
 from foredraft.cache.store import Entries
-from foredraft.core.choices import DrawKey
+from foredraft.core.choices import LIKELIEST, DrawKey
 from foredraft.core.draws import draw_array
 from foredraft.core.errors import CapabilityError
 from foredraft.core.sampling import Law, drawn_laws
@@ -704,6 +704,18 @@ def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
     return turned if not rest.shape[-1] else torch.cat((turned, rest), -1)
 
 
+def draws_behind_all(rows: Sequence[ScoreRow], plan: ForwardPlan) -> list[tuple[int, DrawKey]]:
+    """Draws from all wanted logits, of the likeliest where a row has no key.
+
+    Of a head in two steps these tokens have its own logits, and others estimates.
+    """
+    return [
+        (logits_row, (row.draw or LIKELIEST).ahead(depth))
+        for row, heads in zip(rows, plan.row_heads, strict=True)
+        for depth, logits_row in enumerate(heads)
+    ]
+
+
 def scored(
     decoder: Decoder,
     plan: ForwardPlan,
@@ -720,4 +732,5 @@ def scored(
         drawn = [None] * len(plan.heads)
         for (logits_row, _), law in zip(wanted, drawn_laws(logits_NV, plan.draws), strict=True):
             drawn[logits_row] = law
-    return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), drawn)
+    heads, rows = tuple(plan.row_heads), tuple(plan.rows)
+    return Scores(logits_NV, heads, tapped, rows, drawn, is_short=bool(plan.shortlists))
