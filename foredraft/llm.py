@@ -408,7 +408,8 @@ def _rules_for(target: Target, tokenizer: Tokenizer | None, grammars: Grammars |
     """The rules that requests to this model may ask for."""
     encoder = target.capabilities.encoder
     bans = encoder.bans if encoder is not None else None
-    of_model = partial(new_rules, vocab_size=target.vocab_size, model_bans=bans)
+    vocab_size = tokenizer.num_ids(target.vocab_size) if tokenizer else target.vocab_size
+    of_model = partial(new_rules, vocab_size=vocab_size, model_bans=bans)
     if tokenizer is None or grammars is None:
         return of_model
     encode = partial(tokenizer.encode, add_special_tokens=False)

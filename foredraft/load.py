@@ -8,7 +8,7 @@ cost the loading of the target.
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -211,7 +211,9 @@ def load_models(
     tokenizer = Tokenizer(plan.directory)
     if draft_plan is None:
         return LoadedModel(
-            plan, load_target(plan, asked.threads, progress=progress), tokenizer
+            plan,
+            load_target(plan, asked.threads, progress=progress, num_ids=tokenizer.num_ids),
+            tokenizer,
         ), None
     draft_tokenizer = tokenizer
     if not _have_one_tokenizer(plan, draft_plan):
@@ -221,9 +223,8 @@ def load_models(
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
     to_come = plan.to_come_bytes + draft_plan.to_come_bytes
     memory = CacheMemory.of(plan.cache_memory, plan.device, to_come)  # for both
-    target = load_target(plan, asked.threads, memory, progress)
-    # Rows beyond are for no token.
-    num_rows = min(target.vocab_size, tokenizer.vocab_size) if is_shared else None
+    target = load_target(plan, asked.threads, memory, progress, tokenizer.num_ids)
+    num_rows = tokenizer.num_ids(target.vocab_size) if is_shared else None
     draft = load_draft_model(draft_plan, num_rows, asked.threads, memory, progress)
     return LoadedModel(plan, target, tokenizer), LoadedModel(draft_plan, draft, draft_tokenizer)
 
@@ -332,6 +333,7 @@ def load_target(
     threads: int | None = None,
     memory: CacheMemory | None = None,
     progress: Progress | None = None,
+    num_ids: Callable[[int], int] | None = None,
 ) -> Target:
     """Load the weights of a resolved plan.
 
@@ -339,6 +341,8 @@ def load_target(
         threads: of each forward, where our own kernel runs it; None: as many as are fastest.
         memory: what its cache shares with those of other models; None: the plan says how much.
         progress: told how much of the weights is laid out, where that is not kept.
+        num_ids: how many of so many output rows are tokens of its tokenizer: no others are drawn;
+            None: all.
 
     Raises:
         ModelLoadError: the checkpoint is incomplete or damaged.
@@ -349,7 +353,7 @@ def load_target(
     memory = memory or CacheMemory.of(plan.cache_memory, plan.device, plan.to_come_bytes)
     if plan.backend == "hf":
         return _hf_class(plan.encoder).load(
-            plan.checkpoint, dtype, plan.device, plan.max_context, memory
+            plan.checkpoint, dtype, plan.device, plan.max_context, memory, num_ids
         )
     decoder = native_decoder(plan.decoder, threads)
     target = NativeTarget.load(
@@ -360,6 +364,7 @@ def load_target(
         progress=progress,
         cache_dtype=getattr(torch, plan.cache_dtype),
         activation_bits=plan.activation_bits,
+        num_ids=num_ids,
     )
     if plan.decoder == "fixed-shape":
         probe(target)

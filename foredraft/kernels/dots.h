@@ -199,7 +199,7 @@ struct Eight {
   }
   static void add_halves(Shorts& sum, Ints weights, Ints bytes) {
 #if defined(__AVX512BW__)
-    sum += halves(weights, bytes);
+    sum = (Shorts)_mm512_add_epi16((__m512i)sum, (__m512i)halves(weights, bytes));  // may wrap around
 #else
     Shorts c = sum, products;  // see `add_pairs`
     asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"

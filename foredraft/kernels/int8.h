@@ -37,9 +37,10 @@ struct PackedInputs {
   // Of a chunk, rows [T]: the sums of two parts of 32 activations times -128 as whole numbers, where sums
   // of weights with a sign begin; the sums as floats, for minima; those of four parts of 16 times -128; and
   // of activations of 8 bits the scales of both parts of 32, with which the floats are multiplied already;
-  // and of both the sums of their parts of 16, times -16, side by side in 16 bits.
-  static constexpr int kStarts = 0, kSums = 2, kFineStarts = 4, kBlockScales = 8, kFinePairs = 10;
-  static constexpr int kNumKept = 12;
+  // and of the four parts of 16 the sums of each quad's first two and last two, times -32, side by side in
+  // 16 bits.
+  static constexpr int kStarts = 0, kSums = 2, kFineStarts = 4, kBlockScales = 8, kPairStarts = 10;
+  static constexpr int kNumKept = 14;
 
   // The first of the rows that a format needs, one for each of its parts.
   template <class Format>
@@ -125,19 +126,24 @@ struct PackedInputs {
   void put_chunk(const int16_t* numbers, int64_t chunk, int64_t token, const Scaled* blocks,
                  Activations kind) const {
     store_chunk(numbers, data + (chunk * num_tokens + token) * Activations::kTokenBytes, kind);
-    const Quad found = sum_lanes(sums_of_part(numbers), sums_of_part(numbers + kFineInputs),
-                                 sums_of_part(numbers + 2 * kFineInputs),
-                                 sums_of_part(numbers + 3 * kFineInputs));
+    Vec sums[4], firsts[4];
+    UNROLL for (int part = 0; part < 4; ++part) {
+      sums[part] = sums_of_part(numbers + part * kFineInputs);
+      firsts[part] = (Vec)((Ints)sums[part] & ((lane_numbers() & 1) - 1));  // of pairs, which are lanes
+    }
+    const Quad found = sum_lanes(sums[0], sums[1], sums[2], sums[3]);
+    const Quad first = sum_lanes(firsts[0], firsts[1], firsts[2], firsts[3]);
     int32_t* const to = kept + chunk * kNumKept * num_tokens + token;
-    for (int part = 0; part < 4; ++part)
+    for (int part = 0; part < 4; ++part) {
       to[(kFineStarts + part) * num_tokens] = -128 * int32_t(found[part]);
+      const uint32_t low = uint32_t(-32 * int32_t(first[part])) & 0xffff;
+      const uint32_t high = uint32_t(-32 * int32_t(found[part] - first[part])) << 16;
+      to[(kPairStarts + part) * num_tokens] = int32_t(high | low);
+    }
     for (int part = 0; part < 2; ++part) {
       const float sum = found[2 * part] + found[2 * part + 1], scale = blocks[part].scale;
       const float scaled_sum = Activations::kScalesBlocks ? sum * scale : sum;
       to[(kStarts + part) * num_tokens] = -128 * int32_t(sum);
-      const uint32_t first = uint32_t(-16 * int32_t(found[2 * part]));
-      const uint32_t second = uint32_t(-16 * int32_t(found[2 * part + 1]));
-      to[(kFinePairs + part) * num_tokens] = int32_t((second << 16) | (first & 0xffff));
       std::memcpy(to + (kSums + part) * num_tokens, &scaled_sum, sizeof sum);
       std::memcpy(to + (kBlockScales + part) * num_tokens, &scale, sizeof scale);
     }

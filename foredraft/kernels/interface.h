@@ -137,6 +137,7 @@ struct ForedraftModel {
   int64_t input_width;           // P times the layers of the table
   ForedraftMatrix inputs;        // [., W] the tables, one beside the other
   const float* input_norm;       // [P]
+  int64_t num_ids;               // rows of the head behind these are no tokens: their logits are -inf
 };
 
 // The entries of one kind of layers.
@@ -195,8 +196,8 @@ struct ForedraftForward {
   const ForedraftStates* states;  // of each row, or null
   float* matrices;              // [threads, 2, D V] to work in
   int64_t num_first;            // of a screened draft: the head's rows that are scored; 0: all
-  int64_t num_others;           // up to kMostOthers rows beyond these that are, too, for rows that are drawn
-  const int32_t* others;
+  int64_t num_others;           // up to kMostOthers rows beyond these that are, too
+  const int32_t* others;        // [draws, num_others]; -1 behind the last one of a draw
 };
 
 }  // extern "C"

@@ -103,6 +103,7 @@ class Model(ctypes.Structure):
         *((name, c_int64) for name in ("input_size", "input_width")),
         ("inputs", Matrix),
         ("input_norm", c_void_p),
+        ("num_ids", c_int64),
     ]
 
 

@@ -9,9 +9,9 @@
 //   + total, rounded, for each part.
 // This order is the same whatever instructions multiply and whatever is computed beside an element.
 //
-// With AVX2 two products of bytes, and where weights have 4 bits all of a block, are added up in 16 bits,
-// and the instruction that widens them multiplies with the factor. Many tokens meet a chunk of weights
-// while it is unpacked in the nearest cache, a few at a time as registers hold; their totals are memory.
+// With AVX2 products of bytes are added up in 16 bits, of a block or half of one, and the instruction that
+// widens them multiplies with the factor. Many tokens meet a chunk of weights while it is unpacked in the
+// nearest cache, a few at a time as registers hold; their totals are memory.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +62,6 @@ struct ChunkScales {
 #endif
   Vec step[V], minima[Format::kParts][V];
   Factor factors[Format::kParts][V];
-  Shorts centres[2][V];  // two factors of a block; doubled, of 6 bits
 
   explicit ChunkScales(const Chunk<Format>& chunk) {
     UNROLL for (int v = 0; v < V; ++v) {
@@ -78,13 +77,6 @@ struct ChunkScales {
           factors[part][v] = __builtin_convertvector(Format::factor(chunk.head, part, lane), Vec);
 #endif
         }
-#if SUMS_IN_SHORTS
-        if constexpr (kFine == 2) {
-          const Ints first = (Ints)factors[2 * block][v], second = (Ints)factors[2 * block + 1][v];
-          const Shorts both = (Shorts)((first & 0xffff) | (second & ~0xffff));
-          centres[block][v] = Format::kBits == 6 ? both + both : both;
-        }
-#endif
       }
     }
   }
@@ -96,56 +88,44 @@ INLINE inline void block_values(const uint8_t* integers, const ChunkScales<Forma
                                 const int8_t* x, const int32_t* kept, int64_t num_tokens,
                                 Vec (&values)[T][kGroupVecs]) {
   constexpr int V = kGroupVecs;
-  constexpr int kFine = Format::kParts / 2, kWords = kScaleInputs / kQuad / 2 / kFine;
+  constexpr int kFine = Format::kParts / 2;
   constexpr int64_t kTokenBytes = Eight::kTokenBytes, kVecBytes = kLanes * int64_t(sizeof(float));
-  const auto quad = [&](int v, int i, int which) INLINE {
-    return Source::quad(integers + v * kVecBytes, 2 * i + which);
-  };
-  const auto input = [&](int t, int i, int which) INLINE {
-    return Eight::Input(x + t * kTokenBytes + (2 * i + which) * kQuad);
-  };
+  const auto quad = [&](int v, int i) INLINE { return Source::quad(integers + v * kVecBytes, i); };
+  const auto input = [&](int t, int i) INLINE { return Eight::Input(x + t * kTokenBytes + i * kQuad); };
 #if SUMS_IN_SHORTS
-  if constexpr (Format::kBits == 4 && kFine == 1) {
+  // As many quads as 16 bits hold: 16 products up to 15 * 127, or 8 up to 31 * 127, or of -32 to 31. Sums of
+  // weights with a sign begin where that takes them: they wrap around on the way.
+  constexpr int kQuads = Format::kBits == 4 && kFine == 1 ? 8 : 4, kSums = 8 / kQuads;
+  Ints found[T][V];
+  UNROLL for (int part = 0; part < kSums; ++part) {
     Eight::Sum sum[T][V];
-    UNROLL for (int i = 0; i < kWords; ++i)
-      UNROLL for (int which = 0; which < 2; ++which) {
-        Ints weights[V];
-        UNROLL for (int v = 0; v < V; ++v) weights[v] = quad(v, i, which);
-        UNROLL for (int t = 0; t < T; ++t) {
-          const Eight::Input of_token = input(t, i, which);
-          UNROLL for (int v = 0; v < V; ++v) {
-            if (i + which == 0) sum[t][v].put(weights[v], of_token);
-            else sum[t][v].add(weights[v], of_token);
-          }
+    if constexpr (!Format::kStartsAtZero)
+      UNROLL for (int t = 0; t < T; ++t) {
+        const Shorts start =
+            (Shorts)repeat(kept + (PackedInputs::kPairStarts + 2 * block + part) * num_tokens + t);
+        UNROLL for (int v = 0; v < V; ++v) sum[t][v].sum = Format::kBits == 4 ? start >> 2 : start;
+      }
+    UNROLL for (int i = part * kQuads; i < (part + 1) * kQuads; ++i) {
+      Ints weights[V];
+      UNROLL for (int v = 0; v < V; ++v) weights[v] = quad(v, i);
+      UNROLL for (int t = 0; t < T; ++t) {
+        const Eight::Input of_token = input(t, i);
+        UNROLL for (int v = 0; v < V; ++v) {
+          if (Format::kStartsAtZero && i % kQuads == 0) sum[t][v].put(weights[v], of_token);
+          else sum[t][v].add(weights[v], of_token);
         }
       }
-    UNROLL for (int t = 0; t < T; ++t)
-      UNROLL for (int v = 0; v < V; ++v)
-        values[t][v] = __builtin_convertvector(pairs(sum[t][v].sum, scales.factors[block][v]), Vec);
-  } else {
-    Ints found[T][V];
-    UNROLL for (int t = 0; t < T; ++t)
-      UNROLL for (int v = 0; v < V; ++v)
-        found[t][v] = Format::kStartsAtZero ? Ints{}
-                                            : pairs(scales.centres[block][v],
-                                                    (Shorts)repeat(kept + (PackedInputs::kFinePairs + block) *
-                                                                              num_tokens + t)) >>
-                                                  (Format::kBits == 4);
-    UNROLL for (int i = 0; i < kFine * kWords; ++i) {
-      Ints first[V], second[V];
-      UNROLL for (int v = 0; v < V; ++v) first[v] = quad(v, i, 0), second[v] = quad(v, i, 1);
-      UNROLL for (int t = 0; t < T; ++t)
-        UNROLL for (int v = 0; v < V; ++v) {
-          Eight::Sum sum;
-          sum.put(first[v], input(t, i, 0));
-          sum.add(second[v], input(t, i, 1));
-          add_pairs(found[t][v], sum.sum, scales.factors[block * kFine + i / kWords][v]);
-        }
     }
     UNROLL for (int t = 0; t < T; ++t)
-      UNROLL for (int v = 0; v < V; ++v) values[t][v] = __builtin_convertvector(found[t][v], Vec);
+      UNROLL for (int v = 0; v < V; ++v) {
+        const Ints of_part = pairs(sum[t][v].sum, scales.factors[block * kFine + part * kFine / kSums][v]);
+        found[t][v] = part ? found[t][v] + of_part : of_part;
+      }
   }
+  UNROLL for (int t = 0; t < T; ++t)
+    UNROLL for (int v = 0; v < V; ++v) values[t][v] = __builtin_convertvector(found[t][v], Vec);
 #else
+  constexpr int kWords = kScaleInputs / kQuad / 2 / kFine;
   UNROLL for (int fine = 0; fine < kFine; ++fine) {
     const int part = block * kFine + fine;
     Eight::Sum sum[T][V];
@@ -158,9 +138,9 @@ INLINE inline void block_values(const uint8_t* integers, const ChunkScales<Forma
     EACH_WORD for (int i = fine * kWords; i < (fine + 1) * kWords; ++i)
       UNROLL for (int which = 0; which < 2; ++which) {
         Ints weights[V];
-        UNROLL for (int v = 0; v < V; ++v) weights[v] = quad(v, i, which);
+        UNROLL for (int v = 0; v < V; ++v) weights[v] = quad(v, 2 * i + which);
         UNROLL for (int t = 0; t < T; ++t) {
-          const Eight::Input of_token = input(t, i, which);
+          const Eight::Input of_token = input(t, 2 * i + which);
           UNROLL for (int v = 0; v < V; ++v) sum[t][v].add(weights[v], of_token);
         }
       }

@@ -32,6 +32,7 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 #include "attend.h"
@@ -729,12 +730,16 @@ class Worker {
   }
 
   void finish_logits(int64_t token, Range rows) const {
-    finish_some(logit(token, rows.begin), rows.end - rows.begin);
+    finish_some(logit(token, rows.begin), rows);
   }
 
-  void finish_some(float* logits, int64_t count) const {
-    if (model_.logits_scale == 1 && model_.logits_cap == 0) return;
-    for (int64_t i = 0; i < count; i += kLanes) finish(logits + i, std::min<int64_t>(kLanes, count - i));
+  void finish_some(float* logits, Range rows) const {
+    const int64_t count = rows.end - rows.begin;
+    const bool is_plain = model_.logits_scale == 1 && model_.logits_cap == 0;
+    for (int64_t i = 0; i < count && !is_plain; i += kLanes)
+      finish(logits + i, std::min<int64_t>(kLanes, count - i));
+    for (int64_t i = std::max(rows.begin, model_.num_ids); i < rows.end; ++i)
+      logits[i - rows.begin] = -std::numeric_limits<float>::infinity();
   }
 
   // Up to a vector of logits, scaled and capped.
@@ -750,19 +755,19 @@ class Worker {
   void draw() {
     if (!forward_.num_draws) return;
     for (int64_t i = me_.index; i < forward_.num_draws; i += me_.size) {
-      if (model_.screen.data) draw_screened(forward_.draws[i]);
+      if (model_.screen.data) draw_screened(forward_.draws[i], forward_.others + i * forward_.num_others);
       else noise::draw(forward_.logits, num_scored(), forward_.draws[i]);
     }
     end(kOther);
   }
 
   // The logits of the tokens that may win, and of their neighbours, become those of the head itself.
-  void draw_screened(ForedraftDraw& wanted) const {
+  void draw_screened(ForedraftDraw& wanted, const int32_t* others_of) const {
     if constexpr (std::is_same_v<Rows, PackedMatrix>) {
       int64_t tokens[noise::kMostOthers + noise::kMostHopeful];
       float logits[noise::kMostOthers + noise::kMostHopeful];
-      const int64_t others = forward_.num_others;
-      std::copy_n(forward_.others, others, tokens);
+      const int64_t others = std::find(others_of, others_of + forward_.num_others, -1) - others_of;
+      std::copy_n(others_of, others, tokens);
       const int64_t hopeful = noise::find_hopeful(logit(wanted.row, 0), num_scored(), wanted, tokens + others);
       const int64_t count = hopeful ? others + hopeful : 0;
       const Rows rows = matrix(model_.head, E);
@@ -774,11 +779,13 @@ class Worker {
         some_groups<1>(rows.products(x).in_vectors[0], rows, begin, group.end - begin, x, wanted.row,
                        {wanted.row, wanted.row + 1}, 0,
                        [&](int64_t, int64_t row, float value) { of_group[row - begin] = value; });
-        finish_some(of_group, group.end - begin);
+        finish_some(of_group, group);
         logits[i] = of_group[tokens[i] - begin];
         if (i >= others) std::copy_n(of_group, std::min(group.end, num_scored()) - begin, logit(wanted.row, begin));
       }
-      std::copy_n(logits, count ? others : 0, logit(wanted.row, num_scored()));
+      float* const named = logit(wanted.row, num_scored());
+      std::fill_n(named, forward_.num_others, -std::numeric_limits<float>::infinity());
+      std::copy_n(logits, count ? others : 0, named);
       noise::draw_among(logits, tokens, count, wanted);
     }
   }

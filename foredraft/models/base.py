@@ -171,6 +171,7 @@ class Scores:
             a draw; None: nothing was drawn at all.
         draw: draws from rows of these logits where they are, without bringing them to the host;
             None: it cannot be done there.
+        is_short: whether the logits of a row are those of its shortlist alone, and then any.
     """
 
     logits_NV: Tensor
@@ -179,6 +180,7 @@ class Scores:
     tokens: tuple[range, ...] = ()
     drawn: Sequence[Law | None] | None = None
     draw: DeviceDraw | None = None
+    is_short: bool = False
 
     @classmethod
     def of_row(cls, logits_NV: Tensor, taps: Mapping[int, Tensor] | None = None) -> Scores:

@@ -319,6 +319,26 @@ def test_a_text_comes_back_and_special_tokens_are_single(tmp_path: Path, name: s
 ODD_TEXTS = ("I'LL go\r\n\n  to  12345 places ", "x=1;\n\ty", "½ ２３ é́ العربية 🙂🙂")
 
 
+@pytest.mark.parametrize("kind_of_pads", [5, 1])
+def test_names_behind_the_last_token_are_left_out(tmp_path: Path, kind_of_pads: int) -> None:
+    """Files have as many names as their model has rows; what a file itself names stays."""
+    usual = metadata_of(shape_of())
+    tokens = [*usual["tokenizer.ggml.tokens"], *(f"[PAD{i}]" for i in range(300, 304))]
+    kinds = [*usual["tokenizer.ggml.token_type"], *[kind_of_pads] * 4]
+    for more, kept, padding in (([], 300, 2), (["word", "ending", "rest"], 306, 305)):
+        names = {"tokens": [*tokens, *more], "token_type": [*kinds, *[1, 5, 5][: len(more)]]}
+        (folder := tmp_path / str(kept)).mkdir()
+        directory, _ = converted(
+            folder,
+            shape_of(vocab_size=304 + len(more)),
+            **{f"tokenizer__ggml__{name}": each for name, each in names.items()},
+            tokenizer__ggml__padding_token_id=padding,
+        )
+        tokenizer = Tokenizer(directory)
+        assert tokenizer.vocab_size == tokenizer.num_ids(400) == kept
+        assert (tokenizer.id_of("[PAD300]") == 300) is bool(more)
+
+
 def test_qwen_is_split_as_transformers_splits_it(tmp_path: Path) -> None:
     from transformers import Qwen2Tokenizer
 

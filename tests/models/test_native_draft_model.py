@@ -114,6 +114,47 @@ def test_a_shortlist_leaves_out_tokens_and_changes_no_other(
         assert law.chance == pytest.approx(expected, rel=0.6)  # of 11 sums, not of 16
 
 
+@pytest.mark.parametrize("key", KEYS[1:])
+def test_rows_of_one_forward_have_the_shortlists_that_they_have_alone(
+    target: NativeTarget, key: DrawKey
+) -> None:
+    model, texts = draft_model(target), [random_text(3 + i, seed=i) for i in range(3)]
+    lists = [Shortlist(41, (90, 45, 61)), Shortlist(41), Shortlist(41, (95,))]
+    trees = [TokenTree.chain(texts[0][1:]), TokenTree((3, 4, 5), (-1, 0, 0)), TokenTree()]
+
+    def rows(which: Sequence[int]) -> list[ScoreRow]:
+        pending = [texts[i][:1] if trees[i].tokens else texts[i] for i in which]
+        some = zip(which, pending, strict=True)
+        return [
+            ScoreRow(slots[i], text, trees[i], draw=None if i == 1 else key, shortlist=lists[i])
+            for i, text in some
+        ]
+
+    slots = [model.cache.allocate() for _ in range(3)]
+    together = model.score(rows(range(3)))
+    assert together.is_short
+    assert together.logits_NV.shape == (8, 41 + 3)
+    for i in range(3):
+        alone, span = model.score(rows([i])), together.heads[i]
+        assert alone.is_short
+        for ahead, at in enumerate(span):
+            own, here = (
+                fitted(scores.logits_NV[n], model.vocab_size, lists[i])
+                for scores, n in ((alone, ahead), (together, at))
+            )
+            assert torch.equal(own, here)
+            assert own.isfinite().sum() == 41 + len(lists[i].others)
+            laws = alone.drawn, together.drawn
+            assert all(laws)
+            one, other = laws[0][ahead], laws[1][at]
+            assert one.drawn == other.drawn
+            assert one.chance == other.chance
+    beside = replace(rows([2])[0], shortlist=None)
+    whole = model.score([*rows([0, 1]), beside])
+    assert not whole.is_short
+    assert whole.logits_NV.shape == (8, model.vocab_size)
+
+
 def whole_head(model: NativeDraftModel, text: Sequence[int]) -> torch.Tensor:
     """Logits behind a text, all of the head itself."""
     weights = replace(model.weights, screen_VE=None)
@@ -233,7 +274,7 @@ def test_models_of_one_tokenizer_may_differ_in_rows_for_no_token(
             (result,) = llm.generate("The ferry", params)
             plain_llm = llm.with_drafter(LoadOptions(drafter="none"))
             assert result.token_ids == plain_llm.generate("The ferry", params)[0].token_ids
-            assert result.stats.drafted > 0  # this target gives ids for no token, too
+            assert result.stats.drafted > 0
             assert "draft_model" in result.stats.drafters
 
 

@@ -48,6 +48,7 @@ class AllowedTokens:
 
     Args:
         tokens: below ``vocab_size``.
+        vocab_size: logits behind so many are -inf.
     """
 
     num_ending = 0
@@ -57,10 +58,10 @@ class AllowedTokens:
         self._banned_V[list(tokens)] = False
 
     def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
-        logits_V[self._banned_V] = -np.inf
+        logits_V[: len(self._banned_V)][self._banned_V] = -np.inf
 
     def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
-        return not self._banned_V[token]
+        return token < len(self._banned_V) and not self._banned_V[token]
 
 
 @dataclass(frozen=True)

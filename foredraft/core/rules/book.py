@@ -40,7 +40,7 @@ def new_rules(
     Args:
         num_prompt: tokens of its prompt.
         stop_ids: tokens that end its reply.
-        vocab_size: of the model.
+        vocab_size: of the model, without ids that its tokenizer does not have.
         encode: text to ids without special tokens around it; None: there is no tokenizer.
         new_matcher: makes the matcher of a grammar; None: there is no tokenizer.
         model_bans: tokens that the model's own generation config rules out; None: none.

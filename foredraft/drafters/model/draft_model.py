@@ -105,7 +105,7 @@ class DraftModelDrafter(StagedDrafter):
         pending = chain.tokens[-1:] or self._cache.catch_up(row)
         slot = self._cache.slot(row.request_id)
         draw = chain.draw_key if guess.is_chain else None  # beside a branch nothing is drawn
-        # Beside other rows all tokens are scored, and what is drawn must not depend on that.
+        # Beside a row that may name all tokens others may, too: nothing drawn depends on that.
         is_drawn = row.params.coupling == "drawn"
         shortlist = None if is_drawn else self._shortlists.of(row.request_id, row.tokens)
         return ScoreRow(slot, pending, guess, draw=draw, source=row.source, shortlist=shortlist)

@@ -208,7 +208,8 @@ class StagedDrafter(BaseDrafter, ABC):
         scores = self._score(chains, reads)
         for chain, read, span in zip(chains, reads, scores.heads, strict=True):
             known = scores if read.draw is not None else replace(scores, drawn=None)
-            path = chain.follow(read.tree, partial(self._take, chain, known, span, read.shortlist))
+            shortlist = read.shortlist if scores.is_short else None
+            path = chain.follow(read.tree, partial(self._take, chain, known, span, shortlist))
             self._keep(chain, read, path)
         return [chain for chain in chains if chain.num_left]
 
@@ -247,19 +248,17 @@ def fitted(logits_V: Tensor, vocab_size: int, shortlist: Shortlist | None = None
     Models of one tokenizer have rows for ids that it never gives, more or fewer of them.
 
     Args:
-        shortlist: the logits may be those of its tokens alone.
+        shortlist: the logits are those of its tokens; None: of the first ones.
     """
     missing = vocab_size - len(logits_V)
     if not missing:
         return logits_V
     if missing < 0:
         return logits_V[:vocab_size]
-    named = Shortlist(len(logits_V))
-    if shortlist and len(logits_V) == shortlist.num_first + len(shortlist.others):
-        named = shortlist
+    num_first, others = shortlist or Shortlist(len(logits_V))
     fitted_V = logits_V.new_full((vocab_size,), -math.inf)
-    fitted_V[: named.num_first] = logits_V[: named.num_first]
-    fitted_V[[*named.others]] = logits_V[named.num_first :]
+    fitted_V[:num_first] = logits_V[:num_first]
+    fitted_V[[*others]] = logits_V[num_first : num_first + len(others)]
     return fitted_V
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from foredraft.models.files.schema import GgufTokenizerFields
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 """Types of tokens, as llama.cpp numbers them."""
 _SPACE = "\u2581"
 """Sentencepiece's character for a space."""
@@ -54,6 +54,7 @@ def write_tokenizer(
         ModelLoadError: the file's tokenizer is damaged, or is none that can be rebuilt exactly.
     """
     _check(gguf, fields)
+    fields = _without_filler(fields)
     try:
         tokenizer = _rebuilt(fields)
     except Exception as error:  # tokenizers raises bare ones, such as for merges of no tokens
@@ -102,6 +103,21 @@ def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
             raise ModelLoadError(
                 f"{gguf}: its tokenizer is damaged: {problem}. Download the file again"
             )
+
+
+def _without_filler(fields: GgufTokenizerFields) -> GgufTokenizerFields:
+    """Without the names behind the last token: files have as many as their model has rows."""
+    named = {*fields.special_ids().values(), *fields.end_ids()}
+    kinds = enumerate(zip(fields.tokens, fields.token_types, strict=True))
+    ids = (
+        index
+        for index, (token, kind) in kinds
+        # Older files call such names user defined.
+        if index in named or (kind != _UNUSED and token != f"[PAD{index}]")
+    )
+    count = 1 + max(ids, default=-1)
+    kept = {name: getattr(fields, name)[:count] for name in ("tokens", "token_types", "scores")}
+    return fields.model_copy(update=kept)
 
 
 def _rebuilt(fields: GgufTokenizerFields) -> Tokenizer:

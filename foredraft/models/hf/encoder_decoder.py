@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from foredraft.cache.memory import CacheMemory
 from foredraft.core.errors import CapabilityError
 from foredraft.core.rules.bans import ModelBans
 from foredraft.core.tree import TokenTree
@@ -134,9 +133,9 @@ class EncoderDecoderTarget(HFTarget):
         *,
         decoder_prompt: Sequence[int] | None = None,
         bans: ModelBans | None = None,
-        cache_memory: CacheMemory | int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, max_context, trees=False, parts=False, cache_memory=cache_memory)
+        super().__init__(model, max_context, trees=False, parts=False, **options)
         generation = model.generation_config
         self.decoder_prompt = decoder_prompt or _decoder_prompt(model, generation)
         self.max_source = int(getattr(model.config, "max_position_embeddings", None) or NO_LIMIT)

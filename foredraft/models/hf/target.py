@@ -9,7 +9,7 @@ Shape legend: T tokens of one row in one forward, C cache entries they see, V vo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ class HFTarget:
             transformers hands out for it is normed.
         cache_memory: what the cache may take, in bytes, or shared with other caches; None: a
             share of the memory there is.
+        num_ids: how many of so many output rows are tokens: no others are drawn; None: all.
 
     Raises:
         CapabilityError: the model is no causal language model, or its past cannot be rolled back
@@ -80,11 +81,13 @@ class HFTarget:
         trees: bool = True,
         parts: bool = True,
         cache_memory: CacheMemory | int | None = None,
+        num_ids: Callable[[int], int] | None = None,
     ) -> None:
         check_model(model, self.has_encoder)
         config = self._decoder_config(model)
         self.model = model
         self.vocab_size: int = _vocab_size(model, config)
+        self._num_ids = num_ids(self.vocab_size) if num_ids else self.vocab_size
         self.max_context = max_context or _context_limit(config)
         memory = CacheMemory.of(cache_memory, model.device)
         carries_state = has_states(model)
@@ -122,11 +125,13 @@ class HFTarget:
         device: torch.device | str = "cpu",
         max_context: int | None = None,
         cache_memory: CacheMemory | int | None = None,
+        num_ids: Callable[[int], int] | None = None,
     ) -> HFTarget:
         """Load a checkpoint: safetensors only, and no code out of the directory.
 
         Args:
             source: the checkpoint; a directory is checked first.
+            num_ids: see the class.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged, or of a kind that transformers
@@ -138,7 +143,7 @@ class HFTarget:
         model = _load_model(checkpoint, dtype, cls.auto_class)
         _check_finite(checkpoint.directory, model)
         try:
-            target = cls(model.to(device), max_context, cache_memory=cache_memory)
+            target = cls(model.to(device), max_context, cache_memory=cache_memory, num_ids=num_ids)
             target.check_loaded()
         except ForedraftError:
             raise
@@ -210,6 +215,7 @@ class HFTarget:
             )
         logits_TV = output.logits[0]
         logits_NV = logits_TV[len(logits_TV) - len(plan.heads) :].float()
+        logits_NV[:, self._num_ids :] = -torch.inf
         states = [*output.hidden_states[1:-1], *(caught or ())] if taps else []
         return Scores.of_row(logits_NV, {i: states[i][0] for i in taps})
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,8 @@ class DecoderConfig:
         reader_times: factor of the feed-forward parts of layers that read another's entries.
         input_size: of what each layer is told of a token by a table of its own; 0: nothing.
         input_vocab: rows of these tables.
+        num_ids: output rows behind these are no tokens, and their logits are -inf; None: all are
+            tokens. Nothing that is kept depends on it.
     """
 
     model_type: str
@@ -311,6 +313,7 @@ class DecoderConfig:
     reader_times: int = 1
     input_size: int = 0
     input_vocab: int = 0
+    num_ids: int | None = field(default=None, repr=False)
 
     @property
     def family(self) -> Family:

@@ -24,7 +24,6 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.cache.states import StateCache
 from foredraft.cache.store import Entries
-from foredraft.core.choices import LIKELIEST
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
@@ -32,7 +31,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import quant
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.cpu import FusedDecoder, PreparedChain
-from foredraft.models.native.model import Decoder, DecoderFactory, scored
+from foredraft.models.native.model import Decoder, DecoderFactory, draws_behind_all, scored
 from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import CENTRED4, Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.weights import (
@@ -125,14 +124,7 @@ class NativeLowBitCopy:
             ]
             # Tokens keep their positions.
             plan = replace(plan_forward(rows, there), positions=plan.positions)
-        # All are drawn: what may win has the head's own logits then, and not those of the screen.
-        keys = [row.draw or LIKELIEST for row in rows]
-        wanted = [
-            (logits_row, key.ahead(depth))
-            for key, heads in zip(keys, plan.row_heads, strict=True)
-            for depth, logits_row in enumerate(heads)
-        ]
-        return scored(self._decoder, plan, cache, wanted)
+        return scored(self._decoder, plan, cache, draws_behind_all(rows, plan))
 
 
 def prepared_chain(decoder: Decoder, cache: KVCache) -> PreparedChain | None:

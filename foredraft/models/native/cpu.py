@@ -22,6 +22,8 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, addressof, c_double, c_int32, c_int64, c_void_p, cast
+from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,7 +142,9 @@ class FusedDecoder:
             ConfigError: the cache is of another model, or of another dtype than the weights.
         """
         self._check_plan(plan, cache)
-        logits_NV = torch.empty(len(plan.heads), self._num_outputs)
+        num_first = plan.shortlists[0].num_first if plan.shortlists else 0
+        width = max((len(each.others) for each in plan.shortlists), default=0)
+        logits_NV = torch.empty(len(plan.heads), num_first + width or self._num_outputs)
         hidden = self._config.hidden_size
         # Rounded by the kernel: torch's threads would take its cores for a while.
         precision = torch.float32 if plan.is_beginning else self._weights.dtype
@@ -153,6 +157,10 @@ class FusedDecoder:
             work = self._point_to_states(described, states) if states else ()
             if plan.draws is not None:
                 described.num_draws, described.draws = len(plan.draws), plan.draws
+                described.num_first, described.num_others = num_first, width
+                fill = [-1] * width
+                others = [(*each.others, *fill)[:width] for each in plan.shortlists]
+                described.others = _ints([*chain.from_iterable(others)])
             self._call(described)
             if work:
                 states_of(cache).close_states(states)
@@ -178,10 +186,11 @@ class FusedDecoder:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    @property
-    def has_screen(self) -> bool:
-        """Whether its head comes in two steps."""
-        return self._weights.screen_VE is not None
+    def leaves_out(self, shortlist: Shortlist | None) -> bool:
+        """Whether forwards can leave out all other tokens: only a head in two steps does that."""
+        if shortlist is None or self._weights.screen_VE is None:
+            return False
+        return max((shortlist.num_first, *shortlist.others)) < self._num_outputs
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -323,6 +332,7 @@ class FusedDecoder:
             residual_scale=config.residual_scale,
             inputs=self._matrix(table_VW),
             input_norm=self._vector(weights.input_norm_P),
+            num_ids=self._num_outputs if config.num_ids is None else config.num_ids,
         )
 
     def _point_to_states(
@@ -822,7 +832,7 @@ class PreparedChain(_Prepared):
         super().__init__(decoder, cache)
         self._cache = cache
         self._draws = (DrawRow * MOST_TOKENS)()
-        self._others = (c_int32 * MOST_OTHERS)()
+        self._others = (c_int32 * (MOST_TOKENS * MOST_OTHERS))()
         self._forward.draws, self._forward.others = self._draws, self._others
 
     @staticmethod
@@ -850,24 +860,15 @@ class PreparedChain(_Prepared):
             draw.row, draw.seed = ahead, key.seed
             draw.position, draw.scale = key.position + ahead, key.scale
         self._forward.num_draws = num_wanted
-        num_first, others = self._shortlist(row)
+        asked = row.shortlist if self._decoder.leaves_out(row.shortlist) else None
+        num_first, others = asked or Shortlist(0)  # 0 first ones are all
         self._forward.num_first, self._forward.num_others = num_first, len(others)
-        self._others[: len(others)] = [*others]
+        self._others[: num_wanted * len(others)] = [*(num_wanted * others)]
         self._point_to_layers(row.slot, count)
         logits_NV = self._run(count, num_wanted, end, num_first + len(others))
         drawn = drawn_laws(logits_NV, self._draws[:num_wanted])
-        return Scores(logits_NV, (range(num_wanted),), {}, (range(count),), drawn)
-
-    def _shortlist(self, row: ScoreRow) -> Shortlist:
-        """The tokens that may be drawn; 0 first ones are all."""
-        asked = row.shortlist
-        if (
-            asked
-            and self._decoder.has_screen
-            and max((asked.num_first, *asked.others)) < self._num_rows
-        ):
-            return asked
-        return Shortlist(0)
+        scores = Scores(logits_NV, (range(num_wanted),), {}, (range(count),), drawn)
+        return replace(scores, is_short=asked is not None)
 
 
 def _path(parents: tuple[int, ...], node: int) -> list[int]:

@@ -770,8 +770,7 @@ class PagedDecoder(GraphedDecoder):
         config, weights = self._config, self._weights
         norm = self._norm_of(weights.final_norm_E)
         self._packed.multiply(hidden_NE, weights.head_VE, norm=norm, out_NM=logits_NV)
-        if config.logits_scale != 1.0 or config.logits_cap is not None:
-            logits_NV.copy_(finished_logits(logits_NV, config))
+        logits_NV.copy_(finished_logits(logits_NV, config))  # onto itself: nothing
 
     def _turns(self, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """As `_rotations`, looked up where a table of all positions is small."""

@@ -20,6 +20,9 @@ from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.copy import prepared_chain, screen_of
+from foredraft.models.native.cpu import FusedDecoder
+from foredraft.models.native.model import draws_behind_all, scored
+from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import GROUP_ROWS, Matrix, PackedMatrix
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights
@@ -51,6 +54,19 @@ class NativeDraftModel(NativeTarget):
                 raise IndexError(f"token {last}; the draft model has {self.config.vocab_size}")
             return self._chain.score(row, self.cache.length(row.slot))
         return super().score([replace(row, draw=row.draw or LIKELIEST) for row in rows], taps)
+
+    def _scored(self, rows: Sequence[ScoreRow], plan: ForwardPlan, taps: Sequence[int]) -> Scores:
+        """With shortlists if all rows have one: their logits are equally many."""
+        decoder = self.decoder
+        if not isinstance(decoder, FusedDecoder):
+            return super()._scored(rows, plan, taps)
+        each = zip(rows, plan.row_heads, strict=True)
+        asked = [row.shortlist for row, heads in each for _ in heads]
+        lists = [one for one in asked if one and decoder.leaves_out(one)]
+        if len(lists) < len(asked) or len({one.num_first for one in lists}) != 1:
+            return super()._scored(rows, plan, taps)
+        plan = replace(plan, shortlists=lists)
+        return scored(self.decoder, plan, self.cache, draws_behind_all(rows, plan), taps)
 
     @classmethod
     def of(cls, target: NativeTarget, num_rows: int | None) -> NativeDraftModel:

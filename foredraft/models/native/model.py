@@ -25,7 +25,7 @@ from torch import Tensor
 
 from foredraft.cache.states import RowStates
 from foredraft.cache.store import BlockStore, Entries
-from foredraft.core.choices import DrawKey
+from foredraft.core.choices import LIKELIEST, DrawKey
 from foredraft.core.draws import draw_array
 from foredraft.core.errors import CapabilityError
 from foredraft.core.sampling import Law, drawn_laws
@@ -530,11 +530,13 @@ def capped_attention(
 
 
 def finished_logits(logits_NV: Tensor, config: DecoderConfig) -> Tensor:
-    """What products with the head become: scaled, and capped."""
+    """What products with the head become: scaled, capped, and -inf where there is no token."""
     if config.logits_scale != 1.0:
         logits_NV = logits_NV * config.logits_scale
     if config.logits_cap is not None:
         logits_NV = config.logits_cap * torch.tanh(logits_NV / config.logits_cap)
+    if config.num_ids is not None:
+        logits_NV[:, config.num_ids :] = -torch.inf
     return logits_NV
 
 
@@ -760,6 +762,18 @@ def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
     return turned if not rest.shape[-1] else torch.cat((turned, rest), -1)
 
 
+def draws_behind_all(rows: Sequence[ScoreRow], plan: ForwardPlan) -> list[tuple[int, DrawKey]]:
+    """Draws from all wanted logits, of the likeliest where a row has no key.
+
+    Of a head in two steps these tokens have its own logits, and others estimates.
+    """
+    return [
+        (logits_row, (row.draw or LIKELIEST).ahead(depth))
+        for row, heads in zip(rows, plan.row_heads, strict=True)
+        for depth, logits_row in enumerate(heads)
+    ]
+
+
 def scored(
     decoder: Decoder,
     plan: ForwardPlan,
@@ -776,4 +790,5 @@ def scored(
         drawn = [None] * len(plan.heads)
         for (logits_row, _), law in zip(wanted, drawn_laws(logits_NV, plan.draws), strict=True):
             drawn[logits_row] = law
-    return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), drawn)
+    heads, rows = tuple(plan.row_heads), tuple(plan.rows)
+    return Scores(logits_NV, heads, tapped, rows, drawn, is_short=bool(plan.shortlists))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.core.draws import DrawRow
-from foredraft.models.base import ScoreRow
+from foredraft.models.base import ScoreRow, Shortlist
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class ForwardPlan:
         layers: the layers to run; None: all.
         hidden_TE: what the layer before ``layers`` gave; None: start from the embeddings.
         draws: to be filled in from the logits, for decoders that do so.
+        shortlists: of each draw, of which each wanted token has one then; the first ids are the
+            same for all, and no other logits are computed. Empty: every token may be drawn.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -56,6 +58,7 @@ class ForwardPlan:
     layers: range | None = None
     hidden_TE: Tensor | None = None
     draws: ctypes.Array[DrawRow] | None = None
+    shortlists: Sequence[Shortlist] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)

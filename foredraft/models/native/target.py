@@ -35,7 +35,7 @@ from foredraft.models.native.draft_layers import (
 )
 from foredraft.models.native.model import DecoderFactory, EagerDecoder, scored
 from foredraft.models.native.mtp import Layout, layout_of, own_config, read_own_layers
-from foredraft.models.native.plan import announce, plan_forward
+from foredraft.models.native.plan import ForwardPlan, announce, plan_forward
 from foredraft.models.native.quant import tensor_of
 from foredraft.models.native.weights import Bits, DecoderWeights, fit, load_weights
 
@@ -98,6 +98,7 @@ class NativeTarget:
         progress: Progress | None = None,
         cache_dtype: torch.dtype | None = None,
         activation_bits: int = 16,
+        num_ids: Callable[[int], int] | None = None,
     ) -> NativeTarget:
         """Load a checkpoint; with ``bits``, weights are quantised (see `load_weights`).
 
@@ -107,6 +108,7 @@ class NativeTarget:
             progress: told how much of the weights is laid out.
             cache_dtype: see `NativeTarget`.
             activation_bits: see `DecoderWeights`.
+            num_ids: how many of so many output rows are tokens; None: all (see `DecoderConfig`).
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
@@ -118,6 +120,8 @@ class NativeTarget:
             kept = KeptFiles.of(checkpoint) if on_cpu else NOTHING_KEPT
         weights = load_weights(checkpoint, config, dtype, device, bits, kept, progress)
         weights = replace(weights, activation_bits=activation_bits)
+        if num_ids is not None:
+            config = replace(config, num_ids=num_ids(config.vocab_size))
         return cls(
             *(config, weights, new_decoder, max_context, cache_memory, kept, checkpoint),
             cache_dtype=cache_dtype,
@@ -144,6 +148,10 @@ class NativeTarget:
         check_taps(taps, self.capabilities)
         plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
         announce(plan, self.cache)
+        scores = self._scored(rows, plan, taps)
+        return scores if self._draw is None else replace(scores, draw=self._draw)
+
+    def _scored(self, rows: Sequence[ScoreRow], plan: ForwardPlan, taps: Sequence[int]) -> Scores:
         # Of a tree few nodes will be looked at, and nearly all of a chain.
         wanted = [
             (logits_row, row.draw.ahead(depth))
@@ -151,8 +159,7 @@ class NativeTarget:
             if row.draw is not None
             for depth, logits_row in enumerate(heads if row.tree.is_chain else heads[:1])
         ]
-        scores = scored(self.decoder, plan, self.cache, wanted, taps)
-        return scores if self._draw is None else replace(scores, draw=self._draw)
+        return scored(self.decoder, plan, self.cache, wanted, taps)
 
     @property
     def parts(self) -> NativeParts:

@@ -108,6 +108,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._fast.get_vocab_size()
 
+    def num_ids(self, num_rows: int) -> int:
+        """Of so many output rows those up to the last one that is a token; models may have more."""
+        is_token = (i for i in reversed(range(num_rows)) if self._fast.id_to_token(i) is not None)
+        return next(is_token, num_rows - 1) + 1
+
     @property
     def definition(self) -> str:
         """All of it, as ``tokenizer.json`` has it."""
