@@ -68,9 +68,11 @@ test-soak: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev example
 	$(PYTEST)
 
-# In an environment of their own, as they bring a lot. The tests of the openai SDK are in its source
-# package only: OPENAI_TESTS=DIR names one that is unpacked elsewhere.
+# In an environment of their own, as they bring a lot; AIPerf in another, as it takes no
+# huggingface-hub 2. The tests of the openai SDK are in its source package only: OPENAI_TESTS=DIR
+# names one that is unpacked elsewhere.
 CLIENTS = $(VENV)-clients
+AIPERF = $(VENV)-aiperf
 OPENAI_TESTS ?= $(CLIENTS)/openai
 CLIENT_PIP = $(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-input
 test-clients: $(CLIENTS)/.installed
@@ -79,7 +81,10 @@ test-clients: $(CLIENTS)/.installed
 	    --dest '$(OPENAI_TESTS)' openai && \
 	  tar --extract --gzip --strip-components=1 --directory '$(OPENAI_TESTS)' \
 	    --file '$(OPENAI_TESTS)'/openai-*.tar.gz; }
-	OPENAI_TESTS='$(abspath $(OPENAI_TESTS))' $(CLIENTS)/bin/python -m pytest -n 0 tests/clients
+	@test -x $(AIPERF)/bin/aiperf || { $(PYTHON) -m venv $(AIPERF) && \
+	  $(AIPERF)/bin/python -m pip --disable-pip-version-check install --no-input --quiet aiperf; }
+	OPENAI_TESTS='$(abspath $(OPENAI_TESTS))' AIPERF='$(abspath $(AIPERF))/bin/aiperf' \
+	  $(CLIENTS)/bin/python -m pytest -n 0 tests/clients
 
 # Fetches the models, each under its own licence, which is said. llama-cpp-python is compared with
 # where it is installed: pip install '.[bench-llama-cpp]' compiles for some minutes.
