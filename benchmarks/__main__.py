@@ -10,6 +10,7 @@ import typer
 
 from benchmarks.affinity import affinity
 from benchmarks.against_llama_cpp import gguf
+from benchmarks.beside_peers import peers
 from benchmarks.busy import busy
 from benchmarks.cluster import cluster
 from benchmarks.contexts import contexts
@@ -61,7 +62,7 @@ def _alone(command: Callable[..., None]) -> Callable[..., None]:
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster, affinity),
     *(prefix, prefix_hits, contexts, grammar, quality, gguf, same_text, memory, priors, revisions),
-    *(report, curves, stalls, fair_load),
+    *(report, curves, stalls, fair_load, peers),
 )
 for command in COMMANDS:
     name = command.__name__.replace("_", "-")
