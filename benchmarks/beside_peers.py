@@ -22,6 +22,7 @@ from benchmarks.llama_cpp import LlamaCppContender, gguf_of
 from benchmarks.openvino_peer import OpenVinoContender
 from benchmarks.peer_process import PeerContender
 from benchmarks.peers import peer_names
+from foredraft.bench.prompts import encoded_prompts
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
@@ -80,16 +81,17 @@ class Peers:
         sites = map(str, self.python(name).parents[1].glob("lib/*/site-packages"))
         return next(iter(distributions(name=_ENGINES[name][1], path=[*sites]))).version
 
-    def open(self, llm: LLM, files: Sequence[str]) -> list[Contender]:
+    def open(self, llm: LLM, files: Sequence[str], max_context: int) -> list[Contender]:
         """Each engine without drafts, then with the draft model, in processes of their own.
 
         Args:
             files: of the target and the draft model.
+            max_context: most tokens of a prompt and its reply.
         """
         assert llm.tokenizer is not None
         target, draft = files
         options: dict[str, Any] = {"model": target, "threads": torch.get_num_threads(),
-                                   "max_context": llm.target.max_context,
+                                   "max_context": max_context,
                                    "stop_ids": [*llm.tokenizer.eos_token_ids]}  # fmt: skip
         drafts = {"draft_model": draft, "draft_tokens": self.draft_tokens}
         return [
@@ -121,7 +123,10 @@ def peers(
     llm = LLM.load(**vars(load))
     plain, auto = our_contenders(llm, load, {"none": {}, "auto": {}})
     plain.name, auto.name = _OURS, _OURS + _AUTO
-    contenders: list[Contender] = [plain, auto, *entered.open(llm, files)]
+    longest = max(len(ids) for _, ids in encoded_prompts(llm, course.prompts, course.limit))
+    # With drafts llama-cpp-python keeps the scores of a whole context in memory.
+    context = min(llm.target.max_context, longest + course.max_tokens + 16)
+    contenders: list[Contender] = [plain, auto, *entered.open(llm, files, context)]
     trials = run_course(llm, contenders, course)
     failures = {c.name: why for c in contenders if (why := getattr(c, "failure", None))}
     rows = table_of(trials)

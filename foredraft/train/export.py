@@ -18,9 +18,6 @@ from foredraft.drafters.heads.eagle import LAYER_PREFIXES, EagleModule, names_of
 from foredraft.drafters.trained import WEIGHTS, check_kind, read_head, read_info
 from foredraft.system.files import write_tensors, write_text
 
-_POSITIONS = 131_072
-"""A head has no longest text; readers bound it by their target's."""
-
 
 def export_head(directory: Path, out: Path) -> None:
     """Write a trained EAGLE head for other engines.
@@ -60,8 +57,8 @@ def published_tensors(head: EagleModule) -> dict[str, Tensor]:
 def published_config(head: EagleModule, target: str) -> dict[str, Any]:
     """The ``config.json`` of a published head of the target of this name."""
     chosen, layer = head.config, asdict(head.shape) | {"num_hidden_layers": 1}
-    layer |= {"model_type": "llama", "hidden_act": "silu", "max_position_embeddings": _POSITIONS}
-    greedy = {"proposal_type": "greedy", "speculative_tokens": 3}
+    # A head has no longest text: readers bound this number by their target's.
+    layer |= {"model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 131_072}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -77,7 +74,7 @@ def published_config(head: EagleModule, target: str) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [greedy],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
         },
     }
