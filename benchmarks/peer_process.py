@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -25,16 +26,23 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.kernels.threads import OPENMP_SPIN
 
-_CODE = "from benchmarks.peer_process import serve; serve()"
+_CODE = """import sys
+sys.path[:1], sys.path[len(sys.path):] = sys.argv[1:2], sys.argv[2:]
+from benchmarks.peer_process import serve
+serve()"""
+"""Modules of the Python that is asked go before ours, so it needs no package but its engine."""
+_PATHS = (str(Path(__file__).parents[1]), *sys.path)
 _END_SECONDS = 10.0
 
 
-class _Peer:
+class Peer:
     """An object in a process of its own, started anew where it has crashed.
 
     Args:
         kind: its class.
         name: how tables call it.
+        python: an interpreter of this version, in whose environment the engine is installed; None:
+            it is installed in this one.
         options: of its class, such as JSON can hold.
 
     Attributes:
@@ -44,8 +52,8 @@ class _Peer:
         ConfigError: what the class raises.
     """
 
-    def __init__(self, kind: type, name: str, **options: Any) -> None:
-        self.name = name
+    def __init__(self, kind: type, name: str, python: Path | None = None, **options: Any) -> None:
+        self.name, self._python = name, python
         self._made = {
             "kind": [kind.__module__, kind.__qualname__],
             "options": options,
@@ -73,7 +81,7 @@ class _Peer:
         # How our command lets OpenMP's threads wait is not how a peer would run by itself.
         environment = {name: v for name, v in os.environ.items() if name != OPENMP_SPIN}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CODE],
+            [str(self._python or sys.executable), "-c", _CODE, *_PATHS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -106,22 +114,22 @@ class _Peer:
         return answer["found"]
 
 
-class PeerContender(_Peer):
+class PeerContender(Peer):
     """A `contenders.Contender` in a process of its own, greedy."""
 
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
-        found = self.ask(prompt_ids=list(prompt_ids), max_tokens=params.max_tokens)
+        found = self.ask(call="run", prompt_ids=list(prompt_ids), max_tokens=params.max_tokens)
         return ContenderRun(**found | {"token_ids": tuple(found["token_ids"])})
 
 
-class PeerStepper(_Peer):
+class PeerStepper(Peer):
     """A `step.TimedStepper` of one row in a process of its own."""
 
     def fits(self, size: Size) -> bool:
         return size.rows == 1
 
     def step(self, size: Size) -> dict[str, float]:
-        found: dict[str, float] = self.ask(size=asdict(size))
+        found: dict[str, float] = self.ask(call="step", **asdict(size))
         return found
 
 
@@ -175,12 +183,9 @@ def _made(kind: Sequence[str], options: dict[str, Any], threads: int) -> Any:
     return getattr(importlib.import_module(module), name)(**options)
 
 
-def _answer(
-    peer: Any,
-    prompt_ids: Sequence[int] = (),
-    max_tokens: int = 0,
-    size: dict[str, int] | None = None,
-) -> Any:
-    if size is not None:
-        return peer.step(Size(**size))
-    return asdict(peer.run(prompt_ids, SamplingParams(max_tokens=max_tokens)))
+def _answer(peer: Any, call: str, **said: Any) -> Any:
+    if call == "step":
+        return peer.step(Size(**said))
+    if call == "run":
+        return asdict(peer.run(said["prompt_ids"], SamplingParams(max_tokens=said["max_tokens"])))
+    return getattr(peer, call)(**said)

@@ -17,26 +17,26 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Protocol
 
-import numpy as np
 import typer
 
 from benchmarks.course import Course, with_draft_model
 from benchmarks.llama_batch import LlamaContext
-from benchmarks.llama_cpp import open_llama
+from benchmarks.llama_cpp import LlamaDrafts, gguf_of, open_llama
+from benchmarks.peer_process import Peer
 from foredraft.bench.prompts import encoded_prompts
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
+from foredraft.engine.policy import Trace
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
 
-ALONE, AGAIN, MODEL, LOOKUP, COMPANY, BOTH = (
-    *("alone", "alone, again", "draft model", "prompt lookup", "at once"),
-    "at once, draft model",
-)
+ALONE, AGAIN, COMPANY = "alone", "alone, again", "at once"
+MODEL, LOOKUP = "draft model", "prompt lookup"
 Texts = list[list[int]]
 _ENTERED = o.loading(drafter="auto", drafter_options={}, max_batch_size=8, prefix_caching=False)
+_DRAFTS = 4
 _EVEN = 1_000_000  # a limit, with which prompts come evenly over the categories
 
 
@@ -54,38 +54,37 @@ class Engine(Protocol):
 
 
 class Ours:
-    """foredraft, with what `auto` makes of a draft model.
+    """foredraft on a loaded model, drafting in several ways.
 
     Args:
-        load: names the models; as many requests at once as its batch holds.
+        drafters: by way, its drafter; the first is asked of several requests at once as well.
+        trace: is given every step of requests that run alone.
     """
 
     name = "foredraft"
-    ways = (ALONE, AGAIN, MODEL, LOOKUP, COMPANY, BOTH)
 
-    def __init__(self, load: LoadOptions) -> None:
-        loaded = LLM.load(**vars(with_draft_model(load)))
-        plain = replace(load, draft_model=None)
-        self._llms = {
-            ALONE: loaded.with_drafter(replace(plain, drafter="none")),
-            LOOKUP: loaded.with_drafter(replace(plain, drafter="ngram")),
-            MODEL: loaded.with_drafter(replace(load, drafter="draft_model")),
-        }
-        self.loaded = loaded
+    def __init__(
+        self, loaded: LLM, drafters: Mapping[str, LoadOptions], trace: Trace | None = None
+    ) -> None:
+        plain = replace(next(iter(drafters.values())), draft_model=None, drafter_options={})
+        options = {ALONE: replace(plain, drafter="none"), **drafters}
+        llms = {way: loaded.with_drafter(each, trace=trace) for way, each in options.items()}
+        first, asked = next(iter(drafters.items()))
+        self._at_once = {COMPANY: llms[ALONE], f"{COMPANY}, {first}": loaded.with_drafter(asked)}
+        self._alone = llms | {AGAIN: llms[ALONE]}
+        self.ways = (ALONE, AGAIN, *drafters, *self._at_once)
 
     def write(self, way: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Texts:
-        if way in (COMPANY, BOTH):
-            results = self._llms[MODEL if way == BOTH else ALONE].generate(
-                [list(ids) for ids in prompts], params
-            )
+        asked = [list(ids) for ids in prompts]
+        if way in self._at_once:
+            results = self._at_once[way].generate(asked, params)
         else:
-            llm = self._llms[ALONE if way == AGAIN else way]
-            results = [llm.generate([list(ids)], params)[0] for ids in prompts]
+            results = [self._alone[way].generate([ids], params)[0] for ids in asked]
         return [list(result.token_ids) for result in results]
 
 
-class Theirs:
-    """llama.cpp on the same files.
+class LlamaCppTexts:
+    """llama.cpp on the same files, in the process that has it.
 
     Args:
         target, draft: GGUF files.
@@ -94,29 +93,22 @@ class Theirs:
         at_once: most sequences of a batch.
     """
 
-    name = "llama.cpp"
-    ways = (ALONE, AGAIN, MODEL, LOOKUP, COMPANY)
-
     def __init__(
         self, target: str, draft: str, context: int, threads: int, stop_ids: Sequence[int],
         at_once: int,
     ) -> None:  # fmt: skip
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        self._stop_ids, self._room = frozenset(stop_ids), context
+        self._stop_ids = frozenset(stop_ids)
         # Scores of all tokens in every way, as drafts need them: one graph for all.
         self._llama = open_llama(target, "", context, threads, logits_all=True)
-        self._draft = open_llama(draft, "", context, threads)
+        small = open_llama(draft, "", context, threads)
         self._many = LlamaContext(self._llama, at_once, context, threads)
-        self._drafts = {MODEL: self._by_model, LOOKUP: LlamaPromptLookupDecoding()}
+        self._drafts = {MODEL: LlamaDrafts(small, _DRAFTS), LOOKUP: LlamaPromptLookupDecoding()}
 
-    def _by_model(self, input_ids: Any, **_: Any) -> Any:
-        """Four greedy tokens of the draft model, which keeps what it has read."""
-        room = self._room - len(input_ids) - 1
-        tokens = self._draft.generate(input_ids.tolist(), temp=0.0)
-        return np.array([*islice(tokens, min(4, room))], dtype=np.intc)
-
-    def write(self, way: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Texts:
+    def write(self, way: str, prompts: Sequence[Sequence[int]], **sampling: Any) -> Texts:
+        """See `Engine`; of the sampling parameters those that are given."""
+        params = SamplingParams.of(**sampling)
         if way == COMPANY:
             return self._at_once(prompts, params)
         self._llama.draft_model = self._drafts.get(way)
@@ -157,6 +149,27 @@ class Theirs:
 
     def _goes_on(self, text: Sequence[int], params: SamplingParams) -> bool:
         return text[-1] not in self._stop_ids and len(text) < params.max_tokens
+
+
+class Theirs:
+    """llama.cpp in a process of its own.
+
+    Args:
+        python: of an environment that has it; None: this one has.
+        options: of `LlamaCppTexts`.
+    """
+
+    name = "llama.cpp"
+    ways = (ALONE, AGAIN, MODEL, LOOKUP, COMPANY)
+
+    def __init__(self, python: Path | None, **options: Any) -> None:
+        self._peer = Peer(LlamaCppTexts, self.name, python, **options)
+
+    def write(self, way: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Texts:
+        sampling = {name: getattr(params, name) for name in ("max_tokens", "temperature", "seed")}
+        asked = [list(ids) for ids in prompts]
+        texts: Texts = self._peer.ask(call="write", way=way, prompts=asked, **sampling)
+        return texts
 
 
 class TextLog:
@@ -227,7 +240,7 @@ def write_all(
     """Every way of an engine at one temperature, so far as the log has not got it."""
     names, found = [*prompts], {}
     for way in engine.ways:
-        size = at_once if way in (COMPANY, BOTH) else 1
+        size = at_once if way.startswith(COMPANY) else 1
         texts: dict[str, list[int]] = {}
         for first in range(0, len(names), size):
             group = names[first : first + size]
@@ -245,6 +258,12 @@ def write_all(
         Parted.of(engine.name, way, params.temperature, alone, found[way])
         for way in engine.ways[1:]
     ]
+
+
+def parted_table(found: Sequence[Parted]) -> Table:
+    """A line for each engine, way and temperature."""
+    rows = [vars(each) | {"share": each.differ / each.texts} for each in found]
+    return Table("texts", rows, _COLUMNS)
 
 
 _COLUMNS = {
@@ -266,33 +285,42 @@ def same_text(
     log: Annotated[
         Path | None, typer.Option(help="Keep each text in this file, and go on from it.")
     ] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="Python of an environment with llama.cpp; else this one.")
+    ] = None,
+    peer_threads: Annotated[
+        int,
+        typer.Option(min=1, help="llama.cpp's: they wait in a loop, and change no bit."),
+    ] = 1,
     output: o.Output = None,
 ) -> None:
     """Count texts that change with drafts or with company, here and in llama.cpp.
 
-    The model and the draft model are GGUF files. The exit status is 1 if one of ours differs.
+    The model and the draft model are GGUF files, or names of such. The exit status is 1 if one of
+    ours differs.
     """
     check_outputs(output)
     if not load.draft_model:
         raise ConfigError("name a small GGUF file of the same vocabulary with --draft-model")
-    ours = Ours(load)
-    encoded = encoded_prompts(ours.loaded, course.prompts, _EVEN)
+    loaded = LLM.load(**vars(with_draft_model(load)))
+    ngram = replace(load, drafter="ngram", draft_model=None)
+    ours = Ours(loaded, {MODEL: replace(load, drafter="draft_model"), LOOKUP: ngram})
+    encoded = encoded_prompts(loaded, course.prompts, _EVEN)
     short = {prompt.id: ids for prompt, ids in encoded if len(ids) <= longest}
     prompts = dict(islice(short.items(), course.limit))
     kept = TextLog(log, {"load": vars(load) | {"drafter_options": {}}, "course": vars(course)})
     context = longest + course.max_tokens + 16
-    assert ours.loaded.tokenizer is not None
-    # One thread: those of llama.cpp wait for each other in a loop, and bits do not depend on them.
+    assert loaded.tokenizer is not None
     theirs = Theirs(
-        load.model, load.draft_model, context, 1, [*ours.loaded.tokenizer.eos_token_ids],
-        load.max_batch_size,
+        python, target=gguf_of(load.model), draft=gguf_of(load.draft_model), context=context,
+        threads=peer_threads, stop_ids=[*loaded.tokenizer.eos_token_ids],
+        at_once=load.max_batch_size,
     )  # fmt: skip
     found: list[Parted] = []
     for temperature in course.temperatures:
         params = replace(course.params(), temperature=temperature)
         for engine in (ours, theirs):
             found += write_all(engine, prompts, params, load.max_batch_size, kept)
-    rows = [vars(each) | {"share": each.differ / each.texts} for each in found]
-    Report([Table("texts", rows, _COLUMNS)], seed=course.seed).give(output)
+    Report([parted_table(found)], seed=course.seed).give(output)
     if any(each.differ for each in found if each.engine == ours.name):
         raise typer.Exit(1)

@@ -323,6 +323,18 @@ def show_kinds(as_json: o.Json = False) -> None:
     Report([Table("kinds", rows, columns)]).give(as_json=as_json)
 
 
+@app.command()
+def export(
+    head: Annotated[Path, typer.Argument(help="The folder of a trained head of kind eagle.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+) -> None:
+    """Write an EAGLE head for vLLM and SGLang, in the layout of speculators."""
+    from foredraft.train.export import export_head
+
+    export_head(head, out)
+    say(f"{out}: an EAGLE-3 head as vLLM loads it")
+
+
 @app.command("self-draft", cls=o.OptionsCommand)
 @o.with_options
 def tune_self_draft(

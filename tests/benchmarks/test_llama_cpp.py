@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import llama_cpp, random_files
-from benchmarks.compare import run_trials
+from benchmarks.beside_peers import table_of
+from benchmarks.compare import Trial, run_trials
 from benchmarks.contenders import Contender, ContenderRun
 from benchmarks.forwards import Size, time_steps
 from benchmarks.gguf import QUANTISATIONS, bits_per_weight, write_gguf
@@ -226,3 +227,19 @@ def test_a_peer_that_crashes_is_left_out_of_a_comparison() -> None:
     prompts = [(BenchPrompt(str(n), "chat", "text"), [5] * n) for n in (1, 2, 1)]
     trials = run_trials(contenders, prompts, SamplingParams(max_tokens=1), [0.0], lambda _: None)
     assert [trial.contender for trial in trials] == ["sound"] * 3
+
+
+def test_each_engine_is_held_against_its_own_plain_text() -> None:
+    runs = {
+        "foredraft": ([5, 6], 2.0), "foredraft auto": ([5, 6], 1.5),
+        "x": ([5, 7], 3.0), "x draft model": ([5, 8], 2.0), "y draft model": ([1, 2], 2.0),
+    }  # fmt: skip
+    prompt = BenchPrompt("1", "chat", "text")
+    trials = [
+        Trial(prompt, name, 0.0, ContenderRun(tuple(ids), 1.0, total_s, 1), name == "foredraft")
+        for name, (ids, total_s) in runs.items()
+    ]
+    rows = {row["contender"]: row for row in table_of(trials)}
+    assert [row["num_different"] for row in rows.values()] == [0, 0, 0, 1, 0]
+    assert rows["foredraft auto"]["speedup"] == rows["foredraft auto"]["over_ours"] == 2.0
+    assert (rows["x draft model"]["speedup"], rows["x draft model"]["over_ours"]) == (2.0, 1.0)

@@ -91,6 +91,25 @@ def test_guidellm(server: Running, tmp_path: Path, tokenizer_directory: Path) ->
     )
 
 
+def test_aiperf(server: Running, tmp_path: Path, tokenizer_directory: Path) -> None:
+    """It reads accepted drafts of each request and of the whole run."""
+    aiperf, out = os.environ.get("AIPERF", "aiperf"), tmp_path / "run" / "coding"
+    # Offline it looks for tokenizers in the hub's cache alone, and not in folders.
+    local = {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""}
+    run(
+        *(aiperf, "profile", "--model", "tiny", "--url", server.url, "--endpoint-type", "chat"),
+        *("--streaming", "--tokenizer", str(tokenizer_directory), "--isl", "40", "--osl", "32"),
+        *("--request-count", "4", "--ui", "none", "--output-artifact-dir", str(out)),
+        **local,
+    )
+    lines = (out / "profile_export.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["metrics"]["spec_decode_steps"]["value"] for line in lines]
+    assert len(steps) == 4
+    assert sum(steps) > 0
+    whole = json.loads((out / "server_metrics_export.json").read_text())["metrics"]
+    assert "vllm:spec_decode_num_drafts" in whole
+
+
 def test_the_openai_sdks_own_tests(server: Running) -> None:
     directory = os.environ.get(_OPENAI_TESTS)
     if directory is None:

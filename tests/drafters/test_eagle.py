@@ -19,13 +19,13 @@ from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import (
     EagleModule,
     FirstEagleModule,
-    names_of,
     published_taps,
     read_published,
 )
 from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.native.target import NativeTarget
+from foredraft.train.export import published_config, published_tensors
 from foredraft.train.heads.base import (
     AnchoredAttention,
     Prediction,
@@ -63,62 +63,11 @@ def new_head(output_ids: list[int] | None = OUTPUT_IDS, **options: Any) -> Eagle
     return module.eval()
 
 
-def published_tensors(module: EagleModule) -> dict[str, Tensor]:
-    """A head's weights in bfloat16 under the names of speculators, with both maps."""
-    own, shape, found = module.state_dict(), module.shape, dict[str, Tensor]()
-    query, key = (
-        count * shape.head_dim for count in (shape.num_attention_heads, shape.num_key_value_heads)
-    )
-    sizes = {"layer.qkv.weight": [query, key, key]}
-    for mine, theirs in names_of(module, "layers.0.").items():
-        each = len(own[mine]) // len(theirs)
-        pieces = own[mine].split(sizes.get(mine, each))
-        found |= {n: p.bfloat16().contiguous() for n, p in zip(theirs, pieces, strict=True)}
-    if module.output_ids_R is not None:
-        ids_R = module.output_ids_R.cpu()
-        has_row_V = torch.zeros(shape.vocab_size, dtype=torch.bool)
-        has_row_V[ids_R] = True
-        found |= {"d2t": ids_R - torch.arange(len(ids_R)), "t2d": has_row_V}
-    return found
-
-
-def published_config(module: EagleModule) -> dict[str, Any]:
-    """The head's part of a speculators ``config.json``."""
-    shape, chosen = module.shape, module.config
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": len(module.output),
-        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in module.taps],
-        "fc_norm": chosen["tap_norms"] == "each",
-        "norm_before_fc": chosen["tap_norms"] == "all",
-        "norm_before_residual": chosen["residual"] == "normed",
-        "norm_output": chosen["returns"] == "normed",
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "num_hidden_layers": 1,
-            "vocab_size": shape.vocab_size,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_key_value_heads": shape.num_key_value_heads,
-            "head_dim": shape.head_dim,
-            "rms_norm_eps": shape.rms_norm_eps,
-            "rope_theta": shape.rope_theta,
-        },
-    }
-
-
 def speculators(module: EagleModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """As vLLM's speculators write it, with the target's embeddings."""
     tensors = published_tensors(module) | {"embed_tokens.weight": SOURCE.embedding()}
     tensors["verifier_norm.weight"] = SOURCE.final_norm()
-    return published_config(module) | {"speculators_config": {"algorithm": "eagle3"}}, tensors
+    return published_config(module, "org/tiny"), tensors
 
 
 def authors(module: EagleModule) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -510,6 +510,7 @@ def test_metrics_have_the_names_that_operators_graph(client: httpx.Client) -> No
     text = client.get("/metrics").text
     for name in (
         "foredraft:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_drafts_total",
         "foredraft:spec_decode_num_draft_tokens_total",
         "foredraft:spec_decode_num_accepted_tokens_total",
         'foredraft:spec_decode_num_accepted_tokens_per_pos_total{position="0"}',

@@ -211,10 +211,12 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("tour"))
-    parser.add_argument("--pair", nargs=2, metavar=("MODEL", "DRAFT"), help="record these as well")
+    parser.add_argument(
+        "--pair", nargs=2, metavar=("MODEL", "DRAFT"), help="files or names to record too"
+    )
     asked_for = parser.parse_args()
     models: list[dict[str, Any]] = [{}]
-    if asked_for.pair and all(Path(each).is_file() for each in asked_for.pair):
+    if asked_for.pair:
         models.append({"model": asked_for.pair[0], "draft_model": asked_for.pair[1]})
     recordings = {}
     for options in models:
