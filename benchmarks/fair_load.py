@@ -32,6 +32,7 @@ _KEYS = ("greedy", "first", "second", "third")
 _FEW, _MANY = 4, 20
 """Clients of a key, and of the greedy one: 32 together."""
 _TOPICS = ("a ferry at night", "how bread is made", "an old bridge", "maps", "rivers", "the sea")
+_TURN_S = 120
 _MOST_WAIT, _MOST_GROWTH = 2.0, 0.05
 _CACHE = "200MB"
 """Of keys and values; ``--serve-option=--cache-memory=...`` comes after it."""
@@ -47,7 +48,7 @@ class FairLoad:
         statuses: of answers that were no reply.
         texts: replies by request; a second text of one request is a fault.
         differing: requests with two texts.
-        memory_mb: resident memory of the server, once a second, of the second part.
+        memory_mb: resident memory of the server, once a second.
         replies: in all.
         idle_mb: resident memory at the end, after some time without requests.
     """
@@ -129,12 +130,15 @@ async def _watch(pid: int | None, result: FairLoad) -> None:
 
 
 async def run_load(server: ServerProcess, seconds: float) -> FairLoad:
-    """A quarter of the time with keys alike, the rest with a greedy one."""
+    """A quarter of the time with keys alike, the rest with a greedy one, in turns: what else the
+    machine does changes within minutes."""
     result, asked = FairLoad(), bodies()
     limits = httpx.Limits(max_connections=None)
+    num_turns = max(1, int(seconds // _TURN_S))
+    parts = [(0.25, result.alike, _FEW), (0.75, result.greedy, _MANY)] * num_turns
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
-        for share, waits, many in ((0.25, result.alike, _FEW), (0.75, result.greedy, _MANY)):
-            until = time.monotonic() + share * seconds
+        for share, waits, many in parts:
+            until = time.monotonic() + share * seconds / num_turns
             watching = asyncio.create_task(_watch(server.pid, result))
             await asyncio.gather(
                 *(

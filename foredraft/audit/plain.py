@@ -24,6 +24,8 @@ from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target, read
 
 _AT_ONCE = 64
+_MOST_TOLERANCE = 1.0
+"""Nats: no near-tie is wider."""
 """Tokens of a forward: the logits after all of them are in memory at once."""
 
 
@@ -172,6 +174,13 @@ class Margins:
         return is_tie
 
     @property
+    def reach(self) -> str:
+        """How far apart tokens are that differ, for reports."""
+        if self.tolerance > _MOST_TOLERANCE:
+            return f"within its noise of {self.tolerance:.1f} nats, which hides real differences"
+        return "at near-ties"
+
+    @property
     def figures(self) -> dict[str, float]:
         """For reports."""
         return {
@@ -183,7 +192,10 @@ class Margins:
 
     @property
     def finding(self) -> Finding:
-        """Where nothing is structural."""
+        """Where nothing is structural. Tokens that differ by more than a nat are no near-ties, and
+        noise that reaches so far hides them."""
+        if self.near_ties and self.tolerance > _MOST_TOLERANCE:
+            return Finding.INCONCLUSIVE
         return Finding.NEAR_TIES if self.near_ties else Finding.SAME_BITS
 
 

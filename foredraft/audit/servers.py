@@ -311,7 +311,7 @@ class ServerAudit:
         if blind:
             said = f"{blind} of {compared} tokens differ, and {_NAME_ANOTHER}"
             return Level("greedy", Finding.INCONCLUSIVE, said, figures)
-        differ = f"{len(gaps)} differ, at near-ties" if gaps else "none differs"
+        differ = f"{len(gaps)} differ, {margins.reach}" if gaps else "none differs"
         said = f"{compared} tokens, {differ}; {below:.1%} would be seen"
         if below > self._options.detect:
             said += f", and {self._options.detect:.1%} was asked for: {_MORE}"

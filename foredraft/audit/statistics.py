@@ -305,18 +305,19 @@ def tail_bound(sample: Sequence[float], number: int, alpha: float) -> float:
     Peaks over a threshold: the largest tenth is fitted by a generalized Pareto tail through
     probability-weighted moments (Hosking and Wallis, 1987), which serves light and heavy tails.
     Its shape is taken one standard error heavier than it looks, so a small sample gives a wide
-    bound. The sample is at least 0 each; 0.0 if it has nothing else.
+    bound, but no heavier than 1/2, where the variance ends. The sample is at least 0 each; 0.0 if
+    it has nothing else, and zeros are no peaks.
     """
     values = np.sort(np.asarray(sample, dtype=np.float64))
     if not values.size or values[-1] == 0.0:
         return 0.0
-    count = max(2, values.size // 10)
+    count = min(max(2, values.size // 10), int(np.count_nonzero(values)))
     at = float(values[-count - 1]) if values.size > count else 0.0
     excess = values[-count:] - at
     mean: float = excess.mean()
-    weighted: float = (excess * np.arange(count)[::-1]).mean() / (count - 1)
+    weighted: float = (excess * np.arange(count)[::-1]).mean() / max(1, count - 1)
     looks = 2.0 - mean / (mean - 2.0 * weighted) if mean > 2.0 * weighted else 0.0
-    shape = max(0.0, looks) + count**-0.5
+    shape = min(max(0.0, looks) + count**-0.5, 0.5)
     rarer = max(1.0, count * number / (len(values) * alpha))
     return float(at + mean * math.expm1(shape * math.log(rarer)) / shape)
 

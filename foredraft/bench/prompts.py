@@ -41,7 +41,7 @@ def built_in_prompts() -> tuple[BenchPrompt, ...]:
 
 
 def load_prompts(path: str | None, limit: int | None = None) -> list[BenchPrompt]:
-    """Prompts of a JSON-lines file (``id``, ``category``, ``turns``), or the built-in ones.
+    """Prompts of a JSON-lines file (``category``, ``turns``, perhaps ``id``), or the built-in ones.
 
     Args:
         path: the file.
@@ -94,6 +94,8 @@ def _read(path: Path) -> list[BenchPrompt]:
             turns, category = entry["turns"], entry["category"]
             if not isinstance(turns, list) or not all(isinstance(each, str) for each in turns):
                 raise ValueError(f"turns is no list of texts: {turns!r:.60}")
+            if not isinstance(category, str):
+                raise ValueError(f"category is no text: {category!r:.60}")
             first, *more = turns
             name = entry.get("id", entry.get("question_id", number))  # as in SPEED-Bench
             prompts.append(BenchPrompt(str(name), category, first, tuple(more)))

@@ -6,6 +6,7 @@ The target's embeddings are left out: readers take them from the target.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,13 @@ def export_head(directory: Path, out: Path) -> None:
         raise ConfigError(f"{out} is there already: name a new folder")
     head = read_head(directory, EagleModule, info)
     out.mkdir(parents=True)
-    write_tensors(out / WEIGHTS, published_tensors(head), {"format": "pt"})
-    config = published_config(head, info.target.name)
-    write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    try:
+        write_tensors(out / WEIGHTS, published_tensors(head), {"format": "pt"})
+        config = published_config(head, info.target.name)
+        write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    except BaseException:
+        shutil.rmtree(out)
+        raise
 
 
 def published_tensors(head: EagleModule) -> dict[str, Tensor]:

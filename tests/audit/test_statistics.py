@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom, chi2
 
+from foredraft.audit.plain import Margins
+from foredraft.audit.report import Finding
 from foredraft.audit.statistics import (
     Array,
     Drafted,
@@ -213,6 +215,23 @@ def test_a_small_sample_gives_a_wide_tolerance_and_no_noise_none() -> None:
     assert tail_bound(sample[:40], 10_000, 1e-4) > 2.0 * tail_bound(sample, 10_000, 1e-4)
     assert tail_bound([0.0] * 192, 10_000, 1e-4) == tail_bound([], 10_000, 1e-4) == 0.0
     assert tail_bound([1e-3], 10_000, 1e-4) > 1e-3
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05])
+@pytest.mark.parametrize("size", [192, 1_152])
+def test_rare_noise_gives_no_tolerance_of_many_nats(size: int, share: float) -> None:
+    draw = np.random.default_rng(3)
+    sample = np.where(draw.random(size) < share, draw.random(size) * 0.01, 0.0)
+    assert 0.01 < tail_bound(sample, 10_000, 1e-4) < 20.0
+    assert tail_bound([1.0], 10_000, 1e-4) < 1e5
+
+
+def test_noise_of_several_nats_leaves_a_verdict_open() -> None:
+    for tolerance, verdict in ((0.5, Finding.NEAR_TIES), (1.5, Finding.INCONCLUSIVE)):
+        margins = Margins(tolerance, tokens=100)
+        margins.count(0.4)
+        assert margins.finding is verdict
+    assert Margins(1.5, tokens=100).finding is Finding.SAME_BITS
 
 
 def test_noise_that_is_used_twice_is_found_by_the_repeats_alone() -> None:

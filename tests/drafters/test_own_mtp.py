@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.llm import LLM
 from foredraft.load import load_target, plan_models, resolve_drafter
 from foredraft.models.base import HeadRow, ScoreRow
+from foredraft.models.files.safety import Checkpoint
+from foredraft.models.native.config import read_config
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import why_not_as_stored
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
@@ -209,6 +213,19 @@ def test_gguf_files_bring_it(name: str, kind: str, tmp_path: Path) -> None:
         drafts += sum(result.stats.drafted for result in results)
     assert texts[0] == texts[1]
     assert drafts > 0
+
+
+def test_a_join_in_floats_costs_a_file_no_formats(tmp_path: Path) -> None:
+    same, path = _with_copied_layer("glm4-moe", tmp_path), tmp_path / "model.gguf"
+    write_gguf(same, path, "q8_0")
+    plan, _ = plan_models(LoadOptions(model=str(path), drafter="none"))
+    assert plan.weights == "file"
+    assert plan.checkpoint is not None
+    tensors = dict(plan.checkpoint.tensors)
+    name = "model.layers.3.eh_proj.weight"
+    tensors[name] = replace(tensors[name], dtype="F16", gguf=None)
+    vars(checkpoint := Checkpoint(plan.directory))["tensors"] = tensors
+    assert why_not_as_stored(checkpoint, read_config(plan.directory)) is None
 
 
 def _with_copied_layer(name: str, tmp_path: Path) -> Path:

@@ -21,6 +21,7 @@ from foredraft.models.native.model import EagerDecoder, finished_logits
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import rounded
 from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
 from tests.conformance.harness import fused_decoder
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint, save_tokenizer
 
@@ -132,3 +133,18 @@ def test_capped_logits_are_closed_behind_the_cap(padded: Path) -> None:
     logits_NV = finished_logits(torch.full((2, 6), 50.0), config)
     assert logits_NV[:, :4].eq(3.0).all()
     assert logits_NV[:, 4:].isneginf().all()
+
+
+def test_a_target_of_ones_own_draws_none_but_what_is_allowed(padded: Path) -> None:
+    """Its rows are not known to be no tokens: it was not loaded beside its tokenizer."""
+    target = NativeTarget.load(padded, torch.float32)
+    llm = LLM(target, Tokenizer(padded), LoadOptions(drafter="none"))
+    (result,) = llm.generate("The ferry", replace(FLAT, allowed_token_ids=(5, 6)))
+    assert {*result.token_ids} == {5, 6}
+
+
+def test_a_token_that_ends_replies_is_drawn_though_its_text_is_not_known(padded: Path) -> None:
+    tokenizer = Tokenizer(padded)
+    tokenizer.eos_token_ids = (VOCAB_SIZE + 9,)
+    assert tokenizer.num_ids(VOCAB_SIZE + MORE) == VOCAB_SIZE + 10
+    assert tokenizer.num_ids(VOCAB_SIZE + 2) == VOCAB_SIZE + 2

@@ -48,7 +48,7 @@ class AllowedTokens:
 
     Args:
         tokens: below ``vocab_size``.
-        vocab_size: logits behind so many are -inf.
+        vocab_size: tokens behind so many are not allowed either.
     """
 
     num_ending = 0
@@ -59,6 +59,7 @@ class AllowedTokens:
 
     def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
         logits_V[: len(self._banned_V)][self._banned_V] = -np.inf
+        logits_V[len(self._banned_V) :] = -np.inf
 
     def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
         return token < len(self._banned_V) and not self._banned_V[token]

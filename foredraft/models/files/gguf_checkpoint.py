@@ -448,7 +448,7 @@ def _weights(
     ours = _names(config, shapes)
     if missing := sorted(ours.keys() - tensors):
         _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
-    if _num_drafting_layers(file):
+    if _num_drafting_layers(file) and config.num_attending_layers:
         behind = shapes_behind(config)
         if (own := _names(config, behind)).keys() <= tensors.keys():
             shapes, ours = {**shapes, **behind}, ours | own

@@ -1128,7 +1128,7 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
     names, are_alone = config.family.names, are_experts_alone(checkpoint)
     own = names.router, names.shared_router, names.convolution
     small = [f".{name}.weight" for name in own if name]
-    small += [f".{name}.weight" for name in names.recurrent_gates]
+    small += [f".{name}.weight" for name in (*names.recurrent_gates, "eh_proj")]
     if checkpoint.is_adapted:
         return "an adapter is merged into its weights"
     outline = Reader(checkpoint, torch.float32, "meta", bits=None)

@@ -109,9 +109,13 @@ class Tokenizer:
         return self._fast.get_vocab_size()
 
     def num_ids(self, num_rows: int) -> int:
-        """Of so many output rows those up to the last one that is a token; models may have more."""
+        """Of so many output rows those up to the last one that is a token; models may have more.
+
+        Tokens that end a reply are among them, also where the tokenizer does not know their text.
+        """
         is_token = (i for i in reversed(range(num_rows)) if self._fast.id_to_token(i) is not None)
-        return next(is_token, num_rows - 1) + 1
+        last = max(next(is_token, num_rows - 1), *self.eos_token_ids, -1)
+        return min(last + 1, num_rows)
 
     @property
     def definition(self) -> str:
