@@ -132,7 +132,7 @@ def peers(
     rows = table_of(trials)
     Report(
         [Table("engines", rows, _COLUMNS)],
-        {"peers": versions, "failures": failures},
+        {"peers": versions, **({"failures": failures} if failures else {})},
         [f"{name}: {why}" for name, why in failures.items()],
         course.seed,
     ).give(output)

@@ -23,6 +23,9 @@ one that has waited long enough goes before all new ones."""
 MAX_PRIORITY = 16
 """Priorities beyond this one and its negative are clipped: the head start is bounded."""
 
+_KEPT_SEATS = 8
+"""A batch keeps this fraction (1 / value) of its seats for owners who come back."""
+
 _LEAST_SHARE = 8
 """Prompts get at least this fraction (1 / value) of a step's tokens, however many rows decode."""
 
@@ -36,7 +39,9 @@ class Scheduler:
 
     Owners take turns: a request's round is that of the request that was admitted last, or the one
     behind its owner's last request, whichever is later (self-clocked fair queueing, Golestani
-    1994). So an owner who sends a hundred requests delays another owner by a single one.
+    1994). So an owner who sends a hundred requests delays another owner by a single one. An owner
+    with an equal share of the batch does not take its last seats while others are in it: they come
+    back within moments, and would wait for more replies to end.
 
     The order of two requests never changes. So the others never delay the first: it is admitted
     first, reads first, and is preempted last.
@@ -86,13 +91,22 @@ class Scheduler:
         num_taken = Counter(map(_apart, self._running))  # by those that share their steps
         if all(num_taken[apart] >= self._max_batch_size for apart in self._num_waiting):
             return None
+        sated, num_kept = self._sated(), self._max_batch_size // _KEPT_SEATS
         for request in self._waiting:
-            if num_taken[_apart(request)] >= self._max_batch_size:
+            free = self._max_batch_size - num_taken[_apart(request)]
+            if free <= (num_kept if request.owner in sated else 0):
                 continue
             if request.is_ready and not self._must_wait(request, self._running):
                 return request
             num_taken[_apart(request)] += 1
         return None
+
+    def _sated(self) -> set[str | None]:
+        """Owners with an equal share of the batch or more, where others are in it."""
+        seats = Counter(row.owner for row in self._running)
+        if len(seats) < 2:
+            return set()
+        return {owner for owner, n in seats.items() if (n + 1) * len(seats) > self._max_batch_size}
 
     def start(self, request: Request) -> None:
         """Move a waiting request into the batch."""

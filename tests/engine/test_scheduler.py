@@ -151,6 +151,32 @@ def test_an_owner_with_many_requests_takes_turns_with_the_others() -> None:
     assert begun_by(scheduler, 87) == ["many"] * 87
 
 
+def test_the_last_seat_is_kept_for_owners_who_come_back() -> None:
+    """Each time another owner's reply ends, its next request finds the seat of the last one."""
+    scheduler = Scheduler(max_batch_size=8)
+    for number in range(40):
+        scheduler.add(tenants_row(number, "greedy/"))
+    others = [tenants_row(100 + number, "other/") for number in range(20)]
+    for row in others[:4]:
+        scheduler.add(row)
+    while (begun := scheduler.next_waiting()) is not None:
+        scheduler.start(begun)
+    assert [row.owner for row in scheduler.running].count("other") == 4
+    for ended, next_one in zip(others, others[4:], strict=False):
+        scheduler.remove(ended)
+        assert scheduler.next_waiting() is None, "it is the last seat"
+        scheduler.add(next_one)
+        assert scheduler.next_waiting() is next_one
+        scheduler.start(next_one)
+    for row in [row for row in scheduler.running if row.owner == "other"]:
+        scheduler.remove(row)
+    count = 0
+    while (begun := scheduler.next_waiting()) is not None:
+        scheduler.start(begun)
+        count += 1
+    assert count == 4, "no other owner is there"
+
+
 def test_cancelled_requests_cost_their_owner_no_turns() -> None:
     scheduler = Scheduler(max_batch_size=1)
     rows = [tenants_row(number, "one/") for number in range(50)]
