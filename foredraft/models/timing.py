@@ -27,7 +27,9 @@ draft lengths. Both sides of each multiple of 16: kernels with matrix tiles take
 _NUM_TELLING = 5
 """Number of sizes that are timed before a long context is."""
 _LEAST_MOST = 17
-_ROUNDS = 2
+_ROUNDS, _MORE_ROUNDS, _MORE_SECONDS = 2, 8, 1.0
+"""Rounds of all forwards; and of a small model more as long as they take less than so long: of two
+times the least is still a tenth too much for one token now and then, which decides draft lengths."""
 _MOST_SECONDS = 2.0
 """Limit for all forwards. A large model is timed at fewer sizes; steps correct the others later."""
 _CONTEXT = 64
@@ -169,7 +171,9 @@ def _measured(target: Target, slot: int, places: list[_Place]) -> dict[_Place, f
         _moved_to(context, target.cache, slot)
         _forward_ms(target, slot, size)
     started = time.perf_counter()
-    for _ in range(_ROUNDS):
+    for round_number in range(_MORE_ROUNDS):
+        if round_number >= _ROUNDS and time.perf_counter() - started > _MORE_SECONDS:
+            break
         for number, (context, size) in enumerate(places):
             is_late = time.perf_counter() - started > _MOST_SECONDS
             if is_late and (number > 1 or (context, size) in best):
