@@ -86,7 +86,7 @@ class LoadOptions:
         exact: insist that texts are the same bit for bit whatever is scored together. The fused
             kernel always keeps that; elsewhere it costs speed, and load fails where it cannot be
             kept. Without it, a near-tie between two tokens may fall the other way.
-        calibrate: time the target's forward at load (some tenths of a second) for drafters that
+        calibrate: time the target's forward at load (a second or two) for drafters that
             weigh how many guesses pay on this machine.
     """
 
