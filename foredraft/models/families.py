@@ -125,6 +125,11 @@ GGUF_NORMS = {
     "mlp_post_norm": "post_ffw_norm",
     "query_norm": "attn_q_norm",
     "key_norm": "attn_k_norm",
+    "experts_norm": "pre_ffw_norm_2",
+    "experts_post_norm": "post_ffw_norm_2",
+    "dense_post_norm": "post_ffw_norm_1",
+    "router_norm": "ffn_gate_inp.scale",
+    "input_norm": "post_norm",
 }
 """GGUF's names of the norms of `Names`, in all families."""
 
@@ -349,6 +354,24 @@ _GEMMA4 = Family(
     local_rope=True,
     has_wide_heads=True,
     norms_values=True,
+    gguf=Gguf(
+        "gemma4",
+        keys={
+            **_PATTERN_KEYS,
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope_local_base_freq": "rope.freq_base_swa",
+            "head_dim": "attention.key_length_swa",
+            "global_head_dim": "attention.key_length",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        implied={"num_experts": 0, "sliding_window": None},
+        ignored=_fields("attention.value_length_swa rope.dimension_count_swa"),
+        may_be_dense=True,
+    ),
 )
 
 _GRANITE_READS = _fields(
@@ -584,6 +607,7 @@ _FAMILIES = (
         model_type="gemma4_unified_text",
         reads=_GEMMA4.reads - _GEMMA4_ALONE,
         defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
+        gguf=None,  # as one of the others says all of it
     ),
     Family(
         "mixtral",
