@@ -285,6 +285,7 @@ _GEMMA_DEFAULTS = {
     **_WINDOW_DEFAULT,
 }
 _GEMMA_KEYS = {**_WINDOW_KEY, "final_logit_softcapping": "final_logit_softcapping"}
+_GEMMA3_KEYS = {**_GEMMA_KEYS, **_PATTERN_KEYS, "rope_local_base_freq": "rope.freq_base_swa"}
 _GEMMA = Family(
     "gemma",
     reads=_fields("attention_bias"),
@@ -357,9 +358,7 @@ _GEMMA4 = Family(
     gguf=Gguf(
         "gemma4",
         keys={
-            **_PATTERN_KEYS,
-            "final_logit_softcapping": "final_logit_softcapping",
-            "rope_local_base_freq": "rope.freq_base_swa",
+            **_GEMMA3_KEYS,
             "head_dim": "attention.key_length_swa",
             "global_head_dim": "attention.key_length",
             "num_kv_shared_layers": "attention.shared_kv_layers",
@@ -592,11 +591,7 @@ _FAMILIES = (
         local_rope=True,
         gguf=Gguf(
             "gemma3",
-            keys=_GEMMA_KEYS
-            | {
-                "sliding_window_pattern": "attention.sliding_window_pattern",
-                "rope_local_base_freq": "rope.freq_base_swa",
-            },
+            keys=_GEMMA3_KEYS,
             implied={"sliding_window": None},
             wide_size=62,
         ),
