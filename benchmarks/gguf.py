@@ -37,6 +37,7 @@ _ARCHITECTURES = {
     "gemma": "GEMMA",
     "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
+    "gemma4_text": "GEMMA4",
     "lfm2": "LFM2",
     "qwen3_5_text": "QWEN35",
     "qwen3_5_moe_text": "QWEN35MOE",
@@ -67,7 +68,9 @@ _DRAFTING = {
 }
 """Qwen's names of what lies around a layer that predicts further tokens, and DeepSeek's."""
 
-_WINDOWED = ("phi3", "gemma2", "gemma3_text", "gpt_oss", "exaone4", "olmo3", "cohere2")
+_WINDOWED = (
+    *("phi3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "exaone4", "olmo3", "cohere2"),
+)
 _PAIRED = ("llama", "mixtral", "smollm3", "granite", "granitemoehybrid", "arcee")
 
 
@@ -106,7 +109,7 @@ def write_gguf(
         numbers = np.empty_like(all_values) if written is not None and parts else None
         for name, (axes, index) in (parts or {whole: (None, ...)}).items():
             theirs = _of_drafting(name, num_layers) or names.get_name(
-                _as_converted(name), try_suffixes=(".weight", ".bias")
+                _as_converted(name), try_suffixes=(".weight", ".bias", ".scale")
             )
             if theirs is None:
                 raise ConfigError(f"{name} has no name in GGUF files of {config.model_type}")
@@ -136,7 +139,7 @@ def _write_tensor(
 ) -> None:
     import gguf
 
-    values = values.squeeze()  # a convolution has one channel at a time
+    values = np.atleast_1d(values.squeeze())  # a convolution has one channel at a time
     order = _tiled_heads(name, config)
     if order is not None:
         values = values[:, order] if name.endswith("out_proj.weight") else values[order]
@@ -147,7 +150,7 @@ def _write_tensor(
     if name.endswith("mamba.norm.weight") and config.recurrent:
         values = values.reshape(config.recurrent.key_heads, -1)
     is_norm = name.endswith("norm.weight") and "linear_attn" not in name
-    is_small = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv.")
+    is_small = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv.", "per_layer_model_proj")
     is_matrix = values.ndim > 1 and theirs.endswith(".weight") and "_norm." not in theirs
     is_matrix = is_matrix and not any(part in theirs for part in is_small)
     kind = gguf.GGMLQuantizationType[quantisation.upper() if is_matrix else "F32"]
@@ -247,7 +250,10 @@ def _as_converted(name: str) -> str:
     known = _of_all_experts(name).replace("dt_bias", "dt_proj.bias")
     known = known.replace("e_score_correction_bias", "e_score_correction.bias")
     known = known.replace(".expert_bias", ".expert_bias.bias")
-    return f"{known}.weight" if known.endswith(".sinks") else known
+    known = known.replace("router.scale", "router.proj.scale")
+    known = known.replace("router.per_expert_scale", "experts.down_proj.scale")
+    bare = (".sinks", ".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
+    return f"{known}.weight" if known.endswith(bare) else known
 
 
 def quantised(values: Any, kind: Any) -> Any:
@@ -274,7 +280,9 @@ def write_settings(
     writer.add_block_count(config.num_hidden_layers + num_own)
     if num_own:
         writer.add_nextn_predict_layers(num_own)
-    writer.add_feed_forward_length(raw["intermediate_size"])
+    layers = range(config.num_hidden_layers)
+    sizes = [config.feed_forward(index)[1] for index in layers if config.reader_times > 1]
+    writer.add_feed_forward_length(sizes or raw["intermediate_size"])
     writer.add_head_count(config.num_attention_heads)
     if config.model_type == "granitemoehybrid":
         kv_heads = config.num_key_value_heads
@@ -285,6 +293,8 @@ def write_settings(
         kv_heads = config.num_key_value_heads
         writer.add_head_count_kv([0 if one.is_recurrent else kv_heads for one in config.kinds])
         writer.add_shortconv_l_cache(raw["conv_L_cache"])
+    elif config.model_type == "gemma4_text":
+        _write_wide_heads(writer, config, raw)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     if config.recurrent is not None and config.recurrent.kind == "delta_net":
@@ -300,8 +310,9 @@ def write_settings(
     if config.model_type.startswith("qwen3_5"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     if config.model_type != "phi3" and "granite" not in config.model_type:  # left out by converters
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+        _, size = config.wide_heads or (0, config.head_dim)
+        writer.add_key_length(size)
+        writer.add_value_length(size)
     writer.add_rope_dimension_count(config.ropes[0].size)
     rope, size = config.ropes[0], config.head_dim
     scale = (rope.fields.alpha or 1.0) ** (size / (size - 2))  # of Hunyuan
@@ -341,14 +352,24 @@ def write_settings(
         writer.add_logit_scale(raw["logits_scaling"])
     if config.model_type in _WINDOWED:
         writer.add_sliding_window(raw["sliding_window"] or 0)
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "gemma4_text"):
         writer.add_rope_freq_base_swa(config.ropes[1].theta)
-    if config.model_type in ("gemma3_text", "exaone4", "olmo3"):
+    if config.model_type in ("gemma3_text", "gemma4_text", "exaone4", "olmo3"):
         writer.add_sliding_window_pattern([kind.window is not None for kind in config.kinds])
     if config.attention_cap is not None:
         writer.add_attn_logit_softcapping(config.attention_cap)
     if config.logits_cap is not None:
         writer.add_final_logit_softcapping(config.logits_cap)
+
+
+def _write_wide_heads(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:
+    """Heads of Gemma 4, which differ by layer."""
+    writer.add_head_count_kv([config.heads(kind)[0] for kind in config.kinds])
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    writer.add_shared_kv_layers(raw["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config.input_size)
 
 
 def _write_scaling(writer: Any, config: DecoderConfig) -> None:
@@ -379,6 +400,8 @@ def _rotary_factors(config: DecoderConfig) -> dict[str, Any]:
     if rope.kind == "llama3":
         plain = rope.theta ** -(np.arange(0, rope.size, 2) / rope.size)
         return {"rope_freqs.weight": plain / rope.inverse_frequencies().numpy()}
+    if rope.kind == "proportional":
+        return {"rope_freqs.weight": np.where(rope.inverse_frequencies().numpy() > 0, 1.0, 1e30)}
     return {}
 
 

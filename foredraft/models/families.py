@@ -125,6 +125,11 @@ GGUF_NORMS = {
     "mlp_post_norm": "post_ffw_norm",
     "query_norm": "attn_q_norm",
     "key_norm": "attn_k_norm",
+    "experts_norm": "pre_ffw_norm_2",
+    "experts_post_norm": "post_ffw_norm_2",
+    "dense_post_norm": "post_ffw_norm_1",
+    "router_norm": "ffn_gate_inp.scale",
+    "input_norm": "post_norm",
 }
 """GGUF's names of the norms of `Names`, in all families."""
 
@@ -280,6 +285,7 @@ _GEMMA_DEFAULTS = {
     **_WINDOW_DEFAULT,
 }
 _GEMMA_KEYS = {**_WINDOW_KEY, "final_logit_softcapping": "final_logit_softcapping"}
+_GEMMA3_KEYS = {**_GEMMA_KEYS, **_PATTERN_KEYS, "rope_local_base_freq": "rope.freq_base_swa"}
 _GEMMA = Family(
     "gemma",
     reads=_fields("attention_bias"),
@@ -349,6 +355,22 @@ _GEMMA4 = Family(
     local_rope=True,
     has_wide_heads=True,
     norms_values=True,
+    gguf=Gguf(
+        "gemma4",
+        keys={
+            **_GEMMA3_KEYS,
+            "head_dim": "attention.key_length_swa",
+            "global_head_dim": "attention.key_length",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        implied={"num_experts": 0, "sliding_window": None},
+        ignored=_fields("attention.value_length_swa rope.dimension_count_swa"),
+        may_be_dense=True,
+    ),
 )
 
 _GRANITE_READS = _fields(
@@ -569,11 +591,7 @@ _FAMILIES = (
         local_rope=True,
         gguf=Gguf(
             "gemma3",
-            keys=_GEMMA_KEYS
-            | {
-                "sliding_window_pattern": "attention.sliding_window_pattern",
-                "rope_local_base_freq": "rope.freq_base_swa",
-            },
+            keys=_GEMMA3_KEYS,
             implied={"sliding_window": None},
             wide_size=62,
         ),
@@ -584,6 +602,7 @@ _FAMILIES = (
         model_type="gemma4_unified_text",
         reads=_GEMMA4.reads - _GEMMA4_ALONE,
         defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
+        gguf=None,  # as one of the others says all of it
     ),
     Family(
         "mixtral",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sentencepiece
 from sentencepiece import SentencePieceProcessor
+from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.gguf_checkpoint import write_checkpoint
@@ -176,3 +177,37 @@ def test_special_tokens_of_phi_3_take_the_space_behind_them() -> None:
     for architecture, expected in (("phi3", [3, 6, 4, 7, 6]), ("llama", [3, 7, 6, 4, 7, 6])):
         fields = GgufTokenizerFields.model_validate(said | {"general.architecture": architecture})
         assert _rebuilt(fields).encode("<|user|>\na<|endoftext|>\na").ids == expected
+
+
+def test_tokens_of_gemma_4_are_those_of_transformers() -> None:
+    """Merges as the file lists them, across words and lines; a start token, whatever it says."""
+    marks = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<|channel>"]
+    merges = [("\n", "\n"), ("\n\n", "\n\n"), ("\u2581", "\u2581"), ("\u2581\u2581", "\u2581")]
+    for word in dict.fromkeys(WORDS.split()):
+        parts = [word[:end] for end in range(1, len(word) + 1)]
+        merges += [pair for pair in zip(parts, word[1:], strict=False) if pair not in merges]
+        merges.append(("\u2581", word))
+    in_bytes = (f"<0x{byte:02X}>" for byte in range(256))
+    singles = [*marks, *in_bytes, *"\u2581\n", *sorted({*WORDS})]
+    tokens = [*dict.fromkeys([*singles, *(first + second for first, second in merges)])]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    kinds = [3] * 6 + [4] + [6] * 256 + [1] * (len(tokens) - 263)
+    said = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    rebuilt = _rebuilt(GgufTokenizerFields.model_validate(said))
+    theirs = GemmaTokenizer(vocabulary, merges, extra_special_tokens=marks[5:])
+    choose = random.Random(6)
+    letters = WORDS + "  \n\n\t0123éü東🙂.,;\u2581"
+    made_up = ["".join(choose.choices(letters, k=choose.randint(1, 60))) for _ in range(1000)]
+    for text in (*TEXTS, "<|turn>user\nthe ferry<|channel>\n\n\n bell", *made_up):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert rebuilt.encode(text).ids == [2, *ids]
+        assert rebuilt.decode(ids, skip_special_tokens=False) == theirs.decode(ids)

@@ -47,6 +47,8 @@ RECIPE = "GGUF converter 6"
 _MOST_BYTES = 2 << 30
 """Largest file of weights; a conversion holds one file in memory."""
 _ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
+_MAY_BE_0 = (_EXPERTS, "attention.shared_kv_layers", "embedding_length_per_layer_input")
+"""Keys whose 0 is a count; of others it says that there is no such thing."""
 _SAY_NOTHING = {"vocab_size", "rope.scaling.finetuned", "expert_used_count"}
 """Keys without effect on a model's computation, if its family does not read them."""
 
@@ -89,6 +91,8 @@ _MOST_PARTS = 1000
 _ROTARY_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 """Divisors of the frequencies of rotary embedding: for any text, or of longrope."""
+_STILL = 1e30
+"""Such a divisor of a pair that does not turn."""
 _LLAMA_3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -145,8 +149,8 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     progress.stage("converting the tokenizer")
     files = _opened(parts_of(gguf))
     weights = _write_description(files, into)
-    names = read_config(into).family.names
-    if names.apart != names:
+    config = read_config(into)
+    if config.family.names.apart != config.family.names or config.dense_beside:
         _refuse(files[0], "transformers holds its experts or projections in another form")
     progress.stage("converting the weights to safetensors")
     _write_weights(weights, into, progress)
@@ -171,6 +175,8 @@ def _write_description(files: Sequence[GgufFile], into: Path) -> dict[str, Store
     ends = {"eos_token_id": tokenizer.end_ids()} if len(tokenizer.end_ids()) > 1 else {}
     sampling = parse_fields(first.path, first.metadata, GgufSamplingFields)
     named = sampling.model_dump(exclude_none=True)
+    if tokenizer.suppress_tokens:
+        named["suppress_tokens"] = tokenizer.suppress_tokens
     _write_json(into / "generation_config.json", special | ends | named)
     write_tokenizer(first.path, tokenizer, config["max_position_embeddings"], into)
     return weights
@@ -311,7 +317,7 @@ def _config(
         **{key: id for key, id in tokenizer.special_ids().items() if key != "unk_token_id"},
         "torch_dtype": "bfloat16",
         **_said_by_family(file, family, tensors),
-        **_scaling(file, fields, rotated, tensors),
+        **_scaling(file, fields, rotated, {} if family.has_wide_heads else tensors),
     }
     if is_part:
         share = rotated / head_dim  # readers multiply by it and round down
@@ -325,6 +331,8 @@ def _config(
         config["query_pre_attn_scalar"] = size
     if family.gguf and family.gguf.rope and "rope_scaling" in config:
         config["rope_scaling"] |= family.gguf.rope
+    if family.has_wide_heads:
+        config |= _of_wide_heads(file, config, tensors)
     if "layer_types" in config:
         del config["layer_types"][config["num_hidden_layers"] :]
     if fields.rms_norm_eps is None:
@@ -347,10 +355,10 @@ def _said_by_family(
             kinds = ("full_attention", _SPECIAL_LAYERS[name])
             found["layer_types"] = [kinds[bool(is_special)] for is_special in value[: len(tensors)]]
         elif value is not None:
-            is_nothing = type(value) is int and value == 0 and key != _EXPERTS
+            is_nothing = type(value) is int and value == 0 and key not in _MAY_BE_0
             found[name] = None if is_nothing else value
     heads = file.metadata.get(f"{family.gguf.architecture}.attention.head_count_kv")
-    if isinstance(heads, np.ndarray):
+    if isinstance(heads, np.ndarray) and not family.has_wide_heads:
         if not family.recurrent:
             _refuse(file, "attention.head_count_kv is array; its layers must have the same heads")
         names = (RECURRENT_TYPES[family.recurrent][0], "full_attention")
@@ -359,6 +367,55 @@ def _said_by_family(
         if name in family.reads:
             found[name] = any(tensor.endswith(end) for tensor in tensors)
     return found
+
+
+def _of_wide_heads(
+    file: GgufFile, config: Mapping[str, Any], tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+) -> dict[str, Any]:
+    """Fields of Gemma 4, whose layers without windows have heads of their own."""
+    said = {key.partition(".")[2]: value for key, value in file.metadata.items()}
+    kinds, given = config.get("layer_types", []), said.get("attention.head_count_kv")
+    heads = given.tolist() if isinstance(given, np.ndarray) else [given] * len(kinds)
+    by_kind = dict(zip(kinds, heads, strict=False))
+    parts = ("attention.value_length_swa", "rope.dimension_count_swa")
+    are_whole = {str(said.get(part)) for part in parts} == {str(config["head_dim"])}
+    if [by_kind.get(kind) for kind in kinds] != heads or not are_whole:
+        _refuse(file, "heads that differ between layers of a kind, or in their parts, are not read")
+    if kinds[config["num_hidden_layers"] - 1 :] != ["full_attention"]:
+        _refuse(file, "layers of which the last has a window, or no kind, are not read")
+    full = (f"blk.{i}.attn_" for i, kind in enumerate(kinds) if kind == "full_attention")
+    width = int(np.min(said["feed_forward_length"]))
+    return {
+        "num_key_value_heads": by_kind.get("sliding_attention"),
+        "num_global_key_value_heads": by_kind["full_attention"],
+        "attention_k_eq_v": any(
+            f"{layer}k.weight" in tensors and f"{layer}v.weight" not in tensors for layer in full
+        ),
+        "intermediate_size": width,
+        "use_double_wide_mlp": width < config["intermediate_size"],
+        "enable_moe_block": config["num_experts"] != 0,
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "rope_parameters": _rope_of_wide_heads(file, config, tensors),
+    }
+
+
+def _rope_of_wide_heads(
+    file: GgufFile, config: Mapping[str, Any], tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+) -> dict[str, Any]:
+    """Layers without windows turn a share of the pairs; files divide the others by much."""
+    if _ROTARY_FACTORS not in tensors or "rope_scaling" in config:
+        _refuse(file, f"rotary embedding without {_ROTARY_FACTORS}, or with a scaling, is not read")
+    factors = _factors(*tensors[_ROTARY_FACTORS], config.get("global_head_dim", 0))
+    turning = factors.count(1.0)
+    share, still = turning / len(factors), [_STILL] * (len(factors) - turning)
+    if not turning or factors[turning:] != still or int(share * len(factors)) != turning:
+        _refuse(file, f"factors of rotary embedding other than 1 and then {_STILL} are not read")
+    local = {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", 1e4)}
+    whole = {"rope_type": "proportional", "partial_rotary_factor": share}
+    return {
+        "full_attention": whole | {"rope_theta": config["rope_theta"]},
+        "sliding_attention": local,
+    }
 
 
 def _num_drafting_layers(file: GgufFile) -> int:
@@ -446,6 +503,12 @@ def _weights(
 
     shapes = asked_shapes(config)
     ours = _names(config, shapes)
+    fused = dict[str, tuple[str, ...]]()  # of each expert the gates, then what they gate
+    for name in tensors:
+        both = [name.replace("_gate_up_", f"_{part}_") for part in ("gate", "up")]
+        if name not in both and {*both} <= ours.keys():
+            fused[name] = ours.pop(both[0]), ours.pop(both[1])
+            ours[name] = fused[name][0]
     if missing := sorted(ours.keys() - tensors):
         _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
     if _num_drafting_layers(file) and config.num_attending_layers:
@@ -456,7 +519,13 @@ def _weights(
     drafting = tuple(
         f"blk.{config.num_hidden_layers + number}." for number in range(_num_drafting_layers(file))
     )
-    unknown = sorted(tensors.keys() - ours - factors)
+    unread = {  # of layers that read another's entries
+        f"blk.{layer}.{part}.weight"
+        for layer, kind in enumerate(config.kinds)
+        if kind.source is not None
+        for part in ("attn_k", "attn_v", "attn_k_norm")
+    }
+    unknown = sorted(tensors.keys() - ours - factors - unread)
     if unknown := [name for name in unknown if not name.startswith(drafting)]:
         _refuse(file, f"tensor {unknown[0]!r:.80} belongs to a feature that is not implemented")
     found: dict[str, StoredTensor] = {}
@@ -464,18 +533,20 @@ def _weights(
         if name not in ours:
             continue
         shape, each, count = shapes[ours[name].format(expert=0)], tensor.shape, 1
+        parts = fused.get(name, (ours[name],))
         if config.experts and "{expert}" in ours[name]:  # one behind the other
-            count = config.experts.count - config.experts.num_shared
-            shape, each, count = (count, *shape), each[1:], each[0]
+            count, each = config.experts.count - config.experts.num_shared, shape
+            shape, count = (count, len(parts) * each[0], *each[1:]), count * len(parts)
         if len(shape) == 1 and prod(each) == shape[0]:  # such as Mamba's norms, by group
             each = shape
         elif without_ones(tensor.shape) != without_ones(shape):
             _refuse(file, f"tensor {name!r} has shape {tensor.shape}, not {shape}")
         place = _place(config, name, tensor)
-        for expert in range(count):
-            part = replace(place, start=tensor.start + expert * (tensor.num_bytes // count))
+        for number in range(count):
+            part = replace(place, start=tensor.start + number * (tensor.num_bytes // count))
             stored = StoredTensor(source.path, tensor.kind.name, each, part)
-            found[ours[name].format(expert=expert)] = stored
+            expert, which = divmod(number, len(parts))
+            found[parts[which].format(expert=expert)] = stored
     return found
 
 
@@ -502,6 +573,9 @@ def _names(config: DecoderConfig, asked: Mapping[str, object]) -> dict[str, str]
         f"{norms['final_norm']}.weight": f"{names.final_norm}.weight",
         f"{norms['final_norm']}.bias": f"{names.final_norm}.bias",
         "output.weight": "lm_head.weight",
+        "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+        "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+        "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
     }
     of_layer = [(ours, theirs) for ours, theirs in _names_of_layer(config) if ours]
     of_layer += _DRAFTING.items()
@@ -529,7 +603,8 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
     yield from ((ours, f"{theirs}{end}") for ours, theirs in zip(names.gate_up, upper, strict=True))
     yield names.down, f"ffn_down{end}"
     if config.experts:
-        if config.experts.num_dense:
+        yield names.expert_factors, "ffn_down_exps.scale"
+        if config.experts.num_dense or config.dense_beside:
             yield from zip(names.dense_gate_up, ("ffn_gate", "ffn_up"), strict=True)
             yield names.dense_down, "ffn_down"
         yield from zip(names.shared_gate_up, ("ffn_gate_shexp", "ffn_up_shexp"), strict=False)
@@ -538,6 +613,8 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
         if names.router_bias != f"{names.router}.bias":
             yield names.router_bias, "exp_probs_b.bias"
     yield names.sinks, "attn_sinks.weight"
+    yield names.factor, "layer_output_scale.weight"
+    yield from ((names.input_gate, "inp_gate"), (names.input_output, "proj"))
     if config.recurrent and config.recurrent.kind == "short_conv":
         yield names.recurrent_in[0], "shortconv.in_proj"
         yield names.convolution, "shortconv.conv"

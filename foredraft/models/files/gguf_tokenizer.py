@@ -3,7 +3,8 @@
 A file of the kind "gpt2" holds the vocabulary and the merges. How text is split before it is merged
 is only named, so the names that are known are spelled out here, and others are refused: a text that
 is split otherwise becomes other tokens than the model was trained on. A file of the kind "llama"
-(sentencepiece) holds a score for each token instead, and splits nothing.
+(sentencepiece) holds a score for each token instead, and splits nothing. One of the kind "gemma4"
+has merges, and splits nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def write_tokenizer(
 
 
 def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
-    is_split = fields.tokenizer_model == "gpt2"
+    is_split, has_scores = fields.tokenizer_model == "gpt2", fields.tokenizer_model == "llama"
     if is_split and fields.pre_tokenizer not in _PRE_TOKENIZERS:
         raise ModelLoadError(
             f"{gguf}: how its tokenizer {fields.pre_tokenizer!r:.80} splits text is not known, "
@@ -94,8 +95,8 @@ def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
             for index in (*fields.special_ids().values(), *fields.end_ids())
         ),
         "it adds a start token and names none": _adds_bos(fields) and fields.bos_token_id is None,
-        "it has no merges": is_split and not fields.merges,
-        "there is not one score for each token": not is_split
+        "it has no merges": not has_scores and not fields.merges,
+        "there is not one score for each token": has_scores
         and len(fields.scores) != len(fields.tokens),
     }
     for problem, is_so in problems.items():
@@ -123,7 +124,7 @@ def _without_filler(fields: GgufTokenizerFields) -> GgufTokenizerFields:
 def _rebuilt(fields: GgufTokenizerFields) -> Tokenizer:
     from tokenizers import AddedToken, processors
 
-    tokenizer = _of_scores(fields) if fields.tokenizer_model == "llama" else _of_merges(fields)
+    tokenizer = _of_merges(fields) if fields.tokenizer_model == "gpt2" else _of_scores(fields)
     kinds = [*zip(fields.tokens, fields.token_types, strict=True)]
     strips = _special_tokens_strip(fields)
     added = [
@@ -176,7 +177,8 @@ def _of_merges(fields: GgufTokenizerFields) -> Tokenizer:
 
 
 def _of_scores(fields: GgufTokenizerFields) -> Tokenizer:
-    """A tokenizer of the kind "llama": characters, merged by the scores of the merged tokens.
+    """A tokenizer of the kind "llama": characters, merged by the scores of the merged tokens; or of
+    the kind "gemma4", which has an order of its own.
 
     Characters that are no tokens become bytes. A space is put before each stretch of text between
     special tokens, as llama.cpp does; the first of a decoded text is taken off again.
@@ -185,18 +187,21 @@ def _of_scores(fields: GgufTokenizerFields) -> Tokenizer:
 
     vocabulary = {token: index for index, token in enumerate(fields.tokens)}
     kinds = zip(fields.tokens, fields.token_types, strict=True)
+    has_scores = fields.tokenizer_model == "llama"
+    has_prefix = has_scores and fields.add_space_prefix
+    merges = [_pair(merge) for merge in fields.merges]
     unknown = next((token for token, kind in kinds if kind == _UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=_merges_by_score(fields, vocabulary),
+            merges=_merges_by_score(fields, vocabulary) if has_scores else merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback="<0x00>" in vocabulary,
         )
     )
-    prefix = [normalizers.Prepend(_SPACE)] if fields.add_space_prefix else []
-    strip = [decoders.Strip(" ", 1, 0)] if fields.add_space_prefix else []
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
     to_text = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*to_text, *strip])
@@ -226,9 +231,9 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _adds_bos(fields: GgufTokenizerFields) -> bool:
     """Whether texts begin with a start token; llama.cpp's default where the file does not say."""
-    if fields.add_bos is not None:
+    if fields.add_bos is not None and fields.tokenizer_model != "gemma4":
         return fields.add_bos
-    return fields.tokenizer_model == "llama" or fields.pre_tokenizer in _WHOLE_WORDS
+    return fields.tokenizer_model != "gpt2" or fields.pre_tokenizer in _WHOLE_WORDS
 
 
 def _digits_first() -> Any:

@@ -374,7 +374,7 @@ def _said(key: str, default: Any = ...) -> Any:
 
 
 def _most(counts: object) -> object:
-    """Of the heads of each layer: recurrent ones have none."""
+    """The most of any layer: recurrent ones have no heads."""
     return max(counts.tolist()) if isinstance(counts, np.ndarray) and counts.size else counts
 
 
@@ -391,7 +391,7 @@ class GgufFields(_Schema):
     block_count: Count
     context_length: Count
     embedding_length: Count
-    feed_forward_length: Count
+    feed_forward_length: Annotated[Count, BeforeValidator(_most)]
     head_count: Count = _said("attention.head_count")
     head_count_kv: Annotated[Count | None, BeforeValidator(_most)] = _said(
         "attention.head_count_kv", None
@@ -423,6 +423,7 @@ ENDS_BY_TEXT = frozenset(
     {
         *("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]"),
         *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>"),
+        "<|tool_response>",
         *("<|return|>", "<|call|>", "<|eot|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"),
         *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
     }
@@ -447,7 +448,7 @@ class GgufTokenizerFields(_Schema):
     """The tokenizer of a GGUF file."""
 
     architecture: str = _said("general.architecture", "")
-    tokenizer_model: Literal["gpt2", "llama"] = _said("tokenizer.ggml.model")
+    tokenizer_model: Literal["gpt2", "llama", "gemma4"] = _said("tokenizer.ggml.model")
     pre_tokenizer: str = _said("tokenizer.ggml.pre", "default")
     tokens: list[str] = _said("tokenizer.ggml.tokens")
     token_types: Annotated[list[int], BeforeValidator(_as_list)] = _said(
@@ -468,6 +469,9 @@ class GgufTokenizerFields(_Schema):
     add_bos: bool | None = _said("tokenizer.ggml.add_bos_token", None)
     add_eos: Literal[False] = _said("tokenizer.ggml.add_eos_token", False)
     chat_template: str | None = _said("tokenizer.chat_template", None)
+    suppress_tokens: Annotated[list[int], BeforeValidator(_as_list)] = _said(
+        "tokenizer.ggml.suppress_tokens", []
+    )
 
     def end_ids(self) -> list[int]:
         """Ids that end a reply: named by the file, or known by their text."""

@@ -77,6 +77,8 @@ _INPUTS, _INPUT_PROJECTION, _INPUT_PROJECTION_NORM = (
     "model.per_layer_model_projection.weight",
     "model.per_layer_projection_norm.weight",
 )
+_KEPT_IN_8_BITS = {_HEAD: "head", _INPUT_PROJECTION: "projection of embeddings"}
+"""Matrices that are rounded to 8 bits where all are as stored and these are floats."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -419,13 +421,15 @@ def stored_weight_bytes(
         each: float = itemsize if is_plain else 4
         if tensor.is_quantised:
             each = FORMS[tensor.dtype].bytes_per_weight
+        elif name in _KEPT_IN_8_BITS and not are_alone:
+            each = PACKED[_HEAD_BITS].bytes_per_weight
         found[name] = prod(tensor.shape) * each
     table, head = checkpoint.tensors[_EMBEDDING], _head(checkpoint, config)
     if not (head.is_quantised or are_alone):
         found[_HEAD] = prod(head.shape) * PACKED[_HEAD_BITS].bytes_per_weight
     in_memory, unread = sum(found.values()), found.get(_INPUTS, 0.0)
     if not (config.tie_word_embeddings and (table.is_quantised or are_alone)):
-        unread = found[_EMBEDDING]
+        unread += found[_EMBEDDING]
     if config.experts:
         of_experts = sum(size for name, size in found.items() if _OF_EXPERTS in name)
         unread += of_experts * (1 - config.experts.per_token / config.experts.count)
@@ -437,10 +441,16 @@ def _head(checkpoint: Checkpoint, config: DecoderConfig) -> StoredTensor:
 
 
 def rounded_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
-    """A note on a head in floats, which is rounded to 8 bits; None: it is none."""
-    if (head := _head(checkpoint, config)).is_quantised or are_experts_alone(checkpoint):
+    """A note on matrices in floats that are rounded to 8 bits; None: there are none."""
+    tensors = {**checkpoint.tensors, _HEAD: _head(checkpoint, config)}
+    found = [
+        f"its {what}, stored as {tensor.dtype}, is kept in 8 bits"
+        for name, what in _KEPT_IN_8_BITS.items()
+        if (tensor := tensors.get(name)) and not tensor.is_quantised
+    ]
+    if not found or are_experts_alone(checkpoint):
         return None
-    return f"its head, stored as {head.dtype}, is kept in 8 bits; weights 'bf16' rounds it less"
+    return f"{' and '.join(found)}; weights 'bf16' rounds less"
 
 
 def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, frozenset[str]]:
@@ -1051,8 +1061,11 @@ class Reader:
             return torch.empty(0, num_inputs)
         assert self._tensors is not None
         tensors = [self._tensors[part.name] for part in parts]
-        if not all(tensor.is_quantised for tensor in tensors):  # beside experts that are
-            return self.take_stacked(parts, num_inputs, dtype=self._table_dtype)
+        if not all(tensor.is_quantised for tensor in tensors):
+            weight = self.take_stacked(parts, num_inputs, dtype=self._table_dtype)
+            if self._plain_head:  # beside experts that are
+                return weight
+            return PACKED[_HEAD_BITS].of_weight(weight, num_parts, self._shelf)
         return _matrix_as_stored(parts, tensors, num_parts, self._shelf)
 
     def _packed(self, weight: Tensor, parts: Sequence[_Part], num_parts: int, bits: Bits) -> Matrix:
@@ -1129,6 +1142,7 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
     own = names.router, names.shared_router, names.convolution
     small = [f".{name}.weight" for name in own if name]
     small += [f".{name}.weight" for name in (*names.recurrent_gates, "eh_proj")]
+    small += [_EMBEDDING, _INPUTS, *_KEPT_IN_8_BITS]
     if checkpoint.is_adapted:
         return "an adapter is merged into its weights"
     outline = Reader(checkpoint, torch.float32, "meta", bits=None)
@@ -1136,7 +1150,7 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
     if outline.changed:
         return f"{outline.changed[0]} is not used as it is stored, but in another order or scaled"
     for name, tensor in checkpoint.tensors.items():
-        may_be_floats = name in (_EMBEDDING, _INPUTS, _HEAD) or name.endswith(tuple(small))
+        may_be_floats = name.endswith(tuple(small))
         may_be_floats |= are_alone and (_OF_EXPERTS not in name or name.endswith("_bias"))
         if len(tensor.shape) > 1 and not (tensor.is_quantised or may_be_floats):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
