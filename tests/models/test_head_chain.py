@@ -20,7 +20,7 @@ from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import EagleModule
 from foredraft.drafters.heads.growth import GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
-from foredraft.drafters.heads.steps import StepDrafter, StepRunner, _paying_steps
+from foredraft.drafters.heads.steps import StepDrafter, StepRunner
 from foredraft.models.base import ChainRow, HeadRow, ScoreRow
 from foredraft.models.native import draft_layers
 from foredraft.models.native.target import NativeTarget
@@ -170,9 +170,17 @@ def test_a_drafter_goes_by_rounds(params: SamplingParams) -> None:
     assert len(found[0]) >= 1
 
 
-@pytest.mark.parametrize(("chance", "steps"), [(0.2, 1), (0.585, 3), (0.7, 4), (0.792, 6)])
+@pytest.mark.parametrize(("chance", "steps"), [(0.2, 2), (0.585, 4), (0.7, 4), (0.792, 6)])
 def test_a_round_has_the_steps_that_pay(chance: float, steps: int) -> None:
+    """1, 3, 4 and 6, up to the next even number."""
     rates = [
         sum(chance**depth for depth in range(count + 1)) / (1.0 + 0.1 * count) for count in range(7)
     ]
-    assert steps == _paying_steps(chance, 0.1, 6) == max(range(7), key=rates.__getitem__)
+    best = max(range(7), key=rates.__getitem__)
+    target = tiny_target(device=DEVICE)
+    module = new_module("hidden_head", target)
+    module.promise = (chance, chance)
+    drafter = StepDrafter(module, target, GrowthLimits(max_depth=6))  # type: ignore[arg-type]
+    row = DraftRow.of(0, TEXTS[0], params=LAWS[0], budget=6)
+    drafter.begin(row)
+    assert drafter._num_steps(row, drafter._requests[0]) == steps == best + best % 2
