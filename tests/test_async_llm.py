@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,34 +90,10 @@ async def test_events_of_a_stream_add_up_to_its_result() -> None:
 
 def test_loops_of_several_threads_share_one() -> None:
     llm = AsyncLLM(new_llm())
-    got: dict[int, tuple[int, ...]] = {}
-
-    def one(number: int) -> None:
-        got[number] = asyncio.run(llm.generate(PROMPTS[number], PARAMS)).token_ids
-
-    threads = [threading.Thread(target=one, args=[i]) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        run = pool.map(lambda prompt: asyncio.run(llm.generate(prompt, PARAMS)), PROMPTS[:6])
     asyncio.run(llm.aclose())
-    assert [got[i] for i in range(6)] == [alone(prompt) for prompt in PROMPTS[:6]]
-
-
-def test_an_llm_alone_can_be_used_from_several_threads() -> None:
-    llm = new_llm(max_batch_size=4)
-    got: dict[int, list[tuple[int, ...]]] = {}
-
-    def one(number: int) -> None:
-        prompts = PROMPTS[3 * number : 3 * number + 3]
-        got[number] = [result.token_ids for result in llm.generate(prompts, PARAMS)]
-
-    threads = [threading.Thread(target=one, args=[i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [ids for i in range(4) for ids in got[i]] == [alone(prompt) for prompt in PROMPTS]
+    assert [result.token_ids for result in run] == [alone(prompt) for prompt in PROMPTS[:6]]
 
 
 def test_threads_step_in_turns() -> None:
