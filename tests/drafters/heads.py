@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from foredraft.core.record import RowStep
 from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.heads.base import HeadModule
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.load import native_decoder
 from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.config import RotaryEmbedding
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
@@ -50,6 +53,16 @@ def tiny_target(
         if matrix.ndim == 2:
             matrix *= 8.0
     return NativeTarget(config, weights, new_decoder)
+
+
+def decoded_by(decoder: str) -> NativeTarget:
+    """The tiny target on a decoder of that name."""
+    if decoder == "fused":
+        try:
+            load_library()
+        except KernelUnavailable as reason:
+            pytest.skip(f"no fused kernel here: {reason}")
+    return tiny_target(native_decoder(decoder))
 
 
 class TinySource:

@@ -24,6 +24,7 @@ from foredraft.train.heads.base import start_head, training_of
 from tests.drafters.heads import (
     OUTPUT_IDS,
     TinySource,
+    decoded_by,
     drafted_logits,
     random_text,
     shaken,
@@ -72,9 +73,11 @@ def target() -> NativeTarget:
 
 
 @pytest.mark.parametrize("output_ids", [None, OUTPUT_IDS])
+@pytest.mark.parametrize("decoder", ["eager", "fused"])
 def test_training_predicts_what_drafting_says(
-    kind: Kind, target: NativeTarget, output_ids: list[int] | None
+    kind: Kind, decoder: str, output_ids: list[int] | None
 ) -> None:
+    target = decoded_by(decoder)
     module = shaken(kind.start(target, output_ids))
     text, other = random_text(24), random_text(17, seed=2)
     module.eval()
@@ -93,7 +96,7 @@ def test_training_predicts_what_drafting_says(
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
                 # The addends of tokens to a layer's input, or to its keys, are stored in bfloat16.
                 error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
-                assert error < 0.06
+                assert error < (0.06 if decoder == "eager" else 0.1)
                 if output_ids is not None:
                     assert logits_V.isfinite().sum() == len(output_ids)
 
