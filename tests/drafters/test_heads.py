@@ -96,7 +96,7 @@ def test_training_predicts_what_drafting_says(
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
                 # The addends of tokens to a layer's input, or to its keys, are stored in bfloat16.
                 error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
-                assert error < (0.06 if decoder == "eager" else 0.1)
+                assert error < (0.06 if decoder == "eager" else 0.2)
                 if output_ids is not None:
                     assert logits_V.isfinite().sum() == len(output_ids)
 
