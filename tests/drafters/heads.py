@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from foredraft.core.record import RowStep
 from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.heads.base import HeadModule
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import native_decoder
 from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.config import RotaryEmbedding
@@ -25,6 +23,7 @@ from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.heads.base import TextBatch
 from tests.drafters.prices import FREE_NODES
+from tests.models.checkpoints import need_kernel
 
 VOCAB = 96
 OUTPUT_IDS = [*range(0, VOCAB, 3)]
@@ -58,10 +57,7 @@ def tiny_target(
 def decoded_by(decoder: str) -> NativeTarget:
     """The tiny target on a decoder of that name."""
     if decoder == "fused":
-        try:
-            load_library()
-        except KernelUnavailable as reason:
-            pytest.skip(f"no fused kernel here: {reason}")
+        need_kernel()
     return tiny_target(native_decoder(decoder))
 
 

@@ -27,7 +27,6 @@ from benchmarks.quality import measure_quality
 from foredraft.core.errors import ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import load_target, plan_models
 from foredraft.models.base import ScoreRow
 from foredraft.models.families import FAMILIES
@@ -40,6 +39,7 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import why_not_as_stored
 from foredraft.options import LoadOptions
 from tests.conformance.harness import plain
+from tests.models.checkpoints import need_kernel
 from tests.models.gguf_files import ARRAY, Typed, entry
 from tests.models.test_gguf import EDGES, mutated
 
@@ -52,10 +52,7 @@ NEAR_TIE = 5e-3
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache() -> Iterator[None]:
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel: {reason}")
+    need_kernel()
     from foredraft.kernels.build import directories
 
     kernels = directories()

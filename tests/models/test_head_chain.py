@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -26,13 +25,9 @@ from foredraft.models.native import draft_layers
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import TinySource, tiny_target
 from tests.drafters.prices import FREE_NODES
+from tests.models.on_triton import DEVICE, NEEDS_GPU
 
-pytest.importorskip("triton")
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if _INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU
 TEXTS = [[t * 7 % 90 for t in range(24)], [t * 5 % 60 + 3 for t in range(9)]]
 STEPS = 4
 LAWS = [
