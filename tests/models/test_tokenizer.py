@@ -204,6 +204,12 @@ def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
         Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "Hi"}])
 
 
+def test_templates_cannot_reach_python(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(ConfigError, match="refuses the conversation"):
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "Hi"}])
+
+
 def test_where_a_template_may_lie(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, "in the config")
     assert Tokenizer(tmp_path).chat_template == "in the config"
