@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.drafters.base import Drafter
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
 from foredraft.drafters.heads.eagle import EagleModule
@@ -148,3 +148,20 @@ def test_it_can_be_taught(kind: Kind, target: NativeTarget) -> None:
         torch.autograd.backward(loss)
         optimiser.step()
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(("chance", "steps"), [(0.2, 2), (0.585, 4), (0.7, 4), (0.792, 6)])
+def test_a_round_on_the_device_has_the_steps_that_pay(
+    target: NativeTarget, chance: float, steps: int
+) -> None:
+    """1, 3, 4 and 6, up to the next even number."""
+    rates = [
+        sum(chance**depth for depth in range(count + 1)) / (1.0 + 0.1 * count) for count in range(7)
+    ]
+    best = max(range(7), key=rates.__getitem__)
+    module = KINDS["hidden_head"].start(target, None)
+    module.promise = (chance, chance)
+    drafter = StepDrafter(module, target, GrowthLimits(max_depth=6))  # type: ignore[arg-type]
+    row = DraftRow.of(0, (1, 2), budget=6)
+    drafter.begin(row)
+    assert drafter._num_steps(row, drafter._requests[0]) == steps == best + best % 2

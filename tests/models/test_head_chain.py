@@ -163,19 +163,3 @@ def test_a_drafter_goes_by_rounds(params: SamplingParams) -> None:
         found.append(drafter.propose([row])[0].tree.tokens)
     assert found[0][: len(found[1])] == found[1]
     assert len(found[0]) >= 1
-
-
-@pytest.mark.parametrize(("chance", "steps"), [(0.2, 2), (0.585, 4), (0.7, 4), (0.792, 6)])
-def test_a_round_has_the_steps_that_pay(chance: float, steps: int) -> None:
-    """1, 3, 4 and 6, up to the next even number."""
-    rates = [
-        sum(chance**depth for depth in range(count + 1)) / (1.0 + 0.1 * count) for count in range(7)
-    ]
-    best = max(range(7), key=rates.__getitem__)
-    target = tiny_target(device=DEVICE)
-    module = new_module("hidden_head", target)
-    module.promise = (chance, chance)
-    drafter = StepDrafter(module, target, GrowthLimits(max_depth=6))  # type: ignore[arg-type]
-    row = DraftRow.of(0, TEXTS[0], params=LAWS[0], budget=6)
-    drafter.begin(row)
-    assert drafter._num_steps(row, drafter._requests[0]) == steps == best + best % 2
