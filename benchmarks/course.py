@@ -77,7 +77,12 @@ class Course:
         )
 
 
-ENTERED = o.loading(
+def loading(**fixed: Any) -> o.Derived:
+    """`LoadOptions` as options of a benchmark: every field is one, but for those that are fixed."""
+    return replace(o.model(**fixed), flags=None, shown=None, section=None)
+
+
+ENTERED = loading(
     drafter="auto",
     drafter_options={},
     max_batch_size=1,

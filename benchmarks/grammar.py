@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.course import loading
 from foredraft.bench.report import Report, check_outputs
 from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
@@ -145,7 +146,7 @@ def _timed(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[Generat
 
 @o.with_options
 def grammar(
-    load: Annotated[LoadOptions, o.loading()],
+    load: Annotated[LoadOptions, loading()],
     replies: Annotated[int, typer.Option(min=1, help="How many replies to draw.")] = 500,
     timed: Annotated[int, typer.Option(min=1, help="How many beside free text.")] = 100,
     temperature: Annotated[float, typer.Option(help="Of the replies.")] = 1.0,

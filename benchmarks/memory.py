@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.course import loading
 from benchmarks.random_files import random_file
 from foredraft.bench.report import Report, check_outputs
 from foredraft.cli import options as o
@@ -153,7 +154,7 @@ def _resident(field: str) -> int:
 
 @o.with_options
 def memory(
-    load: Annotated[LoadOptions, o.loading()],
+    load: Annotated[LoadOptions, loading()],
     tokens: Annotated[int, typer.Option(min=1, help="Length of the text in the cache.")] = 1024,
     shape: Annotated[
         str | None, typer.Option(help="A made-up model of this shape in place of --model.")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.contenders import Contender, OurContender
+from benchmarks.course import loading
 from benchmarks.peers import LLAMA_PEERS, open_contender, peer_names
 from benchmarks.variants import load_variants
 from foredraft.cli import options as o
@@ -17,7 +18,7 @@ from foredraft.options import LoadOptions
 _ROOM = 8
 """Tokens by which a peer may want its context to be longer."""
 
-PLAINLY = o.loading(drafter="none", draft_model=None, drafter_options={}, max_batch_size=1)
+PLAINLY = loading(drafter="none", draft_model=None, drafter_options={}, max_batch_size=1)
 Against = Annotated[str | None, typer.Option(help=f"Peers with commas: {', '.join(LLAMA_PEERS)}.")]
 
 

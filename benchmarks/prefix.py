@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.course import Rounds
+from benchmarks.course import Rounds, loading
 from benchmarks.random_model import load_llm
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cli import options as o
@@ -134,7 +134,7 @@ def conversation_hits(llm: LLM, speculation: str, params: SamplingParams) -> Hit
 
 @o.with_options
 def prefix_hits(
-    load: Annotated[LoadOptions, o.loading()],
+    load: Annotated[LoadOptions, loading()],
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each reply.")] = 96,
     output: o.Output = None,
 ) -> None:
@@ -165,7 +165,7 @@ def prefix_hits(
 
 @o.with_options
 def prefix(
-    load: Annotated[LoadOptions, o.loading(calibrate=False)],
+    load: Annotated[LoadOptions, loading(calibrate=False)],
     shared: Annotated[
         int, typer.Option(min=1, help="Tokens that the second prompt shares with the first.")
     ] = 1000,

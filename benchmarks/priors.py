@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from torch import Tensor
 
-from benchmarks.course import Limit, Prompts
+from benchmarks.course import Limit, Prompts, loading
 from foredraft.bench.prompts import BenchPrompt, load_prompts, prompt_ids
 from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
@@ -139,7 +139,7 @@ def _rounded(shares: Sequence[float]) -> tuple[float, ...]:
 
 @o.with_options
 def priors(
-    load: Annotated[LoadOptions, o.loading(drafter="none", draft_model=None, max_batch_size=8)],
+    load: Annotated[LoadOptions, loading(drafter="none", draft_model=None, max_batch_size=8)],
     prompts: Prompts = None,
     limit: Limit = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 512,

@@ -17,6 +17,7 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.course import loading
 from benchmarks.texts import read_text
 from foredraft.bench.report import Report, check_outputs
 from foredraft.cli import options as o
@@ -126,7 +127,7 @@ def _log_probs(target: Target, tokens: Sequence[int]) -> Iterator[Tensor]:
 
 @o.with_options
 def quality(
-    load: Annotated[LoadOptions, o.loading(drafter="none", draft_model=None, calibrate=False)],
+    load: Annotated[LoadOptions, loading(drafter="none", draft_model=None, calibrate=False)],
     text: Annotated[
         str | None, typer.Option(help="A text file; a built-in text when not given.")
     ] = None,

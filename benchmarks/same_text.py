@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from benchmarks.course import Course, with_draft_model
+from benchmarks.course import Course, loading, with_draft_model
 from benchmarks.llama_batch import LlamaContext
 from benchmarks.llama_cpp import LlamaDrafts, gguf_of, open_llama
 from benchmarks.peer_process import Peer
@@ -35,7 +35,7 @@ from foredraft.options import LoadOptions
 ALONE, AGAIN, COMPANY = "alone", "alone, again", "at once"
 MODEL, LOOKUP = "draft model", "prompt lookup"
 Texts = list[list[int]]
-_ENTERED = o.loading(drafter="auto", drafter_options={}, max_batch_size=8, prefix_caching=False)
+_ENTERED = loading(drafter="auto", drafter_options={}, max_batch_size=8, prefix_caching=False)
 _DRAFTS = 4
 _EVEN = 1_000_000  # a limit, with which prompts come evenly over the categories
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.course import loading
 from benchmarks.forwards import Size, TargetStepper
 from benchmarks.llama_batch import LlamaBatchServer
 from benchmarks.peers import peer_names
@@ -83,7 +84,7 @@ class Demand:
 def serve_sim(
     load: Annotated[
         LoadOptions,
-        o.loading(
+        loading(
             drafter="auto",
             drafter_options={},
             prefix_caching=False,  # all contenders have to read their prompts

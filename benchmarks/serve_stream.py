@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import typer
 
 from benchmarks.clients import CHAT, SEED, Task, request_body
-from benchmarks.course import Limit, Prompts
+from benchmarks.course import Limit, Prompts, loading
 from foredraft.bench.prompts import load_prompts
 from foredraft.bench.report import Report, check_outputs
 from foredraft.cli import options as o
@@ -228,7 +228,7 @@ def _serving(llm: LLM) -> Iterator[str]:
 
 @o.with_options
 def serve_stream(
-    load: Annotated[LoadOptions, o.loading()],
+    load: Annotated[LoadOptions, loading()],
     prompts: Prompts = None,
     limit: Limit = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 128,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.course import Forwards, Rounds, timed
+from benchmarks.course import Forwards, Rounds, loading, timed
 from benchmarks.forwards import own_steppers, step_report
 from benchmarks.peers import LLAMA_PEERS, open_stepper, peer_names
 from benchmarks.plots import check_plot, plot_steps
@@ -53,7 +53,7 @@ class Ways:
 
 @o.with_options
 def step(
-    load: Annotated[LoadOptions, o.loading()],
+    load: Annotated[LoadOptions, loading()],
     forwards: Forwards,
     ways: Ways,
     rounds: Rounds = 15,

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.course import Course
+from benchmarks.course import Course, loading
 from benchmarks.peer_process import Peer
 from benchmarks.same_text import (
     AGAIN,
@@ -46,7 +46,7 @@ HEAD = "EAGLE-3 head"
 _AT_ONCE = 4
 DRAFTS = 3
 _PROMPTS = str(Path(__file__).with_name("short_prompts.jsonl"))
-_ENTERED = o.loading(
+_ENTERED = loading(
     drafter="auto", drafter_options={}, max_batch_size=_AT_ONCE, prefix_caching=False,
     num_draft_tokens=DRAFTS, dtype="auto",
 )  # fmt: skip

@@ -11,6 +11,7 @@ os.environ["FOREDRAFT_CONFIG"] = ""  # the user's own settings do not count
 
 gc.disable()  # a third of what importing all tests and their packages takes; see below
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -19,6 +20,12 @@ THREADS = torch.get_num_threads()
 # One profile: a machine with busy neighbours finds no other faults than a quiet one.
 settings.register_profile("foredraft", deadline=None)
 settings.load_profile("foredraft")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines."""
+    return "asyncio"
 
 
 def pytest_collection_finish() -> None:

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,60 +70,30 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_many_tasks_get_what_each_would_get_alone() -> None:
-    async def run() -> list[tuple[int, ...]]:
-        async with AsyncLLM(new_llm(max_batch_size=5)) as llm:
-            results = await asyncio.gather(*(llm.generate(p, PARAMS) for p in PROMPTS))
-            stats = llm.stats()
-            assert (stats.running, stats.waiting, stats.finished) == (0, 0, {"length": 12})
-            assert stats.committed == 12 * 30
-            return [result.token_ids for result in results]
-
-    assert asyncio.run(run()) == [alone(prompt) for prompt in PROMPTS]
+async def test_many_tasks_get_what_each_would_get_alone() -> None:
+    async with AsyncLLM(new_llm(max_batch_size=5)) as llm:
+        results = await asyncio.gather(*(llm.generate(p, PARAMS) for p in PROMPTS))
+        stats = llm.stats()
+    assert (stats.running, stats.waiting, stats.finished) == (0, 0, {"length": 12})
+    assert stats.committed == 12 * 30
+    assert [result.token_ids for result in results] == [alone(prompt) for prompt in PROMPTS]
 
 
-def test_events_of_a_stream_add_up_to_its_result() -> None:
-    async def run() -> None:
-        async with AsyncLLM(new_llm()) as llm:
-            events = [event async for event in llm.stream(PROMPTS[0], PARAMS)]
-            assert all(event.result is None for event in events[:-1])
-            result = events[-1].result
-            assert result is not None
-            assert tuple(t for event in events for t in event.token_ids) == result.token_ids
-
-    asyncio.run(run())
+async def test_events_of_a_stream_add_up_to_its_result() -> None:
+    async with AsyncLLM(new_llm()) as llm:
+        events = [event async for event in llm.stream(PROMPTS[0], PARAMS)]
+        assert all(event.result is None for event in events[:-1])
+        result = events[-1].result
+        assert result is not None
+        assert tuple(t for event in events for t in event.token_ids) == result.token_ids
 
 
 def test_loops_of_several_threads_share_one() -> None:
     llm = AsyncLLM(new_llm())
-    got: dict[int, tuple[int, ...]] = {}
-
-    def one(number: int) -> None:
-        got[number] = asyncio.run(llm.generate(PROMPTS[number], PARAMS)).token_ids
-
-    threads = [threading.Thread(target=one, args=[i]) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        run = pool.map(lambda prompt: asyncio.run(llm.generate(prompt, PARAMS)), PROMPTS[:6])
     asyncio.run(llm.aclose())
-    assert [got[i] for i in range(6)] == [alone(prompt) for prompt in PROMPTS[:6]]
-
-
-def test_an_llm_alone_can_be_used_from_several_threads() -> None:
-    llm = new_llm(max_batch_size=4)
-    got: dict[int, list[tuple[int, ...]]] = {}
-
-    def one(number: int) -> None:
-        prompts = PROMPTS[3 * number : 3 * number + 3]
-        got[number] = [result.token_ids for result in llm.generate(prompts, PARAMS)]
-
-    threads = [threading.Thread(target=one, args=[i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [ids for i in range(4) for ids in got[i]] == [alone(prompt) for prompt in PROMPTS]
+    assert [result.token_ids for result in run] == [alone(prompt) for prompt in PROMPTS[:6]]
 
 
 def test_threads_step_in_turns() -> None:
@@ -146,183 +117,149 @@ def test_threads_step_in_turns() -> None:
     assert was_running == 1
 
 
-def test_a_step_wakes_a_loop_once() -> None:
-    async def run() -> tuple[int, int]:
-        loop, calls = asyncio.get_running_loop(), 0
-        call = loop.call_soon_threadsafe
+async def test_a_step_wakes_a_loop_once() -> None:
+    loop, calls = asyncio.get_running_loop(), 0
+    call = loop.call_soon_threadsafe
 
-        def counting(callback: Callable[..., Any], *args: Any, **more: Any) -> asyncio.Handle:
-            nonlocal calls
-            calls += callback.__module__ == AsyncLLM.__module__
-            return call(callback, *args, **more)
+    def counting(callback: Callable[..., Any], *args: Any, **more: Any) -> asyncio.Handle:
+        nonlocal calls
+        calls += callback.__module__ == AsyncLLM.__module__
+        return call(callback, *args, **more)
 
-        loop.call_soon_threadsafe = counting  # type: ignore[method-assign,assignment]
-        target = slow_target(is_open=False)
-        async with AsyncLLM(new_llm(target, drafter="none", max_batch_size=6)) as llm:
-            streams = [await llm.open(prompt, PARAMS) for prompt in PROMPTS[:6]]
-            target.gate.set()
-            texts = [[e.token_ids async for e in stream] for stream in streams]
-            assert [sum(ids, ()) for ids in texts] == [alone(p) for p in PROMPTS[:6]]
-            return calls, llm.stats().steps
-
-    calls, steps = asyncio.run(run())
-    assert 0 < calls <= steps < 60, "30 tokens each, six at a time, and some that began later"
-
-
-def test_who_reads_last_is_woken_whoever_stepped() -> None:
-    """An `LLM` beside it may make the last step of its requests; its own thread then sleeps."""
-
-    async def run() -> None:
-        llm = new_llm(drafter="none")
-        async with AsyncLLM(llm) as running:
-            for seed in range(20):
-                params = SamplingParams(temperature=1.0, seed=seed, max_tokens=3)
-                beside = asyncio.to_thread(llm.generate, [PROMPTS[0]], params)
-                both = asyncio.gather(running.generate(PROMPTS[1], params), beside)
-                await asyncio.wait_for(both, 10)
-
-    asyncio.run(run())
-
-
-def test_the_llm_can_be_used_beside_it() -> None:
-    async def run() -> None:
-        llm = new_llm(max_batch_size=4)
-        async with AsyncLLM(llm) as served:
-            tasks = [asyncio.create_task(served.generate(p, PARAMS)) for p in PROMPTS]
-            direct = await asyncio.to_thread(llm.generate, PROMPTS, PARAMS)
-            results = await asyncio.gather(*tasks)
-        assert [r.token_ids for r in direct] == [r.token_ids for r in results]
-        assert [r.token_ids for r in direct] == [alone(p) for p in PROMPTS]
-
-    asyncio.run(run())
-
-
-def test_a_closed_iterator_aborts_its_request_within_one_step() -> None:
-    target = slow_target()
-
-    async def run() -> None:
-        async with AsyncLLM(new_llm(target)) as llm:
-            stream = llm.stream([1], SamplingParams(max_tokens=4000))
-            await anext(stream)
-            target.gate.clear()
-            await stream.aclose()  # type: ignore[attr-defined]
-            steps = llm.stats().steps
-            target.gate.set()
-            await until(lambda: llm.stats().running == 0)
-            assert llm.stats().steps <= steps + 2  # that under way, and one begun meanwhile
-            assert llm.stats().finished == {"cancelled": 1}
-            assert target.cache.slots == []
-
-    asyncio.run(run())
-
-
-def test_a_cancelled_task_and_a_dropped_stream_abort_theirs() -> None:
-    target = slow_target()
-
-    async def run() -> None:
-        async with AsyncLLM(new_llm(target)) as llm:
-            params = SamplingParams(max_tokens=4000)
-            task = asyncio.create_task(llm.generate([1], params))
-            stream = await llm.open([2], params)
-            await anext(stream)
-            await until(lambda: llm.stats().running == 2)
-            task.cancel()
-            await asyncio.wait([task])
-            await until(lambda: llm.stats().running == 1)
-            del stream
-            gc.collect()
-            await until(lambda: llm.stats().running == 0)
-            assert target.cache.slots == []
-
-    asyncio.run(run())
-
-
-def test_too_many_requests_are_refused_and_room_comes_back() -> None:
+    loop.call_soon_threadsafe = counting  # type: ignore[method-assign,assignment]
     target = slow_target(is_open=False)
-
-    async def run() -> None:
-        async with AsyncLLM(new_llm(target, max_batch_size=2), max_waiting=1) as llm:
-            streams = [await llm.open([i], PARAMS) for i in range(3)]
-            with pytest.raises(QueueFullError, match="3 requests are under way and 3 are the most"):
-                await llm.open([5], PARAMS)
-            with pytest.raises(QueueFullError):
-                await anext(llm.stream([5], PARAMS))
-            target.gate.set()
-            for stream in streams:
-                assert [event async for event in stream][-1].result is not None
-            assert len((await llm.generate([5], PARAMS)).token_ids) == 30
-
-    asyncio.run(run())
+    async with AsyncLLM(new_llm(target, drafter="none", max_batch_size=6)) as llm:
+        streams = [await llm.open(prompt, PARAMS) for prompt in PROMPTS[:6]]
+        target.gate.set()
+        texts = [[e.token_ids async for e in stream] for stream in streams]
+        steps = llm.stats().steps
+        assert 0 < calls <= steps < 60, "30 tokens each, six at a time, and some began later"
+    assert [sum(ids, ()) for ids in texts] == [alone(p) for p in PROMPTS[:6]]
 
 
-def test_what_cannot_be_used_is_refused_at_once_and_costs_no_place() -> None:
-    async def run() -> None:
-        async with AsyncLLM(new_llm(max_batch_size=1), max_waiting=0) as llm:
-            for _ in range(3):
-                with pytest.raises(PromptError, match="empty"):
-                    await llm.open([], PARAMS)
-                with pytest.raises(ConfigError, match="stop strings"):
-                    await llm.open([1], SamplingParams(stop="a"))
-                with pytest.raises(ConfigError, match="SamplingParams"):
-                    await llm.open([1], {"top_k": 1})  # type: ignore[arg-type]
-            await llm.generate([1], PARAMS)
+async def test_who_reads_last_is_woken_whoever_stepped() -> None:
+    """An `LLM` beside it may make the last step of its requests; its own thread then sleeps."""
+    llm = new_llm(drafter="none")
+    async with AsyncLLM(llm) as running:
+        for seed in range(20):
+            params = SamplingParams(temperature=1.0, seed=seed, max_tokens=3)
+            beside = asyncio.to_thread(llm.generate, [PROMPTS[0]], params)
+            both = asyncio.gather(running.generate(PROMPTS[1], params), beside)
+            await asyncio.wait_for(both, 10)
 
-    asyncio.run(run())
+
+async def test_the_llm_can_be_used_beside_it() -> None:
+    llm = new_llm(max_batch_size=4)
+    async with AsyncLLM(llm) as served:
+        tasks = [asyncio.create_task(served.generate(p, PARAMS)) for p in PROMPTS]
+        direct = await asyncio.to_thread(llm.generate, PROMPTS, PARAMS)
+        results = await asyncio.gather(*tasks)
+    assert [r.token_ids for r in direct] == [r.token_ids for r in results]
+    assert [r.token_ids for r in direct] == [alone(p) for p in PROMPTS]
+
+
+async def test_a_closed_iterator_aborts_its_request_within_one_step() -> None:
+    target = slow_target()
+    async with AsyncLLM(new_llm(target)) as llm:
+        stream = llm.stream([1], SamplingParams(max_tokens=4000))
+        await anext(stream)
+        target.gate.clear()
+        await stream.aclose()  # type: ignore[attr-defined]
+        steps = llm.stats().steps
+        target.gate.set()
+        await until(lambda: llm.stats().running == 0)
+        assert llm.stats().steps <= steps + 2  # that under way, and one begun meanwhile
+        assert llm.stats().finished == {"cancelled": 1}
+        assert target.cache.slots == []
+
+
+async def test_a_cancelled_task_and_a_dropped_stream_abort_theirs() -> None:
+    target = slow_target()
+    async with AsyncLLM(new_llm(target)) as llm:
+        params = SamplingParams(max_tokens=4000)
+        task = asyncio.create_task(llm.generate([1], params))
+        stream = await llm.open([2], params)
+        await anext(stream)
+        await until(lambda: llm.stats().running == 2)
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: llm.stats().running == 1)
+        del stream
+        gc.collect()
+        await until(lambda: llm.stats().running == 0)
+        assert target.cache.slots == []
+
+
+async def test_too_many_requests_are_refused_and_room_comes_back() -> None:
+    target = slow_target(is_open=False)
+    async with AsyncLLM(new_llm(target, max_batch_size=2), max_waiting=1) as llm:
+        streams = [await llm.open([i], PARAMS) for i in range(3)]
+        with pytest.raises(QueueFullError, match="3 requests are under way and 3 are the most"):
+            await llm.open([5], PARAMS)
+        with pytest.raises(QueueFullError):
+            await anext(llm.stream([5], PARAMS))
+        target.gate.set()
+        for stream in streams:
+            assert [event async for event in stream][-1].result is not None
+        assert len((await llm.generate([5], PARAMS)).token_ids) == 30
+
+
+async def test_what_cannot_be_used_is_refused_at_once_and_costs_no_place() -> None:
+    async with AsyncLLM(new_llm(max_batch_size=1), max_waiting=0) as llm:
+        for _ in range(3):
+            with pytest.raises(PromptError, match="empty"):
+                await llm.open([], PARAMS)
+            with pytest.raises(ConfigError, match="stop strings"):
+                await llm.open([1], SamplingParams(stop="a"))
+            with pytest.raises(ConfigError, match="SamplingParams"):
+                await llm.open([1], {"top_k": 1})  # type: ignore[arg-type]
+        await llm.generate([1], PARAMS)
     with pytest.raises(ConfigError, match="max_waiting"):
         AsyncLLM(new_llm(), max_waiting=-1)
 
 
-def test_a_fault_of_the_thread_reaches_everybody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_fault_of_the_thread_reaches_everybody(caplog: pytest.LogCaptureFixture) -> None:
     target = slow_target(is_open=False)
     llm = AsyncLLM(new_llm(target, max_batch_size=1))
 
     class Lost(BaseException):
         """Nothing that the engine takes for a fault of one request."""
 
-    async def run() -> None:
-        streams = [await llm.open([i], PARAMS) for i in range(3)]
-        target.fault = Lost("the machine goes down")
-        target.gate.set()
-        for stream in streams:
-            with pytest.raises(EngineStoppedError, match="Lost: the machine goes down"):
-                [event async for event in stream]
-        assert not llm.is_healthy
-        with pytest.raises(EngineStoppedError, match="takes no more requests"):
-            await llm.generate([1], PARAMS)
-        await llm.aclose()
-
-    asyncio.run(run())
+    streams = [await llm.open([i], PARAMS) for i in range(3)]
+    target.fault = Lost("the machine goes down")
+    target.gate.set()
+    for stream in streams:
+        with pytest.raises(EngineStoppedError, match="Lost: the machine goes down"):
+            [event async for event in stream]
+    assert not llm.is_healthy
+    with pytest.raises(EngineStoppedError, match="takes no more requests"):
+        await llm.generate([1], PARAMS)
+    await llm.aclose()
     assert target.cache.slots == []
     assert "the machine goes down" in caplog.text
 
 
-def test_closing_waits_for_what_is_under_way_and_takes_nothing_new() -> None:
-    async def run() -> None:
-        llm = AsyncLLM(new_llm())
-        stream = await llm.open([1], PARAMS)
-        await llm.aclose()
-        with pytest.raises(EngineStoppedError, match="closed"):
-            await llm.open([1], PARAMS)
-        last = [event async for event in stream][-1].result
-        assert last is not None
-        assert last.token_ids == alone([1])
-        await llm.aclose()  # a second call is harmless
-
-    asyncio.run(run())
+async def test_closing_waits_for_what_is_under_way_and_takes_nothing_new() -> None:
+    llm = AsyncLLM(new_llm())
+    stream = await llm.open([1], PARAMS)
+    await llm.aclose()
+    with pytest.raises(EngineStoppedError, match="closed"):
+        await llm.open([1], PARAMS)
+    last = [event async for event in stream][-1].result
+    assert last is not None
+    assert last.token_ids == alone([1])
+    await llm.aclose()  # a second call is harmless
 
 
-def test_closing_at_once_cancels_what_is_under_way() -> None:
-    async def run() -> None:
-        llm = AsyncLLM(new_llm())
-        streams = [await llm.open([1], SamplingParams(max_tokens=4000)) for _ in range(20)]
-        await anext(streams[0])
-        await llm.aclose(drain=False)
-        for stream in streams:
-            result = [event async for event in stream][-1].result
-            assert result is not None
-            assert result.finish_reason == "cancelled"
-
-    asyncio.run(run())
+async def test_closing_at_once_cancels_what_is_under_way() -> None:
+    llm = AsyncLLM(new_llm())
+    streams = [await llm.open([1], SamplingParams(max_tokens=4000)) for _ in range(20)]
+    await anext(streams[0])
+    await llm.aclose(drain=False)
+    for stream in streams:
+        result = [event async for event in stream][-1].result
+        assert result is not None
+        assert result.finish_reason == "cancelled"
 
 
 def test_a_loop_that_is_gone_does_not_disturb_the_others() -> None:
@@ -352,20 +289,17 @@ def test_an_idle_one_that_nobody_holds_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_memory_is_given_back_after_a_while_without_requests() -> None:
-    async def run() -> None:
-        llm = new_llm()
-        found: list[float] = []
-        llm.give_memory_back = lambda: found.append(time.monotonic())  # type: ignore[method-assign]
-        async with AsyncLLM(llm, give_back_after=0.2) as engine:
-            for number in (1, 2):
-                await engine.generate([1, 2, 3], PARAMS)
-                over = time.monotonic()
-                await asyncio.sleep(0.5)
-                assert len(found) == number  # once after each work
-                assert found[-1] - over > 0.1
-
-    asyncio.run(run())
+async def test_memory_is_given_back_after_a_while_without_requests() -> None:
+    llm = new_llm()
+    found: list[float] = []
+    llm.give_memory_back = lambda: found.append(time.monotonic())  # type: ignore[method-assign]
+    async with AsyncLLM(llm, give_back_after=0.2) as engine:
+        for number in (1, 2):
+            await engine.generate([1, 2, 3], PARAMS)
+            over = time.monotonic()
+            await asyncio.sleep(0.5)
+            assert len(found) == number  # once after each work
+            assert found[-1] - over > 0.1
 
 
 def test_cached_prompts_are_given_up() -> None:
@@ -380,7 +314,7 @@ def test_cached_prompts_are_given_up() -> None:
     assert llm.engine.stats().prefix_cached_tokens == before
 
 
-def test_slow_grammars_keep_no_other_request_waiting(
+async def test_slow_grammars_keep_no_other_request_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than asyncio has threads; those that are given up are not compiled."""
@@ -395,23 +329,19 @@ def test_slow_grammars_keep_no_other_request_waiting(
     monkeypatch.setattr(Grammars, "_compile", compile_slowly)
     target = TableModel.random(VOCAB_SIZE, seed=5, order=1)
     llm = LLM(target, Tokenizer(tmp_path), LoadOptions(drafter="none"))
-
-    async def main() -> None:
-        async with AsyncLLM(llm) as engine:
-            asked = [
-                asyncio.create_task(
-                    engine.generate([1], SamplingParams(grammar=Grammar.regex(f"a{number}")))
-                )
-                for number in range(40)
-            ]
-            await until(lambda: len(compiled) == 2)
-            await asyncio.wait_for(engine.generate([1], PARAMS), 20)
-            for task in asked[2:]:
-                task.cancel()
-            await asyncio.wait(asked[2:])
-            go_on.set()
-            for outcome in await asyncio.gather(*asked[:2], return_exceptions=True):
-                assert isinstance(outcome, GrammarError)
-            assert len(compiled) == 2
-
-    asyncio.run(main())
+    async with AsyncLLM(llm) as engine:
+        asked = [
+            asyncio.create_task(
+                engine.generate([1], SamplingParams(grammar=Grammar.regex(f"a{number}")))
+            )
+            for number in range(40)
+        ]
+        await until(lambda: len(compiled) == 2)
+        await asyncio.wait_for(engine.generate([1], PARAMS), 20)
+        for task in asked[2:]:
+            task.cancel()
+        await asyncio.wait(asked[2:])
+        go_on.set()
+        for outcome in await asyncio.gather(*asked[:2], return_exceptions=True):
+            assert isinstance(outcome, GrammarError)
+        assert len(compiled) == 2

@@ -96,6 +96,12 @@ def padded_rows(*lengths: int) -> dict[str, Tensor]:
     }
 
 
+def speculate(model: Any, inputs: dict[str, Tensor] | None = None, **options: Any) -> Any:
+    """The result of generate with us, for one row where no inputs are given."""
+    ours = {"custom_generate": foredraft.custom_generate}
+    return model.generate(**(inputs or one_row()), **ours, **options)
+
+
 def both(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Any]:
     """The results of generate without us and with us."""
     own = {"drafter", "draft_model", "num_draft_tokens", "drafter_options", "coupling"}
@@ -103,7 +109,7 @@ def both(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> t
     plain = {name: value for name, value in options.items() if name not in own}
     return (
         model.generate(**inputs, **plain),
-        model.generate(**inputs, custom_generate=foredraft.custom_generate, **options),
+        speculate(model, inputs, **options),
     )
 
 
@@ -181,13 +187,7 @@ def test_the_function_stays_a_function_once_its_module_is_imported() -> None:
 def test_torch_seeds_make_samples_repeatable(model: PreTrainedModel) -> None:
     def sample(seed: int, **options: Any) -> Any:
         torch.manual_seed(seed)
-        return model.generate(
-            **one_row(),
-            max_new_tokens=20,
-            do_sample=True,
-            custom_generate=foredraft.custom_generate,
-            **options,
-        )
+        return speculate(model, max_new_tokens=20, do_sample=True, **options)
 
     assert torch.equal(sample(1), sample(1))
     assert not torch.equal(sample(1), sample(2))
@@ -198,7 +198,7 @@ def test_torch_seeds_make_samples_repeatable(model: PreTrainedModel) -> None:
 
 def test_greedy_text_leaves_the_seed_alone(model: PreTrainedModel) -> None:
     torch.manual_seed(5)
-    model.generate(**one_row(), max_new_tokens=5, custom_generate=foredraft.custom_generate)
+    speculate(model, max_new_tokens=5)
     after = torch.rand(())
     torch.manual_seed(5)
     assert torch.equal(after, torch.rand(()))
@@ -235,13 +235,7 @@ def test_the_distribution_is_the_one_generate_samples_from(
 def test_a_warper_of_the_callers_own_counts(model: PreTrainedModel) -> None:
     def sample(**options: Any) -> Any:
         torch.manual_seed(1)
-        return model.generate(
-            **one_row(),
-            max_new_tokens=20,
-            do_sample=True,
-            custom_generate=foredraft.custom_generate,
-            **options,
-        )
+        return speculate(model, max_new_tokens=20, do_sample=True, **options)
 
     colder = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(0.4)])
     assert torch.equal(sample(logits_processor=colder), sample(temperature=0.4))
@@ -269,12 +263,7 @@ class RecordingStreamer:
 def test_a_streamer_sees_what_it_sees_from_generate(model: PreTrainedModel) -> None:
     theirs, ours = RecordingStreamer(), RecordingStreamer()
     model.generate(**one_row(), max_new_tokens=20, streamer=theirs)
-    model.generate(
-        **one_row(),
-        max_new_tokens=20,
-        custom_generate=foredraft.custom_generate,
-        token_streamer=ours,
-    )
+    speculate(model, max_new_tokens=20, token_streamer=ours)
     assert ours.tokens == theirs.tokens
     assert ours.shapes == theirs.shapes
     assert ours.ended
@@ -282,21 +271,11 @@ def test_a_streamer_sees_what_it_sees_from_generate(model: PreTrainedModel) -> N
 
 def test_a_streamer_for_several_rows_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="a streamer shows one row, and there are 2"):
-        model.generate(
-            **padded_rows(3, 4),
-            max_new_tokens=3,
-            custom_generate=foredraft.custom_generate,
-            token_streamer=RecordingStreamer(),
-        )
+        speculate(model, padded_rows(3, 4), max_new_tokens=3, token_streamer=RecordingStreamer())
 
 
 def test_statistics_come_with_the_dictionary(model: PreTrainedModel) -> None:
-    output = model.generate(
-        **one_row(),
-        max_new_tokens=60,
-        custom_generate=foredraft.custom_generate,
-        return_dict_in_generate=True,
-    )
+    output = speculate(model, max_new_tokens=60, return_dict_in_generate=True)
     [stats] = output.speculation
     assert stats.committed == output.sequences.shape[1] - 12
     assert stats.drafted == stats.accepted + stats.rejected + stats.discarded
@@ -346,11 +325,7 @@ def test_samples_of_an_encoder_decoder_do_not_depend_on_drafts(encoder_decoder: 
         torch.manual_seed(3)
         options = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "drafter": drafter}
         more = {"source_ids": inputs["input_ids"], "max_new_tokens": 12}
-        texts.append(
-            encoder_decoder.generate(
-                **inputs, custom_generate=foredraft.custom_generate, **options, **more
-            )
-        )
+        texts.append(speculate(encoder_decoder, inputs, **options, **more))
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
     assert len(texts[0].unique(dim=0)) == 4
@@ -434,9 +409,7 @@ def test_what_is_not_implemented_is_refused_by_name(
         if name in options:
             options = {**options, name: kind(options[name])}
     with pytest.raises(ConfigError, match="does not implement") as refused:
-        model.generate(
-            **one_row(), max_new_tokens=4, custom_generate=foredraft.custom_generate, **options
-        )
+        speculate(model, max_new_tokens=4, **options)
     assert named in str(refused.value)
 
 
@@ -444,14 +417,12 @@ def test_padding_on_the_right_is_refused(model: PreTrainedModel) -> None:
     inputs = padded_rows(3, 6)
     flipped = {name: tensor.flip(1) for name, tensor in inputs.items()}
     with pytest.raises(ConfigError, match="padding on the left"):
-        model.generate(**flipped, max_new_tokens=4, custom_generate=foredraft.custom_generate)
+        speculate(model, flipped, max_new_tokens=4)
 
 
 def test_mistyped_options_name_the_nearest(model: PreTrainedModel) -> None:
     def generate(**options: Any) -> None:
-        model.generate(
-            **one_row(), max_new_tokens=4, custom_generate=foredraft.custom_generate, **options
-        )
+        speculate(model, max_new_tokens=4, **options)
 
     with pytest.raises(ConfigError, match="did you mean 'ngram'"):
         generate(drafter="n-grm")
@@ -466,21 +437,14 @@ def test_mistyped_options_name_the_nearest(model: PreTrainedModel) -> None:
 def test_models_whose_past_cannot_be_copied_are_refused() -> None:
     config = transformers.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2)
     with pytest.raises(CapabilityError, match="a rejected token cannot be taken out"):
-        tiny_model(config).generate(
-            **one_row(), max_new_tokens=4, custom_generate=foredraft.custom_generate
-        )
+        speculate(tiny_model(config), max_new_tokens=4)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(model: PreTrainedModel) -> None:
     config = CONFIGS["gpt2"]()
     config.vocab_size = VOCAB_SIZE + 1
     with pytest.raises(VocabularyMismatchError, match="301"):
-        model.generate(
-            **one_row(),
-            max_new_tokens=4,
-            custom_generate=foredraft.custom_generate,
-            draft_model=tiny_model(config),
-        )
+        speculate(model, max_new_tokens=4, draft_model=tiny_model(config))
 
 
 @pytest.mark.real_model

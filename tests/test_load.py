@@ -17,6 +17,7 @@ from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatchError
 from foredraft.kernels.build import LIBRARIES
 from foredraft.load import load_models, load_target, plan_models, plan_native
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
 from foredraft.system.machine import give_memory_back
 from tests.models.checkpoints import (
@@ -36,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(checkpoint: Path, **options: object) -> LoadOptions:
-    return LoadOptions.of(model=str(checkpoint), **{"device": "cpu", **options})
+    return LoadOptions.of(**{"model": str(checkpoint), "device": "cpu", **options})
 
 
 @pytest.fixture
@@ -92,31 +93,40 @@ def of_other_tokens(directory: Path) -> None:
 SPOILT: dict[str, Callable[[Path], object]] = {
     "empty": lambda directory: None,
     "misshapen": misshapen,
-    "of-other-tokens": of_other_tokens,
 }
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
-    ("draft_model", "kind", "message"),
+    ("name", "kind", "message"),
     [
         ("nowhere/to/be/found", ConfigError, "no such directory"),
-        ("smollm2-135m-instrukt", ConfigError, "did you mean"),
+        ("smollm2-135m-instrukt", ConfigError, "did you mean 'smollm2-135m-instruct'"),
+        ("SmolLM2-135M", ConfigError, "did you mean 'smollm2-135m-instruct'"),
         ("empty", ModelLoadError, r"has no config\.json"),
         ("misshapen", ModelLoadError, "hold 3 layers"),
-        ("of-other-tokens", VocabularyMismatchError, "fingerprint"),
     ],
 )
-def test_a_mistake_about_the_draft_model_costs_no_weights(
-    checkpoint: Path, tmp_path: Path, draft_model: str, kind: type[Exception], message: str
+@pytest.mark.parametrize("which", ["model", "draft_model"])
+def test_a_mistake_about_a_model_costs_no_weights(
+    checkpoint: Path, tmp_path: Path, which: str, name: str, kind: type[Exception], message: str
 ) -> None:
-    if draft_model in SPOILT:
-        directory = tmp_path / draft_model
-        directory.mkdir()
-        SPOILT[draft_model](directory)
-        draft_model = str(directory)
+    if name in SPOILT:
+        SPOILT[name](tmp_path)
+        name = str(tmp_path)
     with pytest.raises(kind, match=message):
-        load_models(asked(checkpoint, draft_model=draft_model))
+        load_models(asked(checkpoint, **{which: name}))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    of_other_tokens(tmp_path)
+    with pytest.raises(VocabularyMismatchError) as caught:
+        load_models(asked(checkpoint, draft_model=str(tmp_path)))
+    for directory in (checkpoint, tmp_path):
+        tokenizer = Tokenizer(directory)
+        for said in (tokenizer.fingerprint, directory, tokenizer.vocab_size):
+            assert str(said) in str(caught.value)
 
 
 def test_a_plan_without_a_checkpoint_cannot_be_loaded() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -116,11 +116,6 @@ def stats_line(stats: SpeculationStats, tokens_per_s: float) -> Text:
 def drafted_by(stats: SpeculationStats) -> str:
     """The names of those that drafted, the one of most tokens first."""
     return ", ".join(sorted(stats.drafters, key=lambda name: -stats.drafters[name])) or "-"
-
-
-def stats_dict(stats: SpeculationStats) -> dict[str, Any]:
-    """The statistics for machines."""
-    return vars(stats) | {"committed_per_step": round(stats.committed_per_step, 4)}
 
 
 class RichProgress:

@@ -18,7 +18,6 @@ from foredraft.cli.display import (
     legend,
     reply_display,
     say,
-    stats_dict,
     stats_line,
 )
 from foredraft.core.errors import ConfigError
@@ -185,7 +184,7 @@ def _fail_if(error: str | None) -> None:
 
 
 def _report(llm: LLM, run: MeasuredRun, prompt: str) -> dict[str, Any]:
-    result, drafters = run.result, run.result.stats.drafters
+    result, stats, drafters = run.result, run.result.stats, run.result.stats.drafters
     return {
         "model": llm.plan.name if llm.plan else None,
         "drafter": max(drafters, key=lambda name: drafters[name], default=llm.drafter_name),
@@ -197,7 +196,7 @@ def _report(llm: LLM, run: MeasuredRun, prompt: str) -> dict[str, Any]:
         "error": result.error,
         "seed": result.seed,
         **({} if result.logprobs is None else {"logprobs": [vars(p) for p in result.logprobs]}),
-        "stats": stats_dict(result.stats),
+        "stats": vars(stats) | {"committed_per_step": round(stats.committed_per_step, 4)},
         "first_token_s": round(run.first_event_s, 4),
         "total_s": round(run.total_s, 4),
         "tokens_per_s": round(run.tokens_per_s, 2),

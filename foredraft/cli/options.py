@@ -17,7 +17,7 @@ import re
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import (
@@ -108,19 +108,6 @@ _SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "seed", "max_tokens")
 _NO_FLAGS = ("n", "grammar", "prediction", "logprobs", "prompt_logprobs", "skip_special_tokens")
 
 
-def loading(*, only: Sequence[str] | None = None, samples: bool = False, **fixed: Any) -> Derived:
-    """`LoadOptions` as options of a benchmark: every field is one.
-
-    Args:
-        only: the fields that can be set.
-        samples: whether the model's own sampling defaults count; a measurement names its own.
-        **fixed: values of the command's own, which cannot be set.
-    """
-    if not samples:
-        fixed["sampling_defaults"] = "none"
-    return Derived("Model", {"Drafting": _DRAFTING}, fixed=fixed, only=only)
-
-
 def model(
     *more: str,
     flags: Sequence[str] = _MODEL_FLAGS,
@@ -136,11 +123,15 @@ def model(
         flags: fields that are options.
         shown: the options that ``--help`` shows.
         defaults: defaults of the command's own.
-        samples: as of `loading`.
+        samples: whether the model's own sampling defaults count; a measurement names its own.
         **fixed: values of the command's own, which cannot be set.
     """
-    return replace(
-        loading(samples=samples, **fixed),
+    if not samples:
+        fixed["sampling_defaults"] = "none"
+    return Derived(
+        "Model",
+        {"Drafting": _DRAFTING},
+        fixed=fixed,
         defaults=defaults or {},
         flags=(*flags, *more),
         shown=shown,

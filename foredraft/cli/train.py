@@ -286,6 +286,8 @@ _REACHED = {"head": "{name}", "greedy by depth": "{greedy}", "at T=1 by depth": 
 
 
 def _row(head: ComparedHead) -> dict[str, Any]:
+    from foredraft.train.folder import shares
+
     measured = head.measured
     return {
         "name": head.name,
@@ -296,13 +298,9 @@ def _row(head: ComparedHead) -> dict[str, Any]:
         "greedy_step": measured.get("committed_greedy"),
         "sampled_step": measured.get("committed_sampled"),
         "rises": "yes" if head.still_rises else "",
-        "greedy": _shares(measured.get("greedy", ())),
-        "sampled": _shares(measured.get("sampled", ())),
+        "greedy": shares(measured.get("greedy", ()), 2),
+        "sampled": shares(measured.get("sampled", ()), 2),
     }
-
-
-def _shares(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.2f}".lstrip("0") for value in values)
 
 
 @app.command("kinds")

@@ -121,9 +121,7 @@ def new_server(app: FastAPI) -> GracefulServer:
         app,
         host=settings.host,
         port=settings.port,
-        http=bounded_protocol(
-            settings.header_timeout, settings.send_timeout, settings.max_connections
-        ),
+        http=bounded_protocol(settings),
         ws="none",
         timeout_keep_alive=settings.keep_alive_timeout,
         timeout_graceful_shutdown=_EXIT_SECONDS,
@@ -138,16 +136,10 @@ def new_server(app: FastAPI) -> GracefulServer:
     return GracefulServer(config, context)
 
 
-def bounded_protocol(
-    header_timeout: float, send_timeout: float, max_connections: int
-) -> type[asyncio.Protocol]:
+def bounded_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
     """uvicorn's HTTP/1.1, which drops a client that sends no headers, or reads nothing, in time.
 
-    Args:
-        header_timeout: seconds from connecting to the end of the first request's headers, and from
-            the beginning of each further request to the end of its own.
-        send_timeout: seconds that data may wait for a client to read.
-        max_connections: requests on further ones get 503, but for probes.
+    The time for headers counts from connecting, then from the beginning of each further request.
     """
 
     class BoundedProtocol(H11Protocol):
@@ -156,11 +148,11 @@ def bounded_protocol(
             sock = transport.get_extra_info("socket")
             if sock is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-            self._headers = _Deadline(header_timeout, self.loop, transport)
-            self._unread = _Deadline(send_timeout, self.loop, transport)
+            self._headers = _Deadline(settings.header_timeout, self.loop, transport)
+            self._unread = _Deadline(settings.send_timeout, self.loop, transport)
             self._headers.begin()
-            if len(self.connections) > max_connections:
-                self.app = _Crowded(self.app, max_connections)
+            if len(self.connections) > settings.max_connections:
+                self.app = _Crowded(self.app, settings.max_connections)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

@@ -253,7 +253,7 @@ def _check_recipe(path: Path, trained: Mapping[str, Any], recipe: Mapping[str, A
 def describe_measured(measured: Mapping[str, Any]) -> str:
     """In a line, for people: the acceptance of a head, or the share of a table."""
     try:
-        greedy, sampled = (_shares(measured[name], 2) for name in ("greedy", "sampled"))
+        greedy, sampled = (shares(measured[name], 2) for name in ("greedy", "sampled"))
         return (
             f"tokens a step {measured['committed_greedy']:.2f} greedy, "
             f"{measured['committed_sampled']:.2f} at temperature 1 (by depth {greedy} | {sampled})"
@@ -272,7 +272,7 @@ def model_card(
     """The README of a trained head, in Markdown: its kind, its training and its acceptance."""
     depths = " | ".join(str(k + 1) for k in range(len(measured["greedy"])))
     greedy_anchors, sampled_anchors = measured["num_anchors"]
-    rows = {name: _shares(measured[name], 3, " | ") for name in ("greedy", "sampled", "overlap")}
+    rows = {name: shares(measured[name], 3, " | ") for name in ("greedy", "sampled", "overlap")}
     return f"""\
 # A drafter of kind {kind} for {target.name}
 
@@ -306,8 +306,9 @@ def how_it_was_made(provenance: Mapping[str, Any]) -> str:
     return f"## How it was made\n\n| | |\n|---|---|\n{rows}\n"
 
 
-def _shares(shares: Sequence[float], digits: int, between: str = " ") -> str:
-    return between.join(f"{share:.{digits}f}" for share in shares)
+def shares(values: Sequence[float], digits: int, between: str = " ") -> str:
+    """Shares in a line."""
+    return between.join(f"{value:.{digits}f}" for value in values)
 
 
 def shown(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -144,16 +144,12 @@ def parameter_groups(module: HeadModule) -> dict[str, list[nn.Parameter]]:
     vocab = module.shape.vocab_size
     tables = {vocab} if module.output_ids_R is None else {vocab, len(module.output_ids_R)}
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "tables": [], "vectors": []}
-    for parameter in _trained(module):
+    for parameter in (each for each in module.parameters() if each.requires_grad):
         if parameter.ndim == 2 and not tables & set(parameter.shape):
             groups["matrices"].append(parameter)
         else:
             groups["tables" if parameter.ndim == 2 else "vectors"].append(parameter)
     return groups
-
-
-def _trained(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
 def rate_share(done: float) -> float:

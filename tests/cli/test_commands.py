@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
 from foredraft.cli.main import app
-from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
+from foredraft.core.errors import ConfigError, PromptError
 from foredraft.kernels import build
 from foredraft.kernels.instructions import available
 from foredraft.system.extras import EXTRAS
@@ -103,12 +103,6 @@ def test_more_context_than_the_model_has_is_said(
     longer = run("generate", "The ferry crosses", "--max-context", "2", "--max-tokens", "3")
     assert isinstance(longer.exception, PromptError)
     assert "context" in str(longer.exception)
-
-
-def test_no_such_model_directory() -> None:
-    result = CliRunner().invoke(app, ["generate", "x", "--model", "./no/such/place"])
-    assert isinstance(result.exception, ConfigError | ModelLoadError)
-    assert "./no/such/place" in str(result.exception)
 
 
 def test_doctor_prints_the_plan(run: Run) -> None:

@@ -155,11 +155,15 @@ def event(num_read: int, *token_ids: int) -> Event:
     return Event(0, token_ids, 0, pieces, num_prompt_read=num_read)
 
 
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=80, _environ={"TERM": "xterm"}), out
+
+
 @pytest.mark.parametrize("num_tokens", [None, 1000])
 def test_reading_a_long_prompt_shows(num_tokens: int | None) -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=80, _environ={"TERM": "xterm"})
-    with PromptProgress(num_tokens, console, delay_s=0.01) as progress:
+    terminal, out = console(terminal=True)
+    with PromptProgress(num_tokens, terminal, delay_s=0.01) as progress:
         progress._timer.join()
         progress.show(event(512))
         assert progress._progress is not None
@@ -172,26 +176,20 @@ def test_reading_a_long_prompt_shows(num_tokens: int | None) -> None:
 
 def test_a_short_prompt_and_a_log_show_nothing() -> None:
     for is_terminal, delay_s in ((True, 60.0), (False, 0.0)):
-        out = io.StringIO()
-        console = Console(file=out, force_terminal=is_terminal, _environ={"TERM": "xterm"})
-        with PromptProgress(10, console, delay_s) as progress:
+        drawn, out = console(terminal=is_terminal)
+        with PromptProgress(10, drawn, delay_s) as progress:
             progress.show(event(10, 7))
         assert "reading" not in out.getvalue()
-
-
-def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
-    out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=60, _environ={"TERM": "xterm"}), out
 
 
 def test_in_a_log_every_stage_is_one_line_and_markup_is_text() -> None:
     log, out = console(terminal=False)
     with RichProgress(log) as progress:
-        progress.stage("fetching [bold]x[/] " + "y" * 80)
+        progress.stage("fetching [bold]x[/] " + "y" * 99)
         for percent in range(101):
             progress.advance(percent / 100)
         progress.stage("converting")
-    assert out.getvalue() == f"fetching [bold]x[/] {'y' * 80} …\nconverting …\n"
+    assert out.getvalue() == f"fetching [bold]x[/] {'y' * 99} …\nconverting …\n"
 
 
 def test_on_a_terminal_the_bar_shows_the_share_of_the_current_stage() -> None:

@@ -30,6 +30,7 @@ SMALL = (
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_TIMING_LOCK", str(tmp_path / "lock"))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
 
 
 def run(*arguments: str) -> Result:
@@ -57,18 +58,14 @@ def test_text_is_written_and_gone_on_with(checkpoint: Path, tmp_path: Path) -> N
     assert len({text.number for text in more}) == len(more)
 
 
-def test_a_head_is_trained_and_gone_on_with(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_a_head_is_trained_and_gone_on_with(checkpoint: Path, tmp_path: Path) -> None:
     write_shard(tmp_path / "texts", some_texts())
     common = ("hidden_head", "--target", str(checkpoint), "--data", str(tmp_path / "texts"))
-    options = ("--out", str(tmp_path / "head"), "--batch-tokens", "512", "--sequence", "64")
-    more = ("--depth", "2", "--set", "output_rows=64", "--evaluations", "1")
-    result = done(*common, *options, *more, "--tokens", "2k")
+    common = (*common, "--out", str(tmp_path / "head"), *SMALL)
+    result = done(*common, "--tokens", "2k")
     assert "tokens a step" in result.output
     before = (tmp_path / "head" / "head.json").read_text()
-    done(*common, *options, *more, "--tokens", "3k")
+    done(*common, "--tokens", "3k")
     side_by_side = tmp_path / "heads.json"
     done("compare", str(tmp_path / "head"), "--output", str(side_by_side))
     (head,) = json.loads(side_by_side.read_text())["heads"]
@@ -137,10 +134,7 @@ def test_two_trainings_do_not_write_into_one_folder(
         pass
 
 
-def test_a_finished_head_is_refused_or_kept_aside(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_a_finished_head_is_refused_or_kept_aside(checkpoint: Path, tmp_path: Path) -> None:
     write_shard(tmp_path / "texts", some_texts())
     out, data = tmp_path / "head", ("--data", str(tmp_path / "texts"))
     common = ("hidden_head", "--target", str(checkpoint), *data, "--out", str(out), *SMALL)
@@ -159,10 +153,7 @@ def test_a_finished_head_is_refused_or_kept_aside(
     assert (tmp_path / "head.old-1" / "weights.safetensors").read_bytes() == before
 
 
-def test_a_base_model_is_trained_on_text_of_its_own(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_a_base_model_is_trained_on_text_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(checkpoint, base)
     (base / "chat_template.jinja").unlink(missing_ok=True)
@@ -181,11 +172,8 @@ def test_text_is_written_in_a_short_context(checkpoint: Path, tmp_path: Path) ->
     assert max(len(text.prompt_ids) for text in read_texts(tmp_path / "texts")) <= 64
 
 
-def test_training_keeps_to_its_minutes(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_keeps_to_its_minutes(checkpoint: Path, tmp_path: Path) -> None:
     """It writes as much text as there is time for, reads it, and learns from it."""
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     common = ("hidden_head", "--target", str(checkpoint), "--out", str(tmp_path / "head"), *SMALL)
     result = done(*common, "--minutes", "0.1")
     assert "same command goes on" not in result.output

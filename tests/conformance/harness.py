@@ -36,6 +36,7 @@ from foredraft.models.native.weights import DecoderWeights, load_weights
 from foredraft.models.table import TableModel
 from foredraft.train.heads.base import start_head
 from tests.engine.helpers import drain, engine_of, finish
+from tests.models.checkpoints import need_kernel
 
 # ----------------------------------------------------------------------------------------- models
 
@@ -121,12 +122,7 @@ def _tokenizer() -> TextCodec:
 
 
 def fused_decoder() -> Any:
-    from foredraft.kernels.build import KernelUnavailable, load_library
-
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel here: {reason}")
+    need_kernel()
     from foredraft.models.native.cpu import FusedDecoder
 
     return FusedDecoder

@@ -97,6 +97,23 @@ def test_bad_values_name_the_parameter(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1; it must be at least 0"),
+        ({"temperature": "hot"}, "temperature must be a finite number, not 'hot'"),
+        ({"max_tokens": True}, "max_tokens must be a whole number, not True"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"stop": ["ok", ""]}, "stop strings must be non-empty text"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
+        ({"coupling": "seded"}, "unknown coupling 'seded'; did you mean 'seeded'"),
+    ],
+)
+def test_bad_values_are_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
     ("given", "meant"),
     [("temprature", "temperature"), ("topk", "top_k"), ("TOP_P", "top_p"), ("max_token", "max_")],
 )

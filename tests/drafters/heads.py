@@ -16,12 +16,14 @@ from foredraft.core.record import RowStep
 from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.heads.base import HeadModule
+from foredraft.load import native_decoder
 from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.config import RotaryEmbedding
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.heads.base import TextBatch
 from tests.drafters.prices import FREE_NODES
+from tests.models.checkpoints import need_kernel
 
 VOCAB = 96
 OUTPUT_IDS = [*range(0, VOCAB, 3)]
@@ -50,6 +52,13 @@ def tiny_target(
         if matrix.ndim == 2:
             matrix *= 8.0
     return NativeTarget(config, weights, new_decoder)
+
+
+def decoded_by(decoder: str) -> NativeTarget:
+    """The tiny target on a decoder of that name."""
+    if decoder == "fused":
+        need_kernel()
+    return tiny_target(native_decoder(decoder))
 
 
 class TinySource:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.drafters.base import Drafter
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
 from foredraft.drafters.heads.eagle import EagleModule
@@ -24,6 +24,7 @@ from foredraft.train.heads.base import start_head, training_of
 from tests.drafters.heads import (
     OUTPUT_IDS,
     TinySource,
+    decoded_by,
     drafted_logits,
     random_text,
     shaken,
@@ -72,9 +73,11 @@ def target() -> NativeTarget:
 
 
 @pytest.mark.parametrize("output_ids", [None, OUTPUT_IDS])
+@pytest.mark.parametrize("decoder", ["eager", "fused"])
 def test_training_predicts_what_drafting_says(
-    kind: Kind, target: NativeTarget, output_ids: list[int] | None
+    kind: Kind, decoder: str, output_ids: list[int] | None
 ) -> None:
+    target = decoded_by(decoder)
     module = shaken(kind.start(target, output_ids))
     text, other = random_text(24), random_text(17, seed=2)
     module.eval()
@@ -93,7 +96,7 @@ def test_training_predicts_what_drafting_says(
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
                 # The addends of tokens to a layer's input, or to its keys, are stored in bfloat16.
                 error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
-                assert error < 0.06
+                assert error < (0.06 if decoder == "eager" else 0.2)
                 if output_ids is not None:
                     assert logits_V.isfinite().sum() == len(output_ids)
 
@@ -145,3 +148,20 @@ def test_it_can_be_taught(kind: Kind, target: NativeTarget) -> None:
         torch.autograd.backward(loss)
         optimiser.step()
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(("chance", "steps"), [(0.2, 2), (0.585, 4), (0.7, 4), (0.792, 6)])
+def test_a_round_on_the_device_has_the_steps_that_pay(
+    target: NativeTarget, chance: float, steps: int
+) -> None:
+    """1, 3, 4 and 6, up to the next even number."""
+    rates = [
+        sum(chance**depth for depth in range(count + 1)) / (1.0 + 0.1 * count) for count in range(7)
+    ]
+    best = max(range(7), key=rates.__getitem__)
+    module = KINDS["hidden_head"].start(target, None)
+    module.promise = (chance, chance)
+    drafter = StepDrafter(module, target, GrowthLimits(max_depth=6))  # type: ignore[arg-type]
+    row = DraftRow.of(0, (1, 2), budget=6)
+    drafter.begin(row)
+    assert drafter._num_steps(row, drafter._requests[0]) == steps == best + best % 2

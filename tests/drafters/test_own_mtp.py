@@ -24,7 +24,6 @@ from benchmarks.gguf_models import save_tiny
 from foredraft.core.errors import CapabilityError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.heads.mtp import OwnMtp
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.llm import LLM
 from foredraft.load import load_target, plan_models, resolve_drafter
 from foredraft.models.base import HeadRow, ScoreRow
@@ -35,7 +34,7 @@ from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import why_not_as_stored
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
 
 NAMES: Mapping[str, tuple[str, str, str, str, str]] = {
     "qwen3.5": ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
@@ -134,10 +133,7 @@ def _of_one_layer(config: PretrainedConfig) -> PretrainedConfig:
 
 @pytest.fixture(scope="module", params=NAMES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel: {reason}")
+    need_kernel()
     return Made(request.param, tmp_path_factory.mktemp("mtp"))
 
 

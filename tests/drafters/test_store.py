@@ -83,6 +83,9 @@ FORGED = [
     ("measured", "committed_greedy", "x"),
     ("measured", "covered", True),
     *((None, name, 3) for name in ("kind", "config", "shape", "target", "measured")),
+    *((None, name, {}) for name in ("config", "shape")),
+    (None, "format", 99),
+    (None, "weights_sha256", "0" * 64),
     ("target", "fingerprint", 3),
 ]
 

@@ -18,6 +18,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import RowStep, StepRecord
 from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.engine.engine import Engine
 from foredraft.engine.request import Event
 from foredraft.engine.turn import Turn
 from foredraft.models.base import ScoreRow, Scores
@@ -324,16 +325,25 @@ class Interrupted(BaseException):
     """Like KeyboardInterrupt, without stopping pytest."""
 
 
-def test_an_interrupted_step_never_gives_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interrupt(*args: object) -> int:
+    raise Interrupted
+
+
+def interrupt(engine: Engine, owner: object, call: str) -> None:
+    """A step that is interrupted in a call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, call, _interrupt)
+        with pytest.raises(Interrupted):
+            engine.step()
+
+
+def test_an_interrupted_step_never_gives_wrong_text() -> None:
     """Between its commit and its cache a row is out of step: it may end, but not go on."""
     target = counting_model()
     engine = new_engine(target)
     engine.submit([1], PARAMS)
     engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(target.cache, "keep", _interrupt)
-        with pytest.raises(Interrupted):
-            engine.step()
+    interrupt(engine, target.cache, "keep")
     (event,) = engine.step()
     assert event.result is not None
     assert event.result.finish_reason == "error"
@@ -342,34 +352,20 @@ def test_an_interrupted_step_never_gives_wrong_text(monkeypatch: pytest.MonkeyPa
     assert target.cache.slots == []
 
 
-def test_a_request_interrupted_before_its_first_step_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_interrupted_before_its_first_step_goes_on() -> None:
     target = counting_model()
     engine = new_engine(target)
     request_id = engine.submit([1], PARAMS)
-    with monkeypatch.context() as patch:
-        patch.setattr(target.cache, "allocate", _interrupt)
-        with pytest.raises(Interrupted):
-            engine.step()
+    interrupt(engine, target.cache, "allocate")
     assert finish(engine)[request_id].token_ids == plain([1])
 
 
-def _interrupt(*args: object) -> int:
-    raise Interrupted
-
-
-def test_a_conversation_interrupted_in_its_step_can_be_continued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_conversation_interrupted_in_its_step_can_be_continued() -> None:
     target = counting_model()
     engine = new_engine(target, counting_drafter(wrong_every=3))
     request_id = engine.submit([1], PARAMS)
     engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(target.cache, "keep", _interrupt)
-        with pytest.raises(Interrupted):
-            engine.step()
+    interrupt(engine, target.cache, "keep")
     cancelled = engine.cancel(request_id)
     assert cancelled is not None
     prompt = [1, *cancelled.token_ids]
@@ -422,18 +418,13 @@ def test_an_interrupt_costs_no_place_and_no_event(
     assert engine._policy.num_faults == 0
 
 
-def test_a_reply_does_not_begin_with_a_prompt_that_was_interrupted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reply_does_not_begin_with_a_prompt_that_was_interrupted() -> None:
     """Its leader counts more of the prompt than the cache holds."""
     target = counting_model()
     engine = new_engine(target, max_batch_size=1)
     prompt, params = [1, 2, 3], replace(PARAMS, n=2, temperature=1.0, seed=5)
     engine.submit(prompt, params)
-    with monkeypatch.context() as patch:
-        patch.setattr(target.cache, "keep", _interrupt)
-        with pytest.raises(Interrupted):
-            engine.step()
+    interrupt(engine, target.cache, "keep")
     engine._scheduler._max_batch_size = 2  # the second comes while the first is still there
     results = drain(engine)
     assert sorted(result.finish_reason for result in results.values()) == ["error", "length"]

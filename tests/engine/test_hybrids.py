@@ -24,11 +24,10 @@ from foredraft.drafters.base import DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.request import Event
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.engine.helpers import engine_of
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, need_kernel, save_checkpoint
 
 MODELS = (
     *("lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-hybrid"),
@@ -40,10 +39,7 @@ _FEW_TOKENS = 450
 
 @pytest.fixture(scope="module", params=MODELS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel: {reason}")
+    need_kernel()
     directory = tmp_path_factory.mktemp("hybrid")
     save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
     return directory

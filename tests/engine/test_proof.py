@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -124,19 +123,14 @@ def test_every_so_many_is_a_whole_number(every: object) -> None:
         new_proof(new_llm(), every)  # type: ignore[arg-type]
 
 
-def test_an_idle_engine_proves_by_itself() -> None:
+async def test_an_idle_engine_proves_by_itself() -> None:
     told: list[bool] = []
-
-    async def serve(prompts: Sequence[Sequence[int]]) -> AsyncLLM:
-        params = SamplingParams(temperature=1.0, seed=3, max_tokens=60)
-        async with AsyncLLM(new_llm(), prove_every=2, on_proof=told.append) as engine:
-            await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
-            end = time.monotonic() + 60
-            while not told and time.monotonic() < end:
-                await asyncio.sleep(0.01)
-        return engine
-
-    engine = asyncio.run(serve([PROMPT, PROMPT[2:], PROMPT[1:]]))
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=60)
+    async with AsyncLLM(new_llm(), prove_every=2, on_proof=told.append) as engine:
+        await asyncio.gather(*(engine.generate(PROMPT[cut:], params) for cut in (0, 2, 1)))
+        end = time.monotonic() + 60
+        while not told and time.monotonic() < end:
+            await asyncio.sleep(0.01)
     assert told
     assert all(told)
     assert engine.proof is not None
@@ -155,16 +149,12 @@ def test_an_encoder_decoder_is_proven_with_its_source() -> None:
     assert proof.num_differences == 0
 
 
-def test_a_closed_engine_proves_nothing_and_another_may_begin() -> None:
+async def test_a_closed_engine_proves_nothing_and_another_may_begin() -> None:
     llm = new_llm()
-
-    async def serve() -> None:
-        async with AsyncLLM(llm, prove_every=1) as first:
-            assert llm.engine.proof is first.proof
-            with pytest.raises(ConfigError, match="close it first"):
-                AsyncLLM(llm, prove_every=1)
-        assert llm.engine.proof is None
-        async with AsyncLLM(llm, prove_every=1) as second:
-            assert llm.engine.proof is second.proof
-
-    asyncio.run(serve())
+    async with AsyncLLM(llm, prove_every=1) as first:
+        assert llm.engine.proof is first.proof
+        with pytest.raises(ConfigError, match="close it first"):
+            AsyncLLM(llm, prove_every=1)
+    assert llm.engine.proof is None
+    async with AsyncLLM(llm, prove_every=1) as second:
+        assert llm.engine.proof is second.proof

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -86,21 +85,17 @@ def test_a_drawn_seed_is_reported_for_each() -> None:
     assert (max(seeds) - min(seeds)) in (3, *range(2**64 - 4, 2**64))
 
 
-def test_llm_and_async_llm_give_them_in_order() -> None:
+async def test_llm_and_async_llm_give_them_in_order() -> None:
     llm = LLM(counting_model(), None, LoadOptions(drafter="ngram"))
     results = llm.generate([PROMPT, [3]], PARAMS)
     assert [result.index for result in results] == [0, 1, 2, 3] * 2
     assert [result.token_ids for result in results[:4]] == expected()
-
-    async def run() -> None:
-        async with AsyncLLM(llm) as served:
-            replies = await served.generate_all(PROMPT, PARAMS)
-            assert [reply.token_ids for reply in replies] == expected()
-            with pytest.raises(ConfigError, match="generate_all"):
-                await served.generate(PROMPT, PARAMS)
-            stream = await served.open(PROMPT, PARAMS)
-            events = [event async for event in stream]
-            assert sorted(event.index for event in events if event.result) == [0, 1, 2, 3]
-            assert {event.parent_id for event in events} == {stream.request_ids[0]}
-
-    asyncio.run(run())
+    async with AsyncLLM(llm) as served:
+        replies = await served.generate_all(PROMPT, PARAMS)
+        assert [reply.token_ids for reply in replies] == expected()
+        with pytest.raises(ConfigError, match="generate_all"):
+            await served.generate(PROMPT, PARAMS)
+        stream = await served.open(PROMPT, PARAMS)
+        events = [event async for event in stream]
+        assert sorted(event.index for event in events if event.result) == [0, 1, 2, 3]
+        assert {event.parent_id for event in events} == {stream.request_ids[0]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -99,20 +98,17 @@ def test_a_reply_goes_on_elsewhere(llms: tuple[LLM, LLM], name: str) -> None:
         assert tokens(rest)
 
 
-def test_each_of_several_replies_resumes_alone(llms: tuple[LLM, LLM]) -> None:
-    async def cut() -> None:
-        params, prompt = replace(LONG, n=3, logprobs=0), "the sea"
-        async with AsyncLLM(llms[0]) as one, AsyncLLM(llms[1]) as other:
-            async with await one.open(prompt, params) as stream:
-                events = [event async for event in stream]
-            for index, own in enumerate(params.each()):
-                whole = [event for event in events if event.index == index]
-                k = 2 + index
-                so_far = ReplySoFar.of(whole[:k])
-                async with await other.open(prompt, own, so_far=so_far) as rest:
-                    check_cut(whole, k, [event async for event in rest])
-
-    asyncio.run(cut())
+async def test_each_of_several_replies_resumes_alone(llms: tuple[LLM, LLM]) -> None:
+    params, prompt = replace(LONG, n=3, logprobs=0), "the sea"
+    async with AsyncLLM(llms[0]) as one, AsyncLLM(llms[1]) as other:
+        async with await one.open(prompt, params) as stream:
+            events = [event async for event in stream]
+        for index, own in enumerate(params.each()):
+            whole = [event for event in events if event.index == index]
+            k = 2 + index
+            so_far = ReplySoFar.of(whole[:k])
+            async with await other.open(prompt, own, so_far=so_far) as rest:
+                check_cut(whole, k, [event async for event in rest])
 
 
 def test_a_cut_inside_a_character_and_a_stop_string(new_llm: Callable[[], LLM]) -> None:

@@ -13,12 +13,11 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.engine.helpers import engine_of, generate
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
 
 PARAMS = SamplingParams(temperature=1.0, seed=4, max_tokens=140, ignore_eos=True)
 PROMPTS = [[(7 * i + j) % 90 + 3 for j in range(5 + 9 * (i % 5))] for i in range(5)]
@@ -37,10 +36,7 @@ def new_target(directory: Path, kind: str, num_blocks: int | None = None) -> Nat
     Memory for so many blocks.
     """
     if kind != "eager":
-        try:
-            load_library()
-        except KernelUnavailable as error:
-            pytest.skip(str(error))
+        need_kernel()
     load = partial(
         NativeTarget.load,
         directory,

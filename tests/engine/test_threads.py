@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import subprocess
 import sys
@@ -46,17 +45,6 @@ def test_threads_take_turns_and_each_gets_its_own_text(target: NativeTarget) -> 
             assert list(pool.map(lambda prompt: read(streams, prompt), prompts)) == alone
     assert target.cache.allocate() == 0
     target.cache.free(0)
-
-
-def test_asyncio_threads_as_well(target: NativeTarget) -> None:
-    streams = new_engine(target, NgramDrafter(), new_decoder=None)
-    expected = read(streams, [4, 5, 6])
-
-    async def together() -> list[tuple[int, ...]]:
-        reads = (asyncio.to_thread(read, streams, [4, 5, 6]) for _ in range(6))
-        return await asyncio.gather(*reads)
-
-    assert asyncio.run(together()) == [expected] * 6
 
 
 def test_a_stream_closed_from_within_a_step_ends_after_it() -> None:

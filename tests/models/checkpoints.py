@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -62,9 +63,19 @@ from transformers import (
     Starcoder2Config,
 )
 
+from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
 from foredraft.models.families import FAMILIES
 from foredraft.models.native.target import NativeTarget
+
+
+def need_kernel() -> None:
+    """Skip a test where the fused kernel cannot be compiled."""
+    try:
+        load_library()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no fused kernel: {reason}")
+
 
 VOCAB_SIZE = 300
 EOS_TOKEN = "<|im_end|>"

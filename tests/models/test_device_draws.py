@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 
 import pytest
@@ -15,13 +14,9 @@ from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import law_of
 from foredraft.models.native.cuda import RecordedDraws
+from tests.models.on_triton import DEVICE, NEEDS_GPU
 
-pytest.importorskip("triton")
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if _INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU
 
 LAWS = [
     *(SamplingParams(temperature=t) for t in (0.0, 0.3, 1.0, 2.0)),

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -18,26 +17,22 @@ from foredraft.models.native.cuda import ExactDecoder
 from foredraft.models.native.model import probe
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import made
+from tests.models.on_triton import DEVICE, INTERPRETED, NEEDS_GPU
 
-pytest.importorskip("triton")
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if _INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU
 TEXT = [(i * 37 + 11) % 250 for i in range(90)]
 OTHER = [(i * 13 + 5) % 250 for i in range(40)]
 
 
 @pytest.fixture(scope="module")
 def target() -> NativeTarget:
-    dtype = torch.float32 if _INTERPRETED else torch.bfloat16
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
     return NativeTarget.load(made("llama"), dtype, device=DEVICE, new_decoder=ExactDecoder)
 
 
 def same(mine: Tensor, theirs: Tensor) -> bool:
     """Bit for bit on a card. numpy's products depend on a row's place among the others."""
-    return torch.allclose(mine, theirs, atol=1e-5) if _INTERPRETED else torch.equal(mine, theirs)
+    return torch.allclose(mine, theirs, atol=1e-5) if INTERPRETED else torch.equal(mine, theirs)
 
 
 def read(target: NativeTarget, cuts: Sequence[int], company: bool = False) -> tuple[Tensor, ...]:
@@ -86,6 +81,6 @@ def test_what_is_scored_together_is_in_its_order(target: NativeTarget) -> None:
         target.cache.free(slot)
 
 
-@pytest.mark.skipif(_INTERPRETED, reason="compares bits")
+@pytest.mark.skipif(INTERPRETED, reason="compares bits")
 def test_the_probe_accepts_it(target: NativeTarget) -> None:
     probe(target)

@@ -29,7 +29,6 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.llm import LLM
 from foredraft.load import plan_models
 from foredraft.models.base import ScoreRow, Target
@@ -50,7 +49,13 @@ from tests.conformance.harness import check_budget, check_forgets, plain, run, s
 from tests.engine.helpers import engine_of
 from tests.engine.test_hybrids import RandomTrees, plain_text
 from tests.models import encoder_decoders
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, WINDOW, save_checkpoint
+from tests.models.checkpoints import (
+    NATIVE_CONFIGS,
+    VOCAB_SIZE,
+    WINDOW,
+    need_kernel,
+    save_checkpoint,
+)
 
 ROWS: Mapping[str, tuple[str, str]] = {
     "llama": ("Llama 2 and 3, SmolLM, SmolLM2", "llama-yarn-rope"),
@@ -134,10 +139,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def _kernel() -> Iterator[None]:
     hf_logging.set_verbosity_error()
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel: {reason}")
+    need_kernel()
     yield
     directory.cache_clear()
     weights.cache_clear()

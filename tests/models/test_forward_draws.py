@@ -11,11 +11,10 @@ import torch
 from foredraft.core.choices import DrawKey
 from foredraft.core.sampling import draw_rows
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import made
+from tests.models.checkpoints import made, need_kernel
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +23,7 @@ def checkpoint() -> Path:
 
 
 def target(checkpoint: Path, num_threads: int = 1) -> NativeTarget:
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel: {reason}")
+    need_kernel()
     decoder = partial(FusedDecoder, num_threads=num_threads)
     return NativeTarget.load(checkpoint, torch.float32, new_decoder=decoder)
 

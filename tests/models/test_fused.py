@@ -22,7 +22,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
-from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.kernels.build import load_library
 from foredraft.kernels.interface import FORM_PACKED, FORM_PLAIN
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
@@ -33,7 +33,7 @@ from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.quant import Matrix, PackedMatrix, as_tensor, tensor_of
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, made, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, made, need_kernel, save_checkpoint
 
 BFLOAT16_TOLERANCE = 0.06
 """Of logits that reach about 5. Activations are float32, so all that is left of bfloat16 is that
@@ -78,10 +78,7 @@ FEW_CONFIGS = ("llama", "qwen3", "gemma2", "awkward-sizes")
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernel() -> None:
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel: {reason}")
+    need_kernel()
 
 
 @pytest.fixture(scope="module", autouse=True)

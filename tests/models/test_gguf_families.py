@@ -29,7 +29,6 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.none import NoDrafter
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import load_target, plan_models
 from foredraft.models.base import ScoreRow
 from foredraft.models.families import FAMILIES
@@ -44,6 +43,7 @@ from foredraft.options import LoadOptions
 from tests.conformance.harness import plain
 from tests.engine.helpers import engine_of
 from tests.engine.test_hybrids import RandomTrees, plain_text
+from tests.models.checkpoints import need_kernel
 from tests.models.gguf_files import ARRAY, Typed, entry
 from tests.models.test_gguf import EDGES, mutated
 
@@ -56,10 +56,7 @@ NEAR_TIE = 5e-3
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache() -> Iterator[None]:
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel: {reason}")
+    need_kernel()
     from foredraft.kernels.build import directories
 
     kernels = directories()

@@ -16,7 +16,6 @@ from benchmarks.quality import measure_quality
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.tree import TokenTree
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import ModelPlan, load_target, plan_models
 from foredraft.models.base import ScoreRow
 from foredraft.models.files.digest import weights_digest
@@ -28,6 +27,7 @@ from foredraft.models.native.quant import FORMS, PackedMatrix, StackedMatrix, as
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import AS_STORED, DecoderWeights, load_weights
 from foredraft.options import LoadOptions
+from tests.models.checkpoints import need_kernel
 from tests.models.gguf_files import Stored, Typed, write_gguf
 from tests.models.progress import RecordedProgress
 from tests.models.test_gguf_checkpoint import CODES, metadata_of, shape_of
@@ -43,10 +43,7 @@ MIXES += [("Q4_K", K_M), ("Q5_0", {"v_proj": "Q8_0"}), ("Q5_1", {"up_proj": "Q4_
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(str(reason))
+    need_kernel()
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("foredraft.kernels.build.directories", _directories())
     return tmp_path / "cache"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -20,19 +19,15 @@ from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import EagleModule
 from foredraft.drafters.heads.growth import GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
-from foredraft.drafters.heads.steps import StepDrafter, StepRunner, _paying_steps
+from foredraft.drafters.heads.steps import StepDrafter, StepRunner
 from foredraft.models.base import ChainRow, HeadRow, ScoreRow
 from foredraft.models.native import draft_layers
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import TinySource, tiny_target
 from tests.drafters.prices import FREE_NODES
+from tests.models.on_triton import DEVICE, NEEDS_GPU
 
-pytest.importorskip("triton")
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if _INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU
 TEXTS = [[t * 7 % 90 for t in range(24)], [t * 5 % 60 + 3 for t in range(9)]]
 STEPS = 4
 LAWS = [
@@ -168,11 +163,3 @@ def test_a_drafter_goes_by_rounds(params: SamplingParams) -> None:
         found.append(drafter.propose([row])[0].tree.tokens)
     assert found[0][: len(found[1])] == found[1]
     assert len(found[0]) >= 1
-
-
-@pytest.mark.parametrize(("chance", "steps"), [(0.2, 1), (0.585, 3), (0.7, 4), (0.792, 6)])
-def test_a_round_has_the_steps_that_pay(chance: float, steps: int) -> None:
-    rates = [
-        sum(chance**depth for depth in range(count + 1)) / (1.0 + 0.1 * count) for count in range(7)
-    ]
-    assert steps == _paying_steps(chance, 0.1, 6) == max(range(7), key=rates.__getitem__)

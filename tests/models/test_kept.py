@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 import torch
 
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import forward_cost, load_models
 from foredraft.models.base import Target
 from foredraft.models.files.kept import KeptFiles, kept_models, recipe_of
@@ -21,7 +20,7 @@ from foredraft.models.native.weights import load_weights
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
 
 
 @pytest.fixture
@@ -192,10 +191,7 @@ def test_weights_that_are_not_laid_out_anew_are_not_kept(
 def test_kept_weights_are_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, bits: int
 ) -> None:
-    try:
-        load_library()
-    except KernelUnavailable:
-        pytest.skip("needs the kernel")
+    need_kernel()
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     directory = _model(tmp_path / "model", family)
     config = read_config(directory)

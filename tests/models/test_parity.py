@@ -20,7 +20,7 @@ from foredraft.models.base import read as read_text
 from foredraft.models.native.cuda import GraphedDecoder
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, made, read, text
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, made, need_kernel, read, text
 
 TOLERANCE = 1e-4
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
@@ -29,11 +29,7 @@ TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
 
 def _fused() -> DecoderFactory:
     fused = pytest.importorskip("foredraft.models.native.cpu")
-    build = pytest.importorskip("foredraft.kernels.build")
-    try:
-        build.load_library()
-    except build.KernelUnavailable as reason:
-        pytest.skip(f"no fused kernel: {reason}")
+    need_kernel()
     factory: DecoderFactory = fused.FusedDecoder
     return factory
 

@@ -13,18 +13,19 @@ from foredraft.models.base import HeadRow, HeadWeights
 from foredraft.models.native.cpu import MOST_TOKENS
 from foredraft.models.native.draft_layers import NativeHeadRunner, native_join
 from foredraft.models.native.target import NativeTarget
-from tests.drafters.test_hidden_head import new_module, new_target
+from tests.drafters.heads import OUTPUT_IDS, decoded_by
+from tests.drafters.test_heads import KINDS
 
 TREE = TokenTree((1, 2, 3, 4, 5, 6), (-1, -1, 0, 2, 1, 3))
 
 
 @pytest.fixture
 def target() -> NativeTarget:
-    return new_target("fused")
+    return decoded_by("fused")
 
 
 def new_runner(target: NativeTarget) -> NativeHeadRunner:
-    module = new_module(target)
+    module = KINDS["hidden_head"].start(target, OUTPUT_IDS).eval()
     output_RE = module.output.weight.detach()
     norm_E = torch.rand(len(module.norm.weight)) + 0.5
     return target.head_runner(
@@ -82,7 +83,7 @@ def test_a_head_that_begins_in_the_middle_sees_nothing_before(
 
     Also where it begins in the middle of a block.
     """
-    target = new_target(decoder)
+    target = decoded_by(decoder)
     runner, slot = new_runner(target), target.cache.allocate()
     torch.manual_seed(2)
     runner.layers.reserve(slot, 0, 300)
@@ -130,7 +131,7 @@ def test_what_does_not_fit_is_planned(target: NativeTarget) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 4, MOST_TOKENS + 5])
 def test_joins_agree(num_states: int, dtype: torch.dtype, count: int) -> None:
-    new_target("fused")  # skips where there is no kernel
+    decoded_by("fused")  # skips where there is no kernel
     torch.manual_seed(count)
     weight_EK, table_VE = torch.randn(48, num_states * 64), torch.randn(20, 48)
     states = [torch.randn(count, 2, 64).to(dtype)[:, 0] * 9 for _ in range(num_states)]

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.core.tree import TokenTree
-from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import ModelPlan, load_target, plan_models
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.quant import PackedMatrix, as_tensor
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
 from tests.models.test_gguf_checkpoint import shape_of
 
 GROUP = 64
@@ -148,10 +147,7 @@ KINDS: Mapping[str, tuple[Callable[[Tensor], Any], dict[str, Any], str | None]] 
 
 @pytest.fixture(autouse=True)
 def kernel() -> None:
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        pytest.skip(str(reason))
+    need_kernel()
 
 
 def written(folder: Path, kind: str) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ On a CPU they run in Triton's interpreter, where it is installed: `TRITON_INTERP
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,10 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import PagedDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import made, text
+from tests.models.on_triton import DEVICE, INTERPRETED, NEEDS_GPU
 from tests.models.test_graphed import TREE, Pair
 
-pytest.importorskip("triton")
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if _INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU
 
 
 @pytest.fixture(
@@ -64,7 +59,7 @@ def test_what_no_token_sees_may_be_anything(pair: Pair) -> None:
     assert torch.equal(target.score(rows)[0].logits_NV, expected)
 
 
-@pytest.mark.skipif(_INTERPRETED, reason="the interpreter's products depend on a token's place")
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's products depend on a token's place")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_company_changes_no_bit(checkpoint: Path, dtype: torch.dtype) -> None:
     """Chains of 2 to 16, and paths through a tree, against the same tokens one by one."""

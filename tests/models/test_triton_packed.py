@@ -5,7 +5,6 @@ On a CPU they run in Triton's interpreter, where it is installed: `TRITON_INTERP
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -31,15 +30,12 @@ from foredraft.models.native.quant import (
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights
 from tests.models.checkpoints import made, text
+from tests.models.on_triton import DEVICE, INTERPRETED, NEEDS_GPU
 from tests.models.test_graphed import TREE, Pair
 
-pytest.importorskip("triton")
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() or _INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
-)
-DEVICE = torch.device("cpu" if _INTERPRETED else "cuda")
-DTYPES = [torch.float32 if _INTERPRETED else torch.bfloat16]
+pytestmark = NEEDS_GPU
+CARD = torch.device(DEVICE)
+DTYPES = [torch.float32 if INTERPRETED else torch.bfloat16]
 """The interpreter multiplies no bfloat16."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 """Of the norm of the difference, with the rounding of results to the dtype."""
@@ -47,7 +43,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 FORMS = [form for form in QUANTISED if not form.has_fine_minima]
 """Those that lie on a card; others are dequantised."""
 
-if torch.cuda.is_available() or _INTERPRETED:
+if torch.cuda.is_available() or INTERPRETED:
     from foredraft.models.native import triton_packed as packed
     from foredraft.models.native.triton_ops import Norm
 
@@ -85,7 +81,7 @@ def made_up(form: Form, num_rows: int, num_inputs: int) -> PackedMatrix:
 
 
 def on_card(matrix: PackedMatrix) -> packed.CardMatrix:
-    return packed.CardMatrix.of(matrix, DEVICE)
+    return packed.CardMatrix.of(matrix, CARD)
 
 
 def inputs(num_tokens: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
@@ -160,7 +156,7 @@ def test_products_give_the_sums_of_their_own_groups(splits: int) -> None:
     assert_near(numbers, found.view(20, 16, 32).sum(2), 1e-5)
 
 
-@pytest.mark.skipif(_INTERPRETED, reason="the interpreter's products depend on a token's place")
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's products depend on a token's place")
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_company_changes_no_bit(form: Form) -> None:
     card = on_card(made_up(form, 1024, 2048))
@@ -199,8 +195,8 @@ def dequantised(weights: DecoderWeights) -> DecoderWeights:
 
 def test_weights_on_a_card_stay_as_they_are() -> None:
     weights = NativeTarget.load(made("llama-tied"), device=DEVICE, bits=4).weights
-    there = packed.on_card(weights, DEVICE)
-    again = packed.on_card(there, DEVICE)
+    there = packed.on_card(weights, CARD)
+    again = packed.on_card(there, CARD)
     assert again.layers[0].qkv_weight is there.layers[0].qkv_weight
     assert again.head_VE is there.head_VE
 

@@ -13,6 +13,12 @@ import pytest
 from foredraft.models.files.store import resolve_model
 from foredraft.system.paths import cache_root
 
+TEXTS = (
+    "  two  spaces\n\n\nlines\t tab",
+    "naïve café 東京 🙂🙂 Straße ½ ２３ é́ العربية",
+    "x=1;\n    return y  # 12345 67.89",
+    "a" * 50,
+)
 _HERE = Path(__file__).parent
 
 

@@ -11,20 +11,13 @@ from foredraft import LLM, SamplingParams
 from foredraft.models.files.packaged import SMOLLM2
 from foredraft.models.files.store import resolve_model
 from foredraft.models.text.tokenizer import Tokenizer
-from tests.real.conftest import gguf_of
+from tests.real.conftest import TEXTS, gguf_of
 
 NAME = "gemma-3-270m"
 PROMPTS = (
     "The ferry crosses the river twice a day. In the morning it carries",
     "def add(first, second):\n    return first",
     "Seven is a prime number, and eight is",
-)
-TEXTS = (
-    "  two  spaces\n\n\nlines\t tab",
-    "naïve café 東京 🙂🙂 Straße ½ ２３ é́ العربية",
-    "<start_of_turn>user\nHi<end_of_turn>\n",
-    "x=1;\n    return y  # 12345 67.89",
-    "a" * 50,
 )
 
 
@@ -37,7 +30,7 @@ def test_texts_become_the_tokens_of_llama_cpp(file: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
     ours = Tokenizer(resolve_model(file))
-    for text in (*TEXTS, *PROMPTS):
+    for text in (*TEXTS, "<start_of_turn>user\nHi<end_of_turn>\n", *PROMPTS):
         expected = theirs.tokenize(text.encode(), add_bos=True, special=True)
         assert ours.encode(text) == expected
         assert ours.decode(expected[1:], skip_special_tokens=False) == text

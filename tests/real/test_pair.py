@@ -13,7 +13,7 @@ import pytest
 from benchmarks.against_llama_cpp import compare
 from foredraft import LLM, SamplingParams
 from foredraft.models.text.tokenizer import Tokenizer
-from tests.real.conftest import gguf_of
+from tests.real.conftest import TEXTS, gguf_of
 from tests.server.conftest import running
 
 TARGET, DRAFT = "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"
@@ -24,14 +24,6 @@ CODE = [
     }
 ]
 PROSE = [{"role": "user", "content": "Why do ferries not run in a storm? Answer in two sentences."}]
-TEXTS = (
-    "  two  spaces\n\n\nlines\t tab",
-    "naïve café 東京 🙂🙂 Straße ½ ２３ é́ العربية",
-    "<|im_start|>user\nHi<|im_end|>\n<tool_call>\n",
-    "x=1;\n    return y  # 12345 67.89",
-    "don't I'll we've 'tis\r\n",
-    "a" * 50,
-)
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=40, temperature=1.0, seed=7)
 FILTERED = replace(SEEDED, temperature=0.7, top_p=0.9, top_k=50)
@@ -59,7 +51,9 @@ def test_texts_become_the_tokens_of_llama_cpp(name: str) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     theirs = llama_cpp.Llama(str(gguf_of(name)), vocab_only=True, verbose=False)
     ours = LLM.load(name, drafter="none", calibrate=False).tokenizer
-    for text in (*TEXTS, ours.decode(ours.encode_chat(CODE), skip_special_tokens=False)):
+    chat = "<|im_start|>user\nHi<|im_end|>\n<tool_call>\n"
+    whole = ours.decode(ours.encode_chat(CODE), skip_special_tokens=False)
+    for text in (*TEXTS, chat, "don't I'll we've 'tis\r\n", whole):
         expected = theirs.tokenize(text.encode(), add_bos=False, special=True)
         assert ours.encode(text) == expected
         assert ours.decode(expected, skip_special_tokens=False) == text

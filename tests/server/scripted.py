@@ -12,6 +12,16 @@ from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
 
 
+def one_of(name: str, *values: object) -> dict[str, Any]:
+    """The schema of an object with one field, which has one of these values."""
+    return {
+        "type": "object",
+        "properties": {name: {"enum": [*values]}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+
+
 def replying(
     tokenizer: Tokenizer, text: str, begin: str = "", **options: Any
 ) -> Callable[..., LLM]:

@@ -473,22 +473,6 @@ def test_a_reply_that_was_begun_by_the_client_is_refused_and_counted(client: htt
     assert client.post("/v1/messages/count_tokens", json=body).status_code == 200
 
 
-def test_marks_in_the_strings_of_a_call_are_text() -> None:
-    from foredraft.server.formats.hermes import Hermes
-    from foredraft.server.replies import ReplyParser
-
-    arguments = json.dumps({"code": "a # </tool_call> }{"})
-    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    for size in (1, 3, len(text)):
-        parser = ReplyParser(Hermes(), (tool,), False, False, False)
-        parts = [p for i in range(0, len(text), size) for p in parser.feed(text[i : i + size])]
-        parts += parser.close()
-        found = "".join(part.text for part in parts if part.kind == "arguments")
-        assert json.loads(found) == {"code": "a # </tool_call> }{"}
-        assert not any(part.kind == "content" and part.text.strip() for part in parts)
-
-
 def test_long_answers_are_written_in_pieces() -> None:
     from foredraft.server.wire import JsonResponse
 

@@ -92,8 +92,9 @@ FREE = {name: text for name, text in TWICE.items() if name != "gpt_oss"}
 
 
 def told(form: Format, steps: list[str], **options: Any) -> list[tuple[str, int, str]]:
-    parser = ReplyParser(form, TOOLS, **options)
+    parser = ReplyParser(form, **{"tools": TOOLS} | options)
     parts = [part for step in steps for part in parser.feed(step)] + parser.close()
+    assert sum(part.kind == "call" for part in parts) <= parser.num_calls
     return [
         (kind, index, "".join(part.text for part in group))
         for (kind, index), group in groupby(parts, lambda part: (part.kind, part.index))
@@ -104,15 +105,19 @@ def everywhere(form: Format, text: str, **options: Any) -> list[tuple[str, int, 
     """The parts, which are the same wherever the text is cut."""
     whole = told(form, [text], **options)
     assert told(form, [*text], **options) == whole
-    for at in range(len(text)):
+    for at in range(0, len(text), 1 + len(text) // 500):
         assert told(form, [text[:at], text[at:]], **options) == whole, text[:at]
     return whole
 
 
-def calls(parts: list[tuple[str, int, str]]) -> list[Call]:
+def raw_calls(parts: list[tuple[str, int, str]]) -> list[tuple[str, str]]:
     names = {index: text for kind, index, text in parts if kind == "call"}
     arguments = {index: text for kind, index, text in parts if kind == "arguments"}
-    return [(names[index], json.loads(arguments[index])) for index in names]
+    return [(names[index], arguments.get(index, "")) for index in names]
+
+
+def calls(parts: list[tuple[str, int, str]]) -> list[Call]:
+    return [(name, json.loads(arguments)) for name, arguments in raw_calls(parts)]
 
 
 @pytest.mark.parametrize("name", TWICE)
@@ -191,6 +196,109 @@ def test_channels() -> None:
     assert everywhere(form, "no channel at all") == [("content", 0, "no channel at all")]
     call = f"{text[: text.index('commentary')]}{TWICE['gpt_oss'].removeprefix('<|channel|>')}"
     assert len(calls(everywhere(form, call)[1:])) == 2
+
+
+# ----------------------------------------------------------------------------------- JSON in marks
+
+THOUGHT = "<think>\nHm, <b>x</b> or </thin?\n</think>\n\nSo be it. "
+CALL = (
+    '<tool_call>\n{"name": "look", "arguments": {"at": "K\\u00f6ln {1}", "n": -1.5}}\n</tool_call>'
+)
+LIST = (
+    '<tool_call>[{"name": "a", "arguments": {}}, {"name": "b", "parameters": [1, NaN]}]</tool_call>'
+)
+NAN = '<tool_call>{"name": "a", "arguments": {"x": [NaN, -Infinity], "y": "NaN", "z": Infinity}}'
+
+
+def hermes(text: str, **options: Any) -> list[tuple[str, int, str]]:
+    return everywhere(FORMS["hermes"], text, **{"thinks": True} | options)
+
+
+def hermes_calls(text: str) -> list[tuple[str, str]]:
+    return raw_calls(hermes(text))
+
+
+def test_thoughts_content_and_calls() -> None:
+    assert hermes(f"{THOUGHT}\n{CALL}\n{CALL}  Done.") == [
+        ("reasoning", 0, "Hm, <b>x</b> or </thin?\n"),
+        ("content", 0, "So be it."),
+        ("call", 0, "look"),
+        ("arguments", 0, '{"at": "K\\u00f6ln {1}", "n": -1.5}'),
+        ("call", 1, "look"),
+        ("arguments", 1, '{"at": "K\\u00f6ln {1}", "n": -1.5}'),
+        ("content", 0, "  Done."),
+    ]
+
+
+def test_what_is_not_looked_for_is_content() -> None:
+    assert hermes(CALL, tools=()) == [("content", 0, CALL)]
+    assert hermes(THOUGHT, thinks=False) == [("content", 0, THOUGHT)]
+    assert hermes("a</think>\nb", in_thoughts=True) == [("reasoning", 0, "a"), ("content", 0, "b")]
+    assert [each[1] for each in hermes(CALL + CALL, only_first=True)] == [0, 0]
+
+
+def test_parts_say_where_they_are() -> None:
+    text = f"{THOUGHT}\n{CALL} and <tool_call>that</tool_call>"
+    for size in (1, 2, 5, 20, 400):
+        parser = ReplyParser(FORMS["hermes"], TOOLS, True)
+        steps = (text[at : at + size] for at in range(0, len(text), size))
+        found = [part for step in steps for part in parser.feed(step)] + parser.close()
+        verbatim = [part for part in found if part.kind in ("content", "reasoning")]
+        assert all(text[part.at : part.end] == part.text for part in verbatim)
+
+
+def test_calls_in_other_forms() -> None:
+    assert hermes_calls(LIST) == [("a", "{}"), ("b", "[1, null]")]
+    turned = '<tool_call>{"arguments": {"x": NaN, "y": "é"}, "name": "a"}</tool_call>'
+    assert hermes_calls(turned) == [("a", '{"x":null,"y":"é"}')]
+    as_text = '<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>'
+    assert hermes_calls(as_text) == [("a", '{"x": 1}')]
+    bare = '<tool_call>{"name": "a", "arguments": null}</tool_call>'
+    assert hermes_calls(bare) == [("a", "null")]
+    more = '<tool_call>{"name": "a", "arguments": {"x": 1}, "id": 7}</tool_call>'
+    assert hermes_calls(more) == [("a", '{"x": 1}')]
+
+
+def test_calls_that_are_cut() -> None:
+    assert hermes_calls('<tool_call>{"name": "a", "arguments": {"x": 12') == [("a", '{"x": 12')]
+    assert hermes_calls('<tool_call>{"name": "a", "arguments": "{\\"x') == [("a", '{"x')]
+    assert hermes_calls('<tool_call>{"name": "a", "argu') == []
+
+
+def test_marks_in_a_string_are_text_and_cut_a_call_elsewhere() -> None:
+    code = json.dumps({"code": "x # </tool_call> }{"})
+    for order in ('{"name": "a", "arguments": %s}', '{"arguments": %s, "name": "a"}'):
+        found = hermes(f"<tool_call>{order % code}</tool_call> so")
+        assert json.loads(found[1][2]) == json.loads(code)
+        assert found[2] == ("content", 0, " so")
+    cut_short = '<tool_call>\n{"name": "a", "arguments": {"x": 1}</tool_call> so'
+    assert hermes(cut_short)[1:] == [("arguments", 0, '{"x": 1}'), ("content", 0, " so")]
+    unclosed = '<tool_call>\n{"name": "a", "arguments": {"x": 1</tool_call> so'
+    assert hermes(unclosed)[1:] == [("arguments", 0, '{"x": 1'), ("content", 0, " so")]
+
+
+def test_arguments_have_no_nan() -> None:
+    ((_, arguments),) = hermes_calls(f"{NAN}}}</tool_call>")
+    assert json.loads(arguments) == {"x": [None, None], "y": "NaN", "z": None}
+    assert "NaN" not in arguments.replace('"NaN"', "")
+
+
+def test_escapes_of_markdown_in_a_name() -> None:
+    call = r'<tool_call>{"name": "get\_weather", "arguments": {}}</tool_call>'
+    assert hermes_calls(call) == [("get_weather", "{}")]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\\ud800", "\\u12", "\x00"], ids=ascii)
+def test_a_name_that_is_no_text_is_no_call(name: str) -> None:
+    for order in ('"name": "%s", "arguments": {}', '"arguments": {}, "name": "%s"'):
+        text = f"Hm <tool_call>{{{order % name}}}</tool_call> so"
+        assert hermes(text) == [("content", 0, text)]
+
+
+@pytest.mark.parametrize("inner", ["", "no JSON", "[3]", '{"name": 3}', "[" * 5000, '"\\ud800"'])
+def test_what_is_no_call_is_content(inner: str) -> None:
+    text = f"<tool_call>{inner}</tool_call>"
+    assert hermes(text) == [("content", 0, text)]
 
 
 # -------------------------------------------------------------------------------------- templates

@@ -15,7 +15,7 @@ from foredraft.models.text.tokenizer import Tokenizer
 from tests.models.checkpoints import save_tokenizer
 from tests.server.conftest import TOOL_TEMPLATE, running, wait_until
 from tests.server.events import data_of
-from tests.server.scripted import replying
+from tests.server.scripted import one_of, replying
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -148,24 +148,9 @@ def test_none_are_counted_where_there_can_be_none(shared: Any) -> None:
 
 # ------------------------------------------------------------------- prompts that open the thoughts
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "parameters": {
-            "type": "object",
-            "properties": {"at": {"enum": ["here", "there"]}},
-            "required": ["at"],
-            "additionalProperties": False,
-        },
-    },
-}
-SCHEMA = {
-    "type": "object",
-    "properties": {"n": {"enum": [1, 2, 3]}},
-    "required": ["n"],
-    "additionalProperties": False,
-}
+LOOK = {"name": "look", "parameters": one_of("at", "here", "there")}
+TOOL = {"type": "function", "function": LOOK}
+SCHEMA = one_of("n", 1, 2, 3)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.server.conftest import Running, running
 from tests.server.events import data_of
-from tests.server.scripted import replying
+from tests.server.scripted import one_of, replying
 
 USER = [{"role": "user", "content": "Weather?"}]
 TOOL = {
@@ -154,12 +154,7 @@ def test_responses_name_the_tools_that_are_allowed(shared: Running) -> None:
 )
 def test_a_call_that_is_asked_for_is_made(shared: Running, choice: Any) -> None:
     """By a model that would have said something else, whatever it draws."""
-    schema = {
-        "type": "object",
-        "properties": {"at": {"enum": ["here", "there"]}},
-        "required": ["at"],
-        "additionalProperties": False,
-    }
+    schema = one_of("at", "here", "there")
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     body = {"messages": USER, "tools": [tool], "tool_choice": choice, "seed": 5}
     with shared.client() as other:
@@ -173,12 +168,7 @@ def test_a_call_that_is_asked_for_is_made(shared: Running, choice: Any) -> None:
 
 
 def test_json_by_a_schema(shared: Running) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"n": {"enum": [1, 2, 3]}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
+    schema = one_of("n", 1, 2, 3)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"messages": USER, "response_format": form, "seed": 5, "max_tokens": 400}
     with shared.client() as client:

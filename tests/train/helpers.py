@@ -50,6 +50,10 @@ class LinearHead(HeadModule):
         return self.output.weight
 
 
+class OtherHead(LinearHead):
+    kind = "other"
+
+
 class LinearTraining(HeadTraining[LinearHead]):
     """Starts from random matrices, the same for each head."""
 

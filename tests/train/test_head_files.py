@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,22 +14,13 @@ from foredraft.drafters.trained import finish_saving, identify, load_head, read_
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.heads.saving import load_tested
 from foredraft.train.target import TrainingTarget
-from tests.train.helpers import LinearHead, Watch, options_of, train, training_target
+from tests.train.helpers import LinearHead, OtherHead, Watch, options_of, train, training_target
 
 
 @pytest.fixture
 def head(target: TrainingTarget, tmp_path: Path) -> Path:
     train(target, tmp_path / "head", watch=Watch(stop_after=2), options=options_of(evaluations=1))
     return tmp_path / "head"
-
-
-class OtherHead(LinearHead):
-    kind = "other"
-
-
-def change(directory: Path, **changes: Any) -> None:
-    path = directory / "head.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_it_is_what_was_saved(target: TrainingTarget, head: Path) -> None:
@@ -64,26 +53,6 @@ def test_another_kind_is_refused(target: TrainingTarget, head: Path) -> None:
 def test_no_head_is_there(target: TrainingTarget, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no trained head"):
         load_head(tmp_path, LinearHead, target.identity)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"format": 99},
-        {"config": {"num_rows": 10**12, "tap": 2}},
-        {"config": {"num_rows": 50, "tap": 2}},
-        {"config": {}},
-        {"shape": {}},
-        {"target": 3},
-        {"weights_sha256": "0" * 64},
-    ],
-)
-def test_a_damaged_description_is_explained(
-    target: TrainingTarget, head: Path, changes: dict[str, Any]
-) -> None:
-    change(head, **changes)
-    with pytest.raises(ModelLoadError, match=r"head\.json|weights\.safetensors"):
-        load_head(head, LinearHead, target.identity)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "self_test.safetensors"])

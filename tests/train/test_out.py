@@ -16,6 +16,7 @@ from foredraft.train.table import train_table
 from foredraft.train.target import TrainingTarget
 from tests.train.helpers import (
     LinearHead,
+    OtherHead,
     Watch,
     options_of,
     some_texts,
@@ -23,10 +24,6 @@ from tests.train.helpers import (
     trainer_of,
     training_target,
 )
-
-
-class OtherHead(LinearHead):
-    kind = "other"
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows, scored_choices
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
 from foredraft.drafters.trained import HEAD_OPTION, named_folder, trained_head
+from foredraft.drafters.worth import Worth
 from foredraft.models.base import (
     ChainRow,
     HeadChain,
@@ -325,7 +326,8 @@ class StepDrafter(BaseDrafter):
             greedy, sampled = self.traits.promise
             chance = greedy + (sampled - greedy) * min(1.0, row.params.temperature)
             chance = min(0.99, request.reliability.factor * chance)
-            paying = _paying_steps(chance, self._limits.round_cost, most)
+            worth = Worth((1.0, 1.0 + self._limits.round_cost))
+            paying = worth.best_num_nodes([chance**step for step in range(1, most + 1)], 0)
             most = min(most, paying + paying % 2)
         return max(2, most)
 
@@ -401,17 +403,6 @@ def _chain_row(row: DraftRow, request: _Request) -> ChainRow:
     assert key is not None
     own = DrawKey.of(row.params, key.seed, key.position) if key.scale else key
     return ChainRow(request.slot, read.start, read.following, read.taps, own)
-
-
-def _paying_steps(chance: float, step_cost: float, most: int) -> int:
-    """The steps after which another would add fewer tokens a plain step than there are so far."""
-    tokens, spent, gain = 1.0, 1.0, 1.0
-    for step in range(most):
-        gain *= chance
-        if gain * spent < tokens * step_cost:
-            return step
-        tokens, spent = tokens + gain, spent + step_cost
-    return most
 
 
 def _joined(reads: Sequence[_Read]) -> _Read:

@@ -52,17 +52,13 @@ def save_head(directory: Path, module: HeadModule, info: Mapping[str, Any], test
     """
     stored = {name: _stored(tensor) for name, tensor in module.state_dict().items()}
     rounded = type(module).from_config(module.shape, module.config)
-    rounded.load_state_dict({name: _loaded(t, torch.float32) for name, t in stored.items()})
+    rounded.load_state_dict(stored)
     whole_info = HeadInfo(module.kind, module.config, module.shape, **info)
     write_folder(directory, whole_info, stored, card, _self_test(rounded, _on_cpu(test), depth))
 
 
 def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
-
-
-def _loaded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _on_cpu(batch: TextBatch) -> TextBatch:
