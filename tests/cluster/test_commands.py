@@ -18,12 +18,12 @@ import pytest
 from benchmarks.server_process import engines_of
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
-from tests.cluster.conftest import QUIET, free_port
+from tests.cluster.conftest import QUIET, WITH_START, free_port
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.server.conftest import wait_until
 
 pytest.importorskip("ray.serve", reason="clusters need foredraft[ray]")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, WITH_START]
 
 ASKED = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
 
