@@ -114,6 +114,7 @@ def test_info_says_what_runs_here(client: TestClient) -> None:
     assert not {"eagle", "draft_model", "table"} & set(told["drafters"]), "they need something"
     assert [n for n, _ in told["curve"]] == sorted(n for n, _ in told["curve"])
     assert all(ms > 0 for _, ms in told["curve"])
+    assert told["read_bytes"] is None, "a table has no weights to read"
 
 
 def test_a_forward_is_timed(client: TestClient) -> None:

@@ -20,6 +20,7 @@ from tools.tour import make
 def folder(tiny: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tour")
     recorded = make.recording(tiny, say=lambda *_, **__: None)
+    recorded["info"]["read_bytes"] = 100_000_000  # tables have no weights
     make.write(out, {"one": recorded, "two": recorded})
     return out
 
@@ -64,6 +65,7 @@ def test_a_double_click_opens_it_and_a_link_holds_the_guesses(page: Any, folder:
     for i in range(PARTS):
         answer_part(page, i)
     assert f"of {PARTS} guesses were near" in page.inner_text(".tally")
+    assert re.search(r"100 MB: .* reads [\d.]+ GB a second", page.inner_text("#tour-slow"))
     page.click(".tally summary")
     assert "guesses were near" in page.locator(".tally canvas").get_attribute("aria-label")
     link = page.evaluate("location.href")
