@@ -44,6 +44,7 @@ from foredraft.server.app import api_app
 from foredraft.server.context import ServerContext
 from foredraft.server.settings import ServerSettings
 from foredraft.system.cgroups import available_cpus
+from foredraft.system.ray_paths import close_port
 
 _RING = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _NAME = "foredraft"
@@ -117,6 +118,7 @@ class GateReplica:
     def __init__(
         self, engines: DeploymentHandle, settings: ServerSettings, salt: bytes, silence: float
     ) -> None:
+        close_port()
         self._engines, self._settings, self._salt = engines, settings, salt
         self._silence = silence
 
