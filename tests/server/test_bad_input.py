@@ -422,12 +422,17 @@ def test_an_error_repeats_no_prompt(client: httpx.Client) -> None:
         ('{"messages": [{"role": "user", "content": "%s"}], "n": "x"}', "n is 'x'"),
         ('{"messages": "%s", ', "no JSON"),
         ('["%s"]', "the body must be a JSON object"),
+        ('{"user": "%s", "n": ' + "1" * 5000 + "}", "error parsing the body"),
+        (b'{"user": "%s\xff"}', "error parsing the body"),
     ],
 )
-def test_large_bodies_are_checked_as_small_ones(client: httpx.Client, body: str, part: str) -> None:
+def test_large_bodies_are_checked_as_small_ones(
+    client: httpx.Client, body: str | bytes, part: str
+) -> None:
     """A thread reads them."""
+    whole = body if isinstance(body, bytes) else body.encode()
     for size in (10, 100_000):
-        answer = client.post(CHAT, content=body % ("x" * size), headers=JSON)
+        answer = client.post(CHAT, content=whole.replace(b"%s", b"x" * size), headers=JSON)
         assert part in refused(answer)["message"]
 
 
