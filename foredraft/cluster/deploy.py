@@ -86,7 +86,7 @@ class ClusterOptions(BaseModel):
         upscale_delay, downscale_delay: seconds that load must ask for more engines, or for fewer,
             before there are; load is that of the last ``upscale_delay`` seconds.
         engine_timeout: seconds from the last sign of life of a frozen engine until its replies have
-            gone on elsewhere; it is ended one before.
+            gone on elsewhere; it is ended a second before.
         health_check_period: seconds between two looks of Serve at a replica.
         health_check_timeout: seconds that it has to answer, three times in a row.
     """
