@@ -42,13 +42,25 @@ def test_the_script_is_whole(folder: Path) -> None:
 
 def test_whatever_the_tour_may_ask_is_recorded(tiny: LLM) -> None:
     lanes = Lanes(tiny)
-    found = [*make.requests(lanes.drafters, make.served_of(lanes))]
+    found = [*make.requests(lanes.drafters, make.served_of(lanes.info()))]
     assert {"yours", "law", "verify"} <= set(make.asked())
     for request, _ in found:
         assert make.RunBody(**request)
     seeds = {request.get("seed") for request, _ in found if request.get("max_tokens") == 1}
     assert seeds >= {*range(12)}
     assert make.canonical({"b": 1, "a": [0.7, "ü"]}) == '{"a":[0.7,"ü"],"b":1}'
+
+
+def test_the_pair_has_answered_whatever_the_tour_asks() -> None:
+    recorded = make.kept()
+    assert recorded["info"]["drafter"] == "draft_model"
+    assert {*make.FORWARDS} <= {*map(int, recorded["forwards"])}
+
+
+def test_a_recording_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    make.keep(make.kept() | {"runs": {}}, tmp_path / "old.json.xz")
+    with pytest.raises(ValueError, match=r"old\.json\.xz lacks \d+ runs: record it again"):
+        make.kept(tmp_path / "old.json.xz")
 
 
 def test_modules_that_import_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
