@@ -11,7 +11,7 @@
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
 # make gpu: what steps cost on a GPU, and whether company changes bits; GPU_PARTS=steps,bits for some
-# make tour: the tour as a folder that a double click opens, recorded on the default model (TOUR_PAIR="MODEL DRAFT" too)
+# make tour: the tour as a folder that a double click opens, the default model and a pair (TOUR_PAIR="MODEL DRAFT": another)
 # make docs: build the documentation's site in site/, with a page of all tables of results
 # Each target but clean makes its own virtual environment in .venv first.
 

@@ -16,6 +16,7 @@ import httpx
 from foredraft.core.errors import ForedraftError
 
 _START_SECONDS = 300.0
+_REPLICA = b"ray::ServeReplica:"
 _CODE = "from foredraft.cli.main import main; main()"
 
 
@@ -70,26 +71,30 @@ def _wait(process: subprocess.Popen[bytes], url: str) -> None:
     raise ForedraftError(f"the server was not ready after {_START_SECONDS:.0f} seconds")
 
 
-def engines_of(pid: int) -> list[int]:
-    """Processes of the engines of a cluster that ``foredraft serve --ray`` has started."""
+def processes_of(pid: int) -> dict[int, bytes]:
+    """A process and those that it and its children have started, with their command lines."""
     parents: dict[int, int] = {}
-    engines: list[int] = []
+    titles: dict[int, bytes] = {}
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             status = (directory / "stat").read_text().rpartition(")")[2].split()
-            title = (directory / "cmdline").read_bytes()
+            titles[int(directory.name)] = (directory / "cmdline").read_bytes()
         except OSError:  # it is over
             continue
         parents[int(directory.name)] = int(status[1])
-        if title.startswith(b"ray::ServeReplica:") and b":engine" in title:
-            engines.append(int(directory.name))
 
     def descends(child: int) -> bool:
         while child not in (0, pid):
             child = parents.get(child, 0)
         return child == pid
 
-    return sorted(filter(descends, engines))
+    return {child: titles[child] for child in sorted(parents) if descends(child)}
+
+
+def engines_of(pid: int) -> list[int]:
+    """Processes of the engines of a cluster that ``foredraft serve --ray`` has started."""
+    titles = processes_of(pid).items()
+    return [each for each, title in titles if title.startswith(_REPLICA) and b":engine" in title]
 
 
 def resident_mb(pid: int) -> float:

@@ -202,8 +202,8 @@ class AsyncLLM:
         proof: results of the proofs so far; None: no proofs are made.
 
     Raises:
-        ConfigError: ``max_waiting`` or ``prove_every`` is not a whole number, 0 or more, or another
-            `AsyncLLM` proves the steps of this LLM.
+        ConfigError: ``max_waiting`` or ``prove_every`` is not a whole number, 0 or more, another
+            `AsyncLLM` proves the steps of this LLM, or its texts are not exact.
     """
 
     def __init__(
@@ -226,6 +226,11 @@ class AsyncLLM:
         if prove_every:
             if llm.engine.proof is not None:
                 raise ConfigError("another AsyncLLM proves the steps of this LLM; close it first")
+            if llm.plan is not None and not llm.plan.is_exact:
+                raise ConfigError(
+                    "prove_every would count near-ties as faults: this model's bits depend on what "
+                    "is scored together; load it with exact=True, or prove nothing"
+                )
             plain = Policy(FixedBudget(0, drafter=None), is_apart=True)
             self.proof = llm.engine.proof = LiveProof(llm.engine, plain, prove_every, on_proof)
         idle = _Idle(llm, self.proof, give_back_after)

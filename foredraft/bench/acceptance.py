@@ -30,6 +30,12 @@ CAP = 4096
 """Most tokens of a reply, by the protocol."""
 ALL = "mean of categories"
 _DRAWS, _BAND = 1000, (2.5, 97.5)
+_FIGURES = {
+    "acceptance_length": ("acceptance length by category", ".2f"),
+    "acceptance_rate": ("accepted of the drafted tokens", ".0%"),
+    "tokens_per_s": ("tokens a second, without prefill", ".1f"),
+}
+_WIDE, _SHORT = 60, 5
 
 
 @dataclass(frozen=True)
@@ -114,23 +120,27 @@ def figures(setting: Setting, counts: Sequence[Counts]) -> Iterator[dict[str, An
     yield rows[0] | total | means
 
 
+def _fitting(titles: Sequence[str]) -> Sequence[str]:
+    """Titles of columns that fit on a terminal, where they are cut and stay different."""
+    short = [title[:_SHORT] for title in titles]
+    is_wide = sum(len(title) + 1 for title in titles) > _WIDE
+    return short if is_wide and len({*short}) == len(short) else titles
+
+
 def acceptance_report(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> Report:
-    """A table for each drafter: categories by draft lengths."""
+    """The matrices of SPEED-Bench: a row for each drafter and draft length, a column for each
+    category, and their mean in the last one."""
+    names = [*sorted({row["category"] for row in rows} - {ALL}), ALL]
+    titles = _fitting([*names[:-1], "mean"])
     tables = []
-    for drafter in dict.fromkeys(row["drafter"] for row in rows):
-        mine = [row for row in rows if row["drafter"] == drafter]
-        lengths = [*dict.fromkeys(row["draft_length"] for row in mine)]
-        lines = [
-            {"category": name}
-            | {
-                f"k{r['draft_length']}": r["acceptance_length"]
-                for r in mine
-                if r["category"] == name
-            }
-            for name in dict.fromkeys(row["category"] for row in mine)
-        ]
-        columns = {"category": "{category}"} | {f"{n}": f"{{k{n}:.2f}}" for n in lengths}
-        tables.append(Table("", lines, columns, f"acceptance length of {drafter}, by draft length"))
+    for figure, (title, form) in _FIGURES.items():
+        lines: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            setting = f"{row['drafter']} {row['draft_length']}"
+            line = lines.setdefault(setting, {"setting": setting})
+            line[f"of{names.index(row['category'])}"] = row[figure]
+        columns = {title: f"{{of{n}:{form}}}" for n, title in enumerate(titles)}
+        tables.append(Table("", [*lines.values()], {"drafts": "{setting}"} | columns, title))
     said = [
         "{drafter}, {draft_length} drafted: {acceptance_length:.2f} "
         "[{interval[0]:.2f}, {interval[1]:.2f}], acceptance rate {acceptance_rate:.0%}, "
@@ -141,8 +151,13 @@ def acceptance_report(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> 
     return Report([*tables, Table("acceptance", rows)], about, said)
 
 
-def write_golden(path: Path, name: str, rows: Sequence[dict[str, Any]], about: str) -> None:
+def write_golden(
+    path: Path, name: str, rows: Sequence[dict[str, Any]], about: str, *, thinks: bool
+) -> None:
     """The curve in the form of InferenceX' golden files: of coding, or of all categories.
+
+    Args:
+        thinks: whether the replies begin with thoughts.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -156,7 +171,7 @@ def write_golden(path: Path, name: str, rows: Sequence[dict[str, Any]], about: s
         "# AL = 1 + accepted draft tokens / drafts",
         "# key = num_speculative_tokens; value = AL",
         f"{name}:",
-        "  thinking_off:",
+        f"  thinking_{'on' if thinks else 'off'}:",
         *(f"    {row['draft_length']}: {row['acceptance_length']:.2f}" for row in curve),
     ]
     try:

@@ -130,6 +130,7 @@ def _acceptance(load: LoadOptions, params: SamplingParams, contest: Contest) -> 
     from foredraft.bench.prompts import load_prompts
     from foredraft.bench.record import AUTO
     from foredraft.cli.display import progress_bar
+    from foredraft.server.formats import format_of
 
     lengths = o.numbers("--acceptance", contest.acceptance or "", int, low=1)
     prompts = load_prompts(contest.prompts, contest.limit)
@@ -146,9 +147,10 @@ def _acceptance(load: LoadOptions, params: SamplingParams, contest: Contest) -> 
         for setting in settings:
             rows += figures(setting, converse(llm, setting, prompts, params, advance))
     about = {"model": llm.name, "temperature": params.temperature, "max_tokens": params.max_tokens}
-    if contest.golden:
+    if contest.golden and llm.tokenizer:
         said = f"output_len: {params.max_tokens} | temp {params.temperature:g}"
-        write_golden(contest.golden, llm.name or "model", rows, said)
+        thinks = format_of(llm.tokenizer.tool_template).thinks(llm.tokenizer.chat_template or "")
+        write_golden(contest.golden, llm.name or "model", rows, said, thinks=thinks)
     return acceptance_report(rows, about)
 
 

@@ -398,6 +398,10 @@ class _Group:
         for name in found.keys() - known.keys():
             raise ConfigError(f"{config.path()}: [{section}] has no {name}{nearest(name, known)}")
         prefix = getattr(self._cls, "model_config", {}).get("env_prefix")
+        for name in found:
+            if known[name].option_type is None and name not in self._derived.parsers:
+                remedy = f": set {f'{prefix}{name}'.upper()}" if prefix else ""
+                raise ConfigError(f"{config.path()}: {name} is not read from this file{remedy}")
         allowed = self._fields.keys() | self.settable.keys()
         return {
             name: known[name].read(f"{config.path()}: {name}", value)

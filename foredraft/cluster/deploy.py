@@ -44,6 +44,7 @@ from foredraft.server.app import api_app
 from foredraft.server.context import ServerContext
 from foredraft.server.settings import ServerSettings
 from foredraft.system.cgroups import available_cpus
+from foredraft.system.ray_paths import close_port
 
 _RING = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _NAME = "foredraft"
@@ -84,7 +85,8 @@ class ClusterOptions(BaseModel):
         num_cpus, num_gpus: that an engine keeps for itself.
         upscale_delay, downscale_delay: seconds that load must ask for more engines, or for fewer,
             before there are; load is that of the last ``upscale_delay`` seconds.
-        engine_timeout: seconds of silence after which an engine counts as frozen and is ended.
+        engine_timeout: seconds from the last sign of life of a frozen engine until its replies have
+            gone on elsewhere; it is ended a second before.
         health_check_period: seconds between two looks of Serve at a replica.
         health_check_timeout: seconds that it has to answer, three times in a row.
     """
@@ -116,6 +118,7 @@ class GateReplica:
     def __init__(
         self, engines: DeploymentHandle, settings: ServerSettings, salt: bytes, silence: float
     ) -> None:
+        close_port()
         self._engines, self._settings, self._salt = engines, settings, salt
         self._silence = silence
 

@@ -14,6 +14,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.engine.request import Event, ReplySoFar
 from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.system.ray_paths import close_port
 
 Item = Event | ForedraftError | None
 """Items of an engine's stream: None when it has accepted a reply, then events or an error."""
@@ -85,6 +86,7 @@ class EngineReplica:
     def __init__(
         self, load: Callable[[], LLM], max_waiting: int, give_back_after: float | None = None
     ) -> None:
+        close_port()
         self._engine = AsyncLLM(load(), max_waiting=max_waiting, give_back_after=give_back_after)
 
     def describe(self) -> RemoteModel:

@@ -11,8 +11,14 @@ import ray
 from ray.serve.context import _get_global_client
 
 _log = logging.getLogger("foredraft.cluster")
-_PERIOD = 1.0
-"""Seconds between two looks."""
+_LOOK = 1.0
+"""Seconds between two looks for engines."""
+_PERIOD = 0.5
+"""Seconds from an engine's answer to the next question."""
+_HAND_OVER = 1.0
+"""Seconds in which an engine is ended and its replies are asked for elsewhere."""
+_SLICE = 0.25
+"""Seconds of a wait: where this process stands still, a single one passes."""
 
 
 class RayActors:
@@ -49,7 +55,7 @@ class RayActors:
 
 
 class EngineWatch:
-    """Looks at each engine once a second, and ends one that is silent: it is frozen.
+    """Asks each engine for signs of life, and ends one that is silent: it is frozen.
 
     Ray reports the end of a process to all who wait for it at once, while an engine that stands
     still would hold its requests until Serve's health checks have failed three times. An engine
@@ -57,9 +63,14 @@ class EngineWatch:
     as soon as it takes requests, whether it has any or not; it does not answer while it loads the
     model.
 
+    Silence is counted while this process runs: an engine that was stopped together with it, as when
+    a container pauses, has time to answer.
+
     Args:
         actors: the engines' processes.
-        silence: seconds after which one is ended.
+        silence: seconds from an engine's last sign of life until its replies have gone on
+            elsewhere. Half a second passes until the next question, one is for the hand-over, and
+            in the rest an engine must answer.
 
     Attributes:
         has_engine: whether an engine takes requests; True until the first look.
@@ -90,21 +101,28 @@ class EngineWatch:
                     self._watching[name] = asyncio.create_task(self._watch(name))
             except Exception as error:
                 _log.warning("the engines cannot be found: %s", error)
-            await asyncio.sleep(_PERIOD)
+            await asyncio.sleep(_LOOK)
 
     async def _watch(self, name: str) -> None:
         try:
-            while True:
-                async with asyncio.timeout(self._silence - _PERIOD):
-                    await self._actors.beat(name)
+            while await self._answers(name):
                 await asyncio.sleep(_PERIOD)
-        except TimeoutError:
-            _log.error("%s has been silent for %g seconds and is ended", name, self._silence)
-            try:
-                await asyncio.to_thread(self._actors.end, name)
-            except Exception as error:  # another gate was first
-                _log.info("%s: %s", name, error)
-        except Exception as error:  # it is gone, or is being replaced
+            _log.error("%s gives no sign of life (limit: %g s) and is ended", name, self._silence)
+            await asyncio.to_thread(self._actors.end, name)
+        except Exception as error:  # it is gone, is being replaced, or another gate has ended it
             _log.info("%s is watched no more: %s", name, error)
         finally:
             self._watching.pop(name, None)
+
+    async def _answers(self, name: str) -> bool:
+        """Whether an engine gives a sign of life in time; raises if it is gone."""
+        beat = asyncio.ensure_future(self._actors.beat(name))
+        try:
+            for _ in range(round((self._silence - _PERIOD - _HAND_OVER) / _SLICE)):
+                await asyncio.wait((beat,), timeout=_SLICE)
+                if beat.done():
+                    beat.result()
+                    return True
+            return False
+        finally:
+            beat.cancel()

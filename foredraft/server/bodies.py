@@ -52,3 +52,5 @@ def _checked(model: type[BaseModel], body: bytes) -> BaseModel:
     except ValidationError as error:
         problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(problems) from error
+    except ValueError as error:  # no UTF-8, or a number of thousands of digits
+        raise ApiError(400, "There was an error parsing the body") from error

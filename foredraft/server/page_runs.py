@@ -128,6 +128,7 @@ class Lanes:
             "drafter": name,
             "active": tuple(llm.policy.drafters) or (name,),
             "drafters": self.drafters,
+            "read_bytes": plan.read_bytes if plan else None,
             "curve": [(n, round(ms, 3)) for n, ms in cost.times(_CURVE, 128)],
         }
 

@@ -1,4 +1,4 @@
-"""Closes the paths of Ray's HTTP proxies, which ask for no key and tell of all routes."""
+"""Closes what Ray opens without a key: paths of its HTTP proxies, and ports of replicas."""
 
 from __future__ import annotations
 
@@ -20,3 +20,15 @@ class _Closed:
 def middlewares() -> list[Middleware]:
     """Called by a proxy, by the name in ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``."""
     return [Middleware(_Closed)]
+
+
+def close_port() -> None:
+    """Called in a replica's process: Ray opens no port in it for calls by gRPC.
+
+    It would take calls at all addresses, unpickle them, and ask for no token. Ours go another way,
+    unless ``RAY_SERVE_USE_GRPC_BY_DEFAULT`` says so.
+    """
+    from ray.serve._private import constants, replica
+
+    if not constants.RAY_SERVE_USE_GRPC_BY_DEFAULT:
+        replica.add_port_to_grpc_server = lambda server, address: 0

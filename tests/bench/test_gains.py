@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.bench.acceptance import ALL, Counts, figures, synthetic_report, write_golden
+from foredraft.bench.acceptance import (
+    ALL,
+    Counts,
+    acceptance_report,
+    figures,
+    synthetic_report,
+    write_golden,
+)
 from foredraft.bench.gains import Gain, Gains, gains_report
 from foredraft.bench.load import Served, ServedStep
 from foredraft.bench.prompts import built_in_prompts, load_prompts
@@ -189,10 +196,44 @@ def test_it_is_one_and_accepted_by_drafts_and_the_mean_is_of_categories() -> Non
 def test_a_golden_file_is_that_of_coding(tmp_path: Path) -> None:
     counts = [Counts(kind, 10, 40, 17, 27, 1.0) for kind in ("coding", "writing")]
     rows = [row for n in (1, 2) for row in figures(Setting("ngram", n), counts)]
-    write_golden(tmp_path / "g.yaml", "m", rows, "output_len: 4096")
+    write_golden(tmp_path / "g.yaml", "m", rows, "output_len: 4096", thinks=False)
     text = (tmp_path / "g.yaml").read_text()
     assert "# dataset: coding | output_len: 4096" in text
     assert text.endswith("m:\n  thinking_off:\n    1: 2.70\n    2: 2.70\n")
+    write_golden(tmp_path / "g.yaml", "m", rows, "", thinks=True)
+    assert "  thinking_on:\n" in (tmp_path / "g.yaml").read_text()
+
+
+SPEED_BENCH = (
+    *("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay"),
+    *("stem", "summarization", "writing"),
+)
+
+
+def test_a_matrix_has_a_row_for_each_setting_and_a_column_for_each_category(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [
+        row
+        for n in (1, 8)
+        for row in figures(
+            replace(SETTING, num_draft_tokens=n),
+            [
+                Counts(kind, drafts=100, drafted=100 * n, accepted=4 * i, tokens=99, seconds=1.0)
+                for i, kind in enumerate(reversed(SPEED_BENCH))
+            ],
+        )
+    ]
+    report = acceptance_report(rows, {})
+    report.show()
+    matrix, rates, _ = capsys.readouterr().out.split("\n\n")[0].split("drafts ")[1:]
+    head, *lines = matrix.splitlines()
+    assert head.split() == [*(kind[:5] for kind in SPEED_BENCH), "mean"]
+    found = [f"{1.0 + 0.04 * i:.2f}" for i in range(10, -1, -1)]
+    assert [line.split() for line in lines[:2]] == [["ngram", n, *found, "1.20"] for n in "18"]
+    assert rates.splitlines()[2].split()[2:4] == ["5%", "4%"], "40 and 36 of 800"
+    assert max(map(len, (head, *lines))) <= 80
+    assert len(report.as_dict()["acceptance"]) == 24
 
 
 def test_a_golden_file_of_two_drafters_is_refused_before_they_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
 from foredraft.server.settings import ServerSettings
+from tests.server.test_access import VALUES
 
 
 @dataclass(frozen=True)
@@ -213,12 +215,41 @@ def test_a_file_of_settings_goes_behind_options_and_environment(
         ("[model]\nthread = 1\n", "did you mean 'threads'"),
         ("[model]\nthreads = 'x'\n", "threads is 'x'"),
         ("[model]\nthreads = 0\n", str(file)),
+        ('[server]\napi_key = "a-secret-key"\n', "not read from this file: set FOREDRAFT_API_KEY"),
         ("x", "cannot be read"),
     ):
         file.write_text(text)
         wrong = CliRunner().invoke(program, [])
         assert isinstance(wrong.exception, ConfigError)
         assert said in str(wrong.exception)
+
+
+@pytest.mark.parametrize("name", sorted({*ServerSettings.model_fields} - {"api_key"}))
+def test_every_setting_of_the_server_comes_from_the_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = ServerSettings.model_fields[name].default
+    text = VALUES.get(name, "a.example" if isinstance(default, tuple) else "1")
+    written: Any = [text] if isinstance(default, tuple) else text
+    if isinstance(default, bool):
+        written, text = not default, str(not default)
+    elif text.isdecimal() and not isinstance(default, str):
+        written = int(text)
+    file = tmp_path / "config.toml"
+    file.write_text(f"[server]\n{name} = {json.dumps(written)}\n")
+    monkeypatch.setenv("FOREDRAFT_CONFIG", str(file))
+    got: list[ServerSettings] = []
+
+    def command(settings: Annotated[ServerSettings, o.Derived(section="server")]) -> None:
+        got.append(settings)
+
+    program = typer.Typer(add_completion=False)
+    program.command(cls=o.OptionsCommand)(o.with_options(command))
+    done = CliRunner().invoke(program, [])
+    assert done.exit_code == 0, done.exception
+    monkeypatch.delenv("FOREDRAFT_CONFIG")
+    monkeypatch.setenv(f"FOREDRAFT_{name}".upper(), text)
+    assert getattr(got[0], name) == getattr(ServerSettings(), name) != default
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from foredraft import LLM, SamplingParams
+from foredraft.server.batch import AnswerFile, BatchSummary, in_process, run_batch
 from tests.cli.conftest import Run
 
 pytest.importorskip("foredraft.server.app")
@@ -50,6 +57,46 @@ def test_answers_are_those_of_the_model(run: Run, checkpoint: Path, tmp_path: Pa
     summary = json.loads(again.stdout)
     assert (summary["skipped"], summary["failed_before"]) == (4, 1)
     assert again.exit_code == 1
+
+
+def test_what_a_server_could_not_answer_is_asked_again(tmp_path: Path) -> None:
+    """And an exception costs its own line."""
+    path = write(tmp_path / "in.jsonl", [{"prompt": str(i)} for i in range(8)])
+    codes = dict(enumerate([200, 400, 408, 409, 429, 500, 503]))
+
+    def new_app(when_loaded: Any) -> FastAPI:
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            app.state.context = SimpleNamespace(failure=None)
+            when_loaded(None)
+            yield
+
+        app = FastAPI(lifespan=lifespan)
+
+        @app.exception_handler(Exception)
+        async def failed(request: Request, error: Exception) -> JSONResponse:
+            return JSONResponse({}, 500)
+
+        @app.post("/v1/completions")
+        async def answer(body: dict[str, Any]) -> JSONResponse:
+            if body["prompt"] == "7":
+                raise ValueError
+            return JSONResponse(body, codes[int(body["prompt"])])
+
+        return app
+
+    async def one_run() -> tuple[BatchSummary, int]:
+        with AnswerFile(tmp_path / "out.jsonl") as file:
+            async with in_process(new_app) as ask:
+                return await run_batch(path, file, ask, 2), file.num_failed
+
+    summary, _ = asyncio.run(one_run())
+    assert (summary.answered, summary.failed, summary.skipped) == (1, 7, 0)
+    codes |= dict.fromkeys(range(2, 7), 200)
+    summary, num_failed = asyncio.run(one_run())
+    assert (summary.answered, summary.failed, summary.skipped) == (5, 1, 2)
+    assert num_failed == 1, "400 stays"
+    assert answers(tmp_path / "out.jsonl")["r3"]["status_code"] == 200
 
 
 def test_what_cannot_be_asked_is_said_before_a_model_is_loaded(run: Run, tmp_path: Path) -> None:

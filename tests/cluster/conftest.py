@@ -30,6 +30,8 @@ QUIET = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
+WITH_START = pytest.mark.timeout(900)
+"""Of tests that start a cluster: Ray and its engines take a busy machine five minutes."""
 _STORE = 80 << 20
 _NOTHING: Mapping[str, Any] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,15 +16,15 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.server_process import engines_of
+from benchmarks.server_process import engines_of, processes_of
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
-from tests.cluster.conftest import QUIET, free_port
+from tests.cluster.conftest import QUIET, WITH_START, free_port
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.server.conftest import wait_until
 
 pytest.importorskip("ray.serve", reason="clusters need foredraft[ray]")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, WITH_START]
 
 ASKED = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
 
@@ -51,6 +52,25 @@ def command(checkpoint: Path, *arguments: str) -> Iterator[subprocess.Popen[str]
         process.kill()
 
 
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses, in hex, at which a process and those that it has started take connections."""
+    places = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":  # LISTEN
+                places[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = set()
+    for each in processes_of(pid):
+        for file in Path(f"/proc/{each}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(file))
+    return {address for socket, address in places.items() if socket in found}
+
+
 def said_by(process: subprocess.Popen[str]) -> str:
     """All of it, when it has ended well."""
     _, said = process.communicate(timeout=100)
@@ -74,6 +94,7 @@ def test_sigterm_lets_replies_end_and_says_nothing(checkpoint: Path) -> None:
                 return False
 
         wait_until(is_ready, 120)
+        assert listening(process.pid) <= LOOPBACK, "Ray's ports are for this machine alone"
         body = ASKED | {"prompt": "The ferry", "stream": True, "max_tokens": 400}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import serving
+from tests.cluster.conftest import WITH_START, serving
 
 openai = pytest.importorskip("openai", reason="pip install openai")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, WITH_START]
 
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 30, "temperature": 1.0, "stream": True}
 

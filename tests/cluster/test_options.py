@@ -18,7 +18,7 @@ from foredraft.engine.request import ReplySoFar
 from foredraft.options import LoadOptions
 from foredraft.server.metrics import Metrics
 from foredraft.server.settings import ServerSettings
-from tests.cluster.conftest import Served, actors, serving
+from tests.cluster.conftest import WITH_START, Served, actors, serving
 from tests.cluster.models import MAX_BATCH_SIZE, load
 from tests.server.conftest import wait_until
 
@@ -74,7 +74,7 @@ def test_a_session_stands_for_the_prompt() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@WITH_START
 def test_chats_stay_where_they_are_cached(one_node: Path) -> None:
     """Short ones too, whose first tokens are not yet 256; and by chance they do not."""
     with serving(one_node) as cluster:
@@ -108,7 +108,7 @@ def keep_busy(served: Served, clients: int, until: Any) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@WITH_START
 def test_engines_come_with_load_and_go_without(one_node: Path) -> None:
     options = {"autoscale": (1, 2), "upscale_delay": 2.0, "downscale_delay": 4.0}
     with serving(one_node, seconds=0.02, **options) as cluster:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import selectors
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ exceptions = pytest.importorskip("ray.serve.exceptions")
 TAKEN = None
 Script = list[Any]
 """Items that a replica sends; an exception is raised there."""
-FOREVER = asyncio.Event
 
 
 @dataclass
@@ -62,8 +62,9 @@ class _Call:
         for item in self._script:
             if isinstance(item, Exception) and not isinstance(item, ConfigError):
                 raise item
-            if item is FOREVER:
-                await asyncio.Event().wait()
+            if isinstance(item, asyncio.Event):
+                await item.wait()
+                continue
             yield item
 
     def cancel(self) -> None:
@@ -74,24 +75,65 @@ class Processes:
     """Stands for the engines' processes.
 
     Attributes:
-        is_frozen: none of them answers any more.
-        ended: those that were ended.
+        frozen_at: from then on none of them answers any more, by the loop's clock.
+        seconds: that an answer takes.
+        pause_at: when the gate's own process stands still for a minute.
+        ended: those that were ended, with the time.
+        number: of them.
     """
 
     def __init__(self) -> None:
-        self.is_frozen = False
-        self.ended: list[str] = []
+        self.frozen_at = self.pause_at = float("inf")
+        self.seconds = 0.0
+        self.ended: list[tuple[str, float]] = []
+        self.when_ended = asyncio.Event()
         self.number = 1
 
     async def beat(self, name: str) -> None:
-        if self.is_frozen:
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self.pause_at:
+            assert isinstance(loop, Simulated)
+            loop.now, self.pause_at = loop.now + 60.0, float("inf")
+        if loop.time() >= self.frozen_at:
             await asyncio.Event().wait()
+        await asyncio.sleep(self.seconds)
 
     def end(self, name: str) -> None:
-        self.ended.append(name)
+        self.ended.append((name, asyncio.get_running_loop().time()))
+        self.when_ended.set()
 
     def running(self) -> set[str]:
         return {f"engine {number}" for number in range(self.number)}
+
+
+class Simulated(asyncio.SelectorEventLoop):
+    """An event loop whose clock goes on at once where it would wait."""
+
+    def __init__(self) -> None:
+        selector = selectors.DefaultSelector()
+        super().__init__(selector)
+        self.now, select = 0.0, selector.select
+
+        def leap(timeout: float | None = None) -> Any:
+            self.now += timeout or 0.0
+            return select(0)
+
+        selector.select = leap  # type: ignore[method-assign]
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Runner]:
+    """Runs coroutines by a clock of its own; calls on threads return at once."""
+
+    async def at_once(call: Callable[..., Any], *args: Any) -> Any:
+        return call(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    with asyncio.Runner(loop_factory=Simulated) as runner:
+        yield runner
 
 
 def event(*token_ids: int) -> Event:
@@ -173,32 +215,56 @@ def test_what_refuses_a_request_is_told_as_it_is(said: Exception, error: type[Ex
     assert engine.stats().running == 0
 
 
-def test_a_silent_engine_is_ended_and_a_reply_that_waits_is_no_silence(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("silence", [2.0, 5.0])
+@pytest.mark.parametrize("phase", [0.0, 0.01, 0.3, 0.49, 0.5, 0.74, 0.99])
+def test_replies_go_on_elsewhere_within_the_silence(
+    monkeypatch: pytest.MonkeyPatch, simulated: asyncio.Runner, silence: float, phase: float
 ) -> None:
-    monkeypatch.setattr(watch, "_PERIOD", 0.02)
+    monkeypatch.setattr(remote, "_PAUSE", 0.2)
+
+    async def run() -> float:
+        processes = Processes()
+        processes.frozen_at = 7.0 + phase
+        frozen = [TAKEN, event(1), processes.when_ended]
+        engine, _ = engine_of([[*frozen, lost()], [TAKEN, event(2), end()]])
+        engine.watch = EngineWatch(processes, silence)
+        engine.watch.begin()
+        assert len(await events_of(engine)) == 3
+        assert [name for name, _ in processes.ended] == ["engine 0"]
+        await engine.aclose()
+        return asyncio.get_running_loop().time() - processes.frozen_at
+
+    assert 0.0 < simulated.run(run()) <= silence
+
+
+@pytest.mark.parametrize(("silence", "slow"), [(2.0, 0.2), (5.0, 3.2)])
+def test_an_engine_that_is_slow_or_was_stopped_beside_its_gate_goes_on(
+    simulated: asyncio.Runner, silence: float, slow: float
+) -> None:
     processes = Processes()
+    processes.seconds, processes.pause_at = slow, 20.0
 
     async def run() -> None:
-        looks = EngineWatch(processes, 0.2)
+        looks = EngineWatch(processes, silence)
         looks.begin()
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(300.0)
+        assert processes.pause_at == float("inf"), "the gate stood still"
         assert processes.ended == []
         assert looks.has_engine
-        processes.is_frozen, processes.number = True, 0
-        await asyncio.sleep(0.4)
-        assert processes.ended == ["engine 0"], "it has had no reply yet"
+        processes.frozen_at, processes.number = 0.0, 0
+        await asyncio.sleep(10.0)
+        assert len(processes.ended) == 1, "it has had no reply"
         assert not looks.has_engine
         looks.close()
 
-    asyncio.run(run())
+    simulated.run(run())
 
 
 def test_a_request_that_waits_for_an_engine_is_answered_and_refused_in_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "_AT_ONCE", 0.05)
-    engine, _ = engine_of([[FOREVER]])
+    engine, _ = engine_of([[asyncio.Event()]])
     engine._patience = 0.3
 
     async def run() -> None:
@@ -212,7 +278,7 @@ def test_a_request_that_waits_for_an_engine_is_answered_and_refused_in_its_strea
 
 
 def test_whoever_leaves_ends_all_replies() -> None:
-    engine, replicas = engine_of([[TAKEN, event(1), FOREVER]])
+    engine, replicas = engine_of([[TAKEN, event(1), asyncio.Event()]])
 
     async def leave() -> None:
         stream = await engine.open_all([([1, 2], SamplingParams(n=2))])

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from foredraft.core.errors import ConfigError
-from tests.cluster.conftest import Served, serving
+from tests.cluster.conftest import WITH_START, Served, serving
 
+pytestmark = WITH_START
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 BODY = {
     "messages": [{"role": "user", "content": "The ferry"}],

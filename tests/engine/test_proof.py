@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from foredraft.core.record import StepRecord
 from foredraft.engine.policy import Policy
 from foredraft.engine.proof import LiveProof
 from foredraft.llm import DraftModel
+from foredraft.load import ModelPlan
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from tests.models.encoder_decoders import SourceTable
@@ -121,6 +123,13 @@ def test_a_proof_gives_way_and_changes_nothing_for_others() -> None:
 def test_every_so_many_is_a_whole_number(every: object) -> None:
     with pytest.raises(ConfigError, match="whole number"):
         new_proof(new_llm(), every)  # type: ignore[arg-type]
+
+
+def test_a_near_tie_is_no_fault() -> None:
+    llm = new_llm()
+    llm.plan = cast(ModelPlan, SimpleNamespace(is_exact=False))
+    with pytest.raises(ConfigError, match="would count near-ties as faults"):
+        AsyncLLM(llm, prove_every=2)
 
 
 async def test_an_idle_engine_proves_by_itself() -> None:

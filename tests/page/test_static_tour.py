@@ -20,6 +20,7 @@ from tools.tour import make
 def folder(tiny: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tour")
     recorded = make.recording(tiny, say=lambda *_, **__: None)
+    recorded["info"]["read_bytes"] = 100_000_000  # tables have no weights
     make.write(out, {"one": recorded, "two": recorded})
     return out
 
@@ -41,13 +42,25 @@ def test_the_script_is_whole(folder: Path) -> None:
 
 def test_whatever_the_tour_may_ask_is_recorded(tiny: LLM) -> None:
     lanes = Lanes(tiny)
-    found = [*make.requests(lanes.drafters, make.served_of(lanes))]
+    found = [*make.requests(lanes.drafters, make.served_of(lanes.info()))]
     assert {"yours", "law", "verify"} <= set(make.asked())
     for request, _ in found:
         assert make.RunBody(**request)
     seeds = {request.get("seed") for request, _ in found if request.get("max_tokens") == 1}
     assert seeds >= {*range(12)}
     assert make.canonical({"b": 1, "a": [0.7, "ü"]}) == '{"a":[0.7,"ü"],"b":1}'
+
+
+def test_the_pair_has_answered_whatever_the_tour_asks() -> None:
+    recorded = make.kept()
+    assert recorded["info"]["drafter"] == "draft_model"
+    assert {*make.FORWARDS} <= {*map(int, recorded["forwards"])}
+
+
+def test_a_recording_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    make.keep(make.kept() | {"runs": {}}, tmp_path / "old.json.xz")
+    with pytest.raises(ValueError, match=r"old\.json\.xz lacks \d+ runs: record it again"):
+        make.kept(tmp_path / "old.json.xz")
 
 
 def test_modules_that_import_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +77,7 @@ def test_a_double_click_opens_it_and_a_link_holds_the_guesses(page: Any, folder:
     for i in range(PARTS):
         answer_part(page, i)
     assert f"of {PARTS} guesses were near" in page.inner_text(".tally")
+    assert re.search(r"100 MB: .* reads [\d.]+ GB a second", page.inner_text("#tour-slow"))
     page.click(".tally summary")
     assert "guesses were near" in page.locator(".tally canvas").get_attribute("aria-label")
     link = page.evaluate("location.href")

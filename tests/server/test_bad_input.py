@@ -264,8 +264,36 @@ def test_a_prompt_beyond_the_context(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
 def test_nesting_is_bounded_before_anything_is_parsed(client: httpx.Client, opening: str) -> None:
-    error = refused(client.post(CHAT, content=opening * 100_000, headers=JSON))
+    error = refused(client.post(CHAT, content=opening * 70_000, headers=JSON))
     assert error["code"] == "too_deep"
+
+
+@pytest.mark.parametrize(
+    "many",
+    [{str(i): 1 for i in range(150_000)}, [[]] * 300_000, [1.5] * 300_000, ['"'] * 300_000],
+    ids=["fields", "lists", "fractions", "strings"],
+)
+def test_parts_are_bounded_before_anything_is_parsed(client: httpx.Client, many: Any) -> None:
+    error = refused(client.post(CHAT, json={"messages": USER, "metadata": many}), 413)
+    assert error["code"] == "too_many_parts"
+
+
+def test_parts_within_texts_do_not_count(client: httpx.Client) -> None:
+    text = "[1.5, {\"a\": 'é\\'}]\n" * 120_000
+    body = {"messages": USER, "metadata": {"a": text}, "max_tokens": 1}
+    assert client.post(CHAT, json=body).status_code == 200
+
+
+def test_large_prompts_in_parts_are_parsed(client: httpx.Client) -> None:
+    parts = [{"type": "text", "text": 'a " b'}] * 38_000
+    error = refused(client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]}))
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_large_prompts_of_ids_are_parsed(client: httpx.Client) -> None:
+    body = b'{"prompt":[' + b"5," * 1_300_000 + b"5]}"
+    error = refused(client.post("/v1/completions", content=body, headers=JSON))
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_brackets_in_texts_are_no_nesting(client: httpx.Client) -> None:
@@ -394,12 +422,17 @@ def test_an_error_repeats_no_prompt(client: httpx.Client) -> None:
         ('{"messages": [{"role": "user", "content": "%s"}], "n": "x"}', "n is 'x'"),
         ('{"messages": "%s", ', "no JSON"),
         ('["%s"]', "the body must be a JSON object"),
+        ('{"user": "%s", "n": ' + "1" * 5000 + "}", "error parsing the body"),
+        (b'{"user": "%s\xff"}', "error parsing the body"),
     ],
 )
-def test_large_bodies_are_checked_as_small_ones(client: httpx.Client, body: str, part: str) -> None:
+def test_large_bodies_are_checked_as_small_ones(
+    client: httpx.Client, body: str | bytes, part: str
+) -> None:
     """A thread reads them."""
+    whole = body if isinstance(body, bytes) else body.encode()
     for size in (10, 100_000):
-        answer = client.post(CHAT, content=body % ("x" * size), headers=JSON)
+        answer = client.post(CHAT, content=whole.replace(b"%s", b"x" * size), headers=JSON)
         assert part in refused(answer)["message"]
 
 

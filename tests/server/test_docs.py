@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from foredraft.server.dialects.fields import Refused, RequestBody
 from foredraft.server.dialects.messages import MessagesRequest
 from foredraft.server.dialects.responses import ResponsesRequest
 from foredraft.server.settings import ServerSettings
+from foredraft.version import __version__
 from tests.server.marks import hints, honoured, refusals
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -123,6 +126,20 @@ def test_files_for_deploying_name_settings_and_options_that_exist(name: str) -> 
     served = re.findall(r"(?:serve|\[serve),? ([^]\n]*)", text)
     for flag in re.findall(r"--[a-z-]+", " ".join(served)):
         assert flag in options | {"--log-requests"}, flag
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_container_image_is_built_and_runs() -> None:
+    for tool in filter(shutil.which, ("podman", "docker")):
+        if subprocess.run([tool, "info"], capture_output=True, check=False).returncode == 0:
+            break
+    else:
+        pytest.skip("neither podman nor a docker that runs")
+    name, file = "foredraft-test", "examples/deploy/Containerfile"
+    subprocess.run([tool, "build", "-f", file, "-t", name, "."], cwd=DOCS.parent, check=True)
+    said = subprocess.check_output([tool, "run", "--rm", name, "--version"], text=True)
+    assert __version__ in said
 
 
 def test_every_route_of_the_document_is_described(client: httpx.Client) -> None:

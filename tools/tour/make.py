@@ -1,11 +1,11 @@
 """``make tour``: the page's tour without a server, as one folder that a double click opens.
 
-    python -m tools.tour.make --out tour [--pair 1.5b.gguf 0.5b.gguf]
+    python -m tools.tour.make --out tour [--pair MODEL DRAFT [--keep]]
 
 The page's own JavaScript runs, its modules put into one script, as browsers load none from files.
 In place of the module that asks the server stands one that reads recordings: what `ASKED` of
-``tour/asked.js`` asks, answered beforehand by the default model, and by a pair of models where its
-files are named.
+``tour/asked.js`` asks, answered beforehand by the default model, and by a pair of models. The
+pair's recording is kept beside this file, as not everybody has its weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import lzma
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from foredraft.version import __version__
 
 HERE = Path(__file__).parent
 REPLACED = {"main.js": HERE / "main.js", "api.js": HERE / "api.js"}
+KEPT = HERE / "pair.json.xz"
 FORWARDS = (*range(1, 33), 64, 80)
 _IMPORT = re.compile(r'^import \{ ([^}]+) \} from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(
@@ -148,10 +150,10 @@ def canonical(request: Mapping[str, Any]) -> str:
     return json.dumps(request, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def served_of(lanes: Lanes) -> str:
+def served_of(info: Mapping[str, Any]) -> str:
     """As `served` of ``tour/part.js``."""
-    known = lanes.drafters
-    wanted = ("draft_model", "self_draft", lanes.info()["drafter"], "suffix", "ngram")
+    known = info["drafters"]
+    wanted = ("draft_model", "self_draft", info["drafter"], "suffix", "ngram")
     return next(name for name in wanted if name != "none" and name in known)
 
 
@@ -161,12 +163,32 @@ def recording(llm: LLM, say: Any = print) -> dict[str, Any]:
     about = lanes.info() | {"version": __version__, "cpu": cpu_name(), "proof": None}
     forwards = {n: round(min(lanes.forward_ms(n) for _ in range(3)), 3) for n in FORWARDS}
     runs: dict[str, list[dict[str, Any]]] = {}
-    for request, shows_why in requests(lanes.drafters, served_of(lanes)):
+    for request, shows_why in requests(lanes.drafters, served_of(about)):
         key = canonical(request)
         if key not in runs:
             runs[key] = [_short(e, shows_why) for e in run_lanes(lanes, RunBody(**request))]
             say(f"{len(runs)} runs recorded", end="\r", flush=True)
     return {"info": about, "forwards": forwards, "runs": runs}
+
+
+def keep(recorded: Mapping[str, Any], path: Path = KEPT) -> None:
+    """Write a recording for tours that are made where its model is not."""
+    said = json.dumps(recorded, separators=(",", ":"), ensure_ascii=False)
+    path.write_bytes(lzma.compress(said.encode(), preset=9))
+
+
+def kept(path: Path = KEPT) -> dict[str, Any]:
+    """A recording that was kept.
+
+    Raises:
+        ValueError: the tour asks something else now.
+    """
+    recorded: dict[str, Any] = json.loads(lzma.decompress(path.read_bytes()))
+    info = recorded["info"]
+    wanted = {canonical(each) for each, _ in requests(info["drafters"], served_of(info))}
+    if lacking := wanted - recorded["runs"].keys():
+        raise ValueError(f"{path.name} lacks {len(lacking)} runs: record it again with --keep")
+    return recorded
 
 
 def _short(event: dict[str, Any], shows_why: bool) -> dict[str, Any]:
@@ -212,17 +234,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("tour"))
     parser.add_argument(
-        "--pair", nargs=2, metavar=("MODEL", "DRAFT"), help="files or names to record too"
+        "--pair", nargs=2, metavar=("MODEL", "DRAFT"), help="record these, not the kept pair"
     )
+    parser.add_argument("--keep", action="store_true", help="for tours made without the pair")
     asked_for = parser.parse_args()
-    models: list[dict[str, Any]] = [{}]
+    recordings = [recording(LLM.load())]
     if asked_for.pair:
-        models.append({"model": asked_for.pair[0], "draft_model": asked_for.pair[1]})
-    recordings = {}
-    for options in models:
-        llm = LLM.load(**options)
-        recordings[llm.name or "model"] = recording(llm)
-    write(asked_for.out, recordings)
+        recordings.append(recording(LLM.load(asked_for.pair[0], draft_model=asked_for.pair[1])))
+        if asked_for.keep:
+            keep(recordings[-1])
+    else:
+        recordings.append(kept())
+    write(asked_for.out, {each["info"]["model"]: each for each in recordings})
     print(f"\nopen {asked_for.out / 'index.html'}")  # noqa: T201
 
 

@@ -56,9 +56,11 @@ export function slow() {
       const tell = (n) => { cost.textContent = `${number(measured.get(n), 1)} ms`; each.textContent = `${number(measured.get(n) / n, 1)} ms`; };
       const size = scrub("Tokens in one forward", { min: 1, max: 32, value: 8, changed: async (n) => { if (!measured.has(n)) await measure(n); tell(n); } });
       tell(8);
+      const bytes = getInfo()?.read_bytes;
+      const speed = bytes ? `Its weights are ${number(bytes / 1e6, 0)} MB: the forward of one token reads ${number(bytes / short / 1e6, 1)} GB a second. ` : "";
       const outcome = [times(said.value), times(found), Math.abs(found - said.value) < 0.5];
       show(compare(isGuessed, ...outcome),
-        h("p", {}, found < 7 ? "Eight times the tokens take less than eight times the time: the weights are fetched from memory once for all eight, and fetching takes longer than the arithmetic. " : "Nearly eight times as long: here the arithmetic takes the time, and guessing ahead will gain little. On other machines the weights' way from memory takes it, once for all eight. ", "A forward of ", size.element, " tokens takes ", cost, " here, ", each, " for each of them."),
+        h("p", {}, found < 7 ? "Eight times the tokens take less than eight times the time: the weights are fetched from memory once for all eight, and fetching takes longer than the arithmetic. " : "Nearly eight times as long: here the arithmetic takes the time, and guessing ahead will gain little. On other machines the weights' way from memory takes it, once for all eight. ", speed, "A forward of ", size.element, " tokens takes ", cost, " here, ", each, " for each of them."),
         h("p", {}, "So the model could write several tokens in little more than the time of one, if only it knew them beforehand. But the second is not known before the first is chosen."));
       return outcome;
     },
