@@ -28,8 +28,8 @@ _NUM_TELLING = 5
 """Number of sizes that are timed before a long context is."""
 _LEAST_MOST = 17
 _ROUNDS, _MORE_ROUNDS, _MORE_SECONDS = 2, 8, 1.0
-"""Rounds of all forwards; and of a small model more as long as they take less than so long: of two
-times the least is still a tenth too much for one token now and then, which decides draft lengths."""
+"""Rounds of all forwards; of a small model more, up to so many and as long as they take less time
+than this: the least of two times is a tenth too much now and then, and decides draft lengths."""
 _MOST_SECONDS = 2.0
 """Limit for all forwards. A large model is timed at fewer sizes; steps correct the others later."""
 _CONTEXT = 64
