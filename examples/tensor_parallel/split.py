@@ -263,7 +263,7 @@ class SplitTarget:
         Raises:
             EngineStoppedError: one of them is gone, or has failed: there will be no more.
         """
-        check_taps(taps, self.capabilities)
+        check_taps(taps, self.capabilities.taps)
         plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
         announce(plan, self.cache)
         try:

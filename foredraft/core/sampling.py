@@ -42,25 +42,32 @@ class Law:
     are computed on first use; greedy and seeded requests never use them.
 
     Attributes:
-        given_V: float logits before top-k, top-p and min-p; -inf is a token that cannot occur.
+        given: float logits before top-k, top-p and min-p, [V], or [N, V] with a ``row``; -inf is a
+            token that cannot occur.
         scale: 1 / temperature; None puts everything on ``token``.
         token: the likeliest token, of equal ones the first.
         cut: threshold of the filters: tokens with a smaller logit cannot occur.
         drawn: the token that the target draws from it, if it is known already.
         chance: of ``drawn``, as `foredraft.core.choices.chance_alike` has it; None: not computed.
+        row: of ``given``; a law whose token is drawn already is seldom looked at.
     """
 
-    given_V: Tensor
+    given: Tensor
     scale: float | None
     token: int
     cut: float = -math.inf
     drawn: int | None = None
     chance: float | None = None
+    row: int | None = None
 
     @classmethod
     def of_probs(cls, probs_V: Tensor) -> Law:
         """The law with these probabilities (or weights)."""
         return cls(probs_V.log(), 1.0, int(probs_V.argmax()))
+
+    @property
+    def given_V(self) -> Tensor:
+        return self.given if self.row is None else self.given[self.row]
 
     @cached_property
     def logits_V(self) -> Tensor:
@@ -222,15 +229,15 @@ def draw_rows(logits_NV: Tensor, keys: Sequence[tuple[int, Key]]) -> list[Law | 
 
 def drawn_laws(logits_NV: Tensor, rows: Iterable[DrawRow]) -> list[Law | None]:
     """The laws that compiled code has drawn from; None where the logits are not finite."""
-    each = logits_NV.unbind()
     return [
-        Law(
-            *(each[row.row], row.scale or None, row.best),
+        None
+        if row.token < 0
+        else Law(
+            *(logits_NV, row.scale or None, row.best),
             drawn=row.token,
             chance=row.chance or None,
+            row=row.row,
         )
-        if row.token >= 0
-        else None
         for row in rows
     ]
 

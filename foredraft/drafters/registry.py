@@ -193,7 +193,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     else:
         drafter = _built(key, _installed()[key][0], spec, context)
     try:
-        check_taps(drafter.taps, context.target.capabilities)
+        check_taps(drafter.taps, context.target.capabilities.taps)
     except ConfigError as error:
         raise CapabilityError(f"drafter {key!r} does not fit this target: {error}") from None
     return drafter

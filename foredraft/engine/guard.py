@@ -79,7 +79,7 @@ class LoadedDrafter:
         joins_late: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_taps(drafter.taps, target.capabilities)
+        check_taps(drafter.taps, target.capabilities.taps)
         self._drafter, self._target = drafter, target
         self.traits = replace(
             drafter.traits, name=name, most_nodes=most_nodes, joins_late=joins_late

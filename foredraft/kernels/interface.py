@@ -135,28 +135,19 @@ class StatesOfRow(ctypes.Structure):
     ]
 
 
-class ForwardRow(ctypes.Structure):
-    """``ForedraftRow`` of interface.h."""
-
-    _fields_ = [("first_token", c_int64), ("end_token", c_int64)]
-
-
 class Forward(ctypes.Structure):
     """``ForedraftForward`` of interface.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_tokens", "num_wanted", "num_rows", "max_entries")),
-        *((name, POINTER(c_int32)) for name in ("token_ids", "positions", "entries")),
-        ("tables", POINTER(c_void_p)),
-        *((name, POINTER(c_int32)) for name in ("prefixes", "extra_starts", "extras", "wanted")),
-        ("rows", POINTER(ForwardRow)),
+        *((name, c_void_p) for name in ("token_ids", "positions", "entries", "tables", "prefixes")),
+        *((name, c_void_p) for name in ("extra_starts", "extras", "wanted", "rows")),
         ("stores", Store * 2),
         ("block_entries", c_int64),
         ("logits", c_void_p),
         *((name, c_int64) for name in ("first_layer", "end_layer")),
         ("hidden", c_void_p),
-        ("taps", POINTER(c_void_p)),
-        ("workspace", c_void_p),
+        *((name, c_void_p) for name in ("taps", "workspace")),
         ("num_threads", c_int64),
         ("phase_seconds", POINTER(c_double)),
         ("num_draws", c_int64),
@@ -165,7 +156,7 @@ class Forward(ctypes.Structure):
         ("states", POINTER(StatesOfRow)),
         ("matrices", c_void_p),
         *((name, c_int64) for name in ("num_first", "num_others")),
-        ("others", POINTER(c_int32)),
+        ("others", c_void_p),
     ]
 
 

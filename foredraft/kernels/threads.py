@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import MutableMapping
-from statistics import fmean, median_low
+from statistics import fmean
 from typing import TypeAlias
 
 from foredraft.core.errors import ConfigError
@@ -104,18 +104,19 @@ class ThreadChooser:
         """A forward with as many threads as `choose` said took this long."""
         if len(self._steps) == 1:
             return
-        usual = self._usual.get(size, seconds)
-        if self._trying != self._best and self._is_known(size):
+        usual, is_known = self._usual.get(size, seconds), self._is_known(size)
+        if self._trying != self._best and is_known:
             self._observe_trial(seconds / usual)
             return
         followed = usual + _STEP * (seconds - usual)
-        self._usual[size] = followed if self._is_known(size) else min(usual, seconds)
+        self._usual[size] = followed if is_known else min(usual, seconds)
         self._counts[size] += 1
         if self._trying != self._best:
             return
         self._ratios = [*self._ratios[1 - _FOLLOWED :], seconds / usual]
         self._left -= 1
-        slower = len(self._ratios) == _FOLLOWED and median_low(self._ratios) > _SUSPICIOUS
+        num_slow = sum(ratio > _SUSPICIOUS for ratio in self._ratios)
+        slower = len(self._ratios) == _FOLLOWED and num_slow > _FOLLOWED // 2
         if slower and self._best > 0:
             self._direction, self._between = -1, _FIRST_TRIAL
         if self._left <= 0 or slower:

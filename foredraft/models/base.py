@@ -72,13 +72,12 @@ def offered(ability: _T | None) -> _T:
     return ability
 
 
-def check_taps(taps: Sequence[int], capabilities: Capabilities) -> None:
+def check_taps(taps: Sequence[int], there: range) -> None:
     """Refuse taps that are not to be had.
 
     Raises:
-        ConfigError: a layer is not among `Capabilities.taps`.
+        ConfigError: a layer is not ``there`` (see `Capabilities.taps`).
     """
-    there = capabilities.taps
     for layer in taps:
         if layer not in there:
             has = f"layers {there.start} to {there.stop - 1}" if there else "no layers"
@@ -276,6 +275,8 @@ class Scores:
         return [Scores(part_NV, (range(len(part_NV)),), drawn=mine) for part_NV, mine in parts]
 
     def _split(self) -> list[Tensor]:
+        if len(self.heads) == 1:
+            return [self.logits_NV]
         return [self.logits_NV[span.start : span.stop] for span in self.heads]
 
     def _joined(self, rows: Sequence[int]) -> Tensor:

@@ -108,7 +108,7 @@ class TrainingTarget:
         Raises:
             ConfigError: there is one.
         """
-        check_taps(taps, self._target.capabilities)
+        check_taps(taps, self._target.capabilities.taps)
 
     # ---------------------------------------------------------------- copies, for new heads
 

@@ -189,7 +189,7 @@ class HFTarget:
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        check_taps(taps, self.capabilities)
+        check_taps(taps, self.capabilities.taps)
         for row in rows:
             self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
         return Scores.of([self._score_row(row, taps) for row in rows])

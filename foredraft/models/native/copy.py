@@ -22,7 +22,6 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
-from foredraft.cache.states import StateCache
 from foredraft.cache.store import Entries
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
@@ -30,8 +29,8 @@ from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import quant
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.cpu import FusedDecoder, PreparedChain
-from foredraft.models.native.model import Decoder, DecoderFactory, draws_behind_all, scored
+from foredraft.models.native.cpu import FusedDecoder
+from foredraft.models.native.model import DecoderFactory, draws_behind_all, scored
 from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import CENTRED4, Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.weights import (
@@ -94,7 +93,6 @@ class NativeLowBitCopy:
         self._config, self.weights = config, weights
         self._new_decoder, self._cache = new_decoder, cache
         self._decoder = new_decoder(config, weights)
-        self._chain = prepared_chain(self._decoder, cache)
         self.bits = weights.bits
         own = [*packed_tensors(weights).values()]
         if weights.screen_VE is not None:
@@ -108,11 +106,7 @@ class NativeLowBitCopy:
         assert isinstance(target.cache, KVCache)
         return NativeLowBitCopy(self._config, self.weights, self._new_decoder, target.cache)
 
-    @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
-        chain = self._chain
-        if chain and len(rows) == 1 and starts[0] < _LONG and chain.takes(rows[0]):
-            return chain.score(rows[0], starts[0])
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
         cache: Entries = self._cache
@@ -122,16 +116,9 @@ class NativeLowBitCopy:
             there = [
                 start - short.num_left_out[slot] for slot, start in zip(slots, starts, strict=True)
             ]
-            # Tokens keep their positions.
-            plan = replace(plan_forward(rows, there), positions=plan.positions)
+            positions, plan = plan.positions, plan_forward(rows, there)
+            plan.positions = positions
         return scored(self._decoder, plan, cache, draws_behind_all(rows, plan))
-
-
-def prepared_chain(decoder: Decoder, cache: KVCache) -> PreparedChain | None:
-    """What runs small forwards with little around the kernel, where there is one."""
-    if not isinstance(decoder, FusedDecoder) or isinstance(cache, StateCache):
-        return None
-    return PreparedChain(decoder, cache)
 
 
 @dataclass

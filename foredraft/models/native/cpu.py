@@ -5,10 +5,9 @@ it is scored alone, in a chain, as a tree node, in a batch or in a prefill chunk
 of threads. `foredraft.models.native.model.EagerDecoder` says what is computed; here activations
 are float32 throughout, while weights and cache keep their dtype.
 
-Small forwards of drafters have a description that is made once and rewritten for each. A round of
-drafting is a forward of a few tokens right after one of the target, whose weights have swept
-everything else out of the caches: laying out a plan and describing it to the kernel takes longer
-there than a head's kernel does.
+The kernel reads a description that is made once and filled in for each forward. A round of drafting
+is a forward of a few tokens right after one of the target, whose weights have swept everything else
+out of the caches: a description that is made anew takes longer there than a head's kernel does.
 
 Shape legend: T tokens of the forward, N wanted logits, R rows of a forward or of a head, L layers,
 E hidden size, V vocabulary.
@@ -20,29 +19,23 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from ctypes import POINTER, addressof, c_double, c_int32, c_int64, c_void_p, cast
-from dataclasses import replace
-from itertools import chain
-from types import SimpleNamespace
+import weakref
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from ctypes import POINTER, addressof, c_double, c_int32, c_int64, c_void_p
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.cache.kv import KVCache
-from foredraft.cache.layers import StoredLayers
 from foredraft.cache.states import RowStates
 from foredraft.cache.store import BlockStore, Entries
-from foredraft.core.choices import LIKELIEST
-from foredraft.core.draws import DrawRow
 from foredraft.core.errors import ConfigError
-from foredraft.core.sampling import drawn_laws
 from foredraft.kernels import interface
 from foredraft.kernels.build import KernelUnavailable, load_library
-from foredraft.kernels.interface import Forward, ForwardRow
 from foredraft.kernels.threads import ThreadChooser, check_threads, forward_size
-from foredraft.models.base import MOST_OTHERS, HeadRow, ScoreRow, Scores, Shortlist
+from foredraft.models.base import Shortlist
 from foredraft.models.native.config import DecoderConfig, LayerKind
 from foredraft.models.native.model import finished_logits, xielu_numbers
 from foredraft.models.native.plan import ForwardPlan, plan_head
@@ -113,6 +106,8 @@ class FusedDecoder:
         self._unnormed.layer_norms, self._unnormed.final_norm_bias = 0, None
         self._workspace = torch.empty(0)
         self._phase_seconds = (c_double * len(PHASES))()
+        self._described = _Description(self._phase_seconds)
+        self._num_states: int | None = None  # where the head alone is described
         self._process, self._lock = os.getpid(), threading.Lock()
         self._forward = library.foredraft_forward
         self._workspace_size = library.foredraft_workspace_size
@@ -141,27 +136,26 @@ class FusedDecoder:
             IndexError: a token id outside the vocabulary, or an entry outside the cache.
             ConfigError: the cache is of another model, or of another dtype than the weights.
         """
-        self._check_plan(plan, cache)
-        num_first = plan.shortlists[0].num_first if plan.shortlists else 0
-        width = max((len(each.others) for each in plan.shortlists), default=0)
-        logits_NV = torch.empty(len(plan.heads), num_first + width or self._num_outputs)
+        if not 0 <= min(plan.token_ids) <= max(plan.token_ids) < self._config.vocab_size:
+            raise IndexError(
+                f"token ids {min(plan.token_ids)} to {max(plan.token_ids)} do not fit a "
+                f"vocabulary of {self._config.vocab_size}"
+            )
+        width = sum(plan.shortlist_sizes)
+        logits_NV = torch.empty(len(plan.heads), width or self._num_outputs)
         hidden = self._config.hidden_size
         # Rounded by the kernel: torch's threads would take its cores for a while.
         precision = torch.float32 if plan.is_beginning else self._weights.dtype
         tapped = {i: torch.empty(len(plan), hidden, dtype=precision) for i in taps}
         with self._lock_here():
-            described = self._describe_forward(plan, logits_NV, tapped)
-            described.rounds_taps = not plan.is_beginning
-            _point_to_entries(described, plan, cache)
+            if self._described.is_elsewhere(cache.store):
+                cache.store.check_fits(self._config.kv_shape, self._weights.dtype, torch.int8)
+                self._described.point_to_store(cache.store)
+            tables = self._described.tables(plan, cache)
             states = open_rows(plan, states_of(cache)) if self._config.recurrent else []
-            work = self._point_to_states(described, states) if states else ()
-            if plan.draws is not None:
-                described.num_draws, described.draws = len(plan.draws), plan.draws
-                described.num_first, described.num_others = num_first, width
-                fill = [-1] * width
-                others = [(*each.others, *fill)[:width] for each in plan.shortlists]
-                described.others = _ints([*chain.from_iterable(others)])
-            self._call(described)
+            work = self._point_to_states(states) if states else ()
+            self._describe(plan, tables, tapped)
+            self._run(self._model, logits_NV)
             if work:
                 states_of(cache).close_states(states)
         return logits_NV, tapped
@@ -172,19 +166,26 @@ class FusedDecoder:
         The kernel's last step normalises and multiplies. With weights of one its norm only scales,
         which is undone: that costs the last bit.
         """
-        lock = self._lock_here()  # before torch computes anything
+        self._lock_here()  # before torch computes anything
         inputs_TE = normed_TE.float().contiguous()
-        plan = plan_head(inputs_TE, len(self._layers))
         scale_T1 = (inputs_TE.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).sqrt()
-        logits_TV = torch.empty(len(plan), self._num_outputs)
-        with lock:
-            described = self._describe_forward(plan, logits_TV, {})
-            _check_outcome(self._forward(self._unnormed, described), described.num_threads)
+        logits_TV = self.ends(inputs_TE, self._unnormed)
         return finished_logits(logits_TV.mul_(scale_T1), self._config)
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
+    def ends(self, states_TE: Tensor, model: interface.Model | None = None) -> Tensor:
+        """Norm and head alone: float32 logits [T, V] of contiguous float32 states.
+
+        Args:
+            model: described with another norm.
+        """
+        logits_TV = torch.empty(len(states_TE), self._num_outputs)
+        with self._lock_here():
+            if self._num_states != len(states_TE):  # else all is said but where they lie
+                self._describe(plan_head(len(states_TE), len(self._layers)))
+                self._num_states = len(states_TE)
+            self._described.forward.hidden = states_TE.data_ptr()
+            self._run(model or self._model, logits_TV)
+        return logits_TV
 
     def leaves_out(self, shortlist: Shortlist | None) -> bool:
         """Whether forwards can leave out all other tokens: only a head in two steps does that."""
@@ -192,29 +193,37 @@ class FusedDecoder:
             return False
         return max((shortlist.num_first, *shortlist.others)) < self._num_outputs
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Of a hidden state, and of the head: E, V."""
-        return self._config.hidden_size, self._num_outputs
+    def _describe(
+        self,
+        plan: ForwardPlan,
+        tables: Sequence[int] = (),
+        tapped: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """Say all of a forward but where its logits go.
 
-    def new_work_memory(self, num_tokens: int, num_wanted: int, num_entries: int) -> Tensor:
-        """Enough for forwards of these sizes that the caller describes: see `PreparedForward`."""
-        sizes = (num_tokens, num_wanted, num_entries, self._most_threads)
-        return torch.empty(self._workspace_size(self._model, *sizes), dtype=torch.float32)
+        Args:
+            tables: addresses, of each token's blocks one.
+        """
+        self._num_states, taps = None, [0] * len(self._layers)
+        for i, tap_TE in (tapped or {}).items():
+            taps[i] = tap_TE.data_ptr()
+        self._described.fill(plan, plan.layers_to_run(len(taps)), tables, taps)
+        described = self._described.forward
+        described.max_entries = max(plan.entries, default=0) + 1
+        amounts = described.num_tokens, described.num_wanted, described.max_entries
+        described.workspace = self._work_memory(*amounts)
 
-    def call(self, described: interface.Forward) -> None:
-        """Run what the caller has described and checked, with as many threads as are best."""
-        with self._lock_here():
-            self._call(described)
-
-    def _call(self, described: interface.Forward) -> None:
+    def _run(self, model: interface.Model, logits_NV: Tensor) -> None:
+        """Run the forward that is described, with as many threads as are best."""
+        described = self._described.forward
+        described.logits = logits_NV.data_ptr()
         num_layers = described.end_layer - described.first_layer
         size = forward_size(
             described.num_tokens, described.max_entries, described.num_wanted, num_layers
         )
         described.num_threads = self._num_threads or self._chooser.choose(size)
         started = time.perf_counter()
-        _check_outcome(self._forward(self._model, described), described.num_threads)
+        _check_outcome(self._forward(model, described), described.num_threads)
         self._chooser.observe(size, time.perf_counter() - started)
 
     def _lock_here(self) -> threading.Lock:
@@ -229,62 +238,12 @@ class FusedDecoder:
             torch.set_num_threads(1)
         return self._lock
 
-    def _describe_forward(
-        self, plan: ForwardPlan, logits_NV: Tensor, tapped: dict[int, Tensor]
-    ) -> interface.Forward:
-        """All but where the cache's entries lie."""
-        max_entries = max(map(plan.end, plan.rows))
-        layers = plan.layers_to_run(len(self._layers))
-        extra_starts = [0]
-        for extras in plan.extras:
-            extra_starts.append(extra_starts[-1] + len(extras))
-        return interface.Forward(
-            num_tokens=len(plan),
-            num_wanted=len(plan.heads),
-            num_rows=len(plan.rows),
-            max_entries=max_entries,
-            token_ids=_ints(plan.token_ids),
-            positions=_ints(plan.positions),
-            entries=_ints(plan.entries),
-            prefixes=_ints(plan.prefixes),
-            extra_starts=_ints(extra_starts),
-            extras=_ints([entry for extras in plan.extras for entry in extras]),
-            wanted=_ints(plan.heads),
-            rows=_rows(plan),
-            logits=logits_NV.data_ptr(),
-            first_layer=layers.start,
-            end_layer=layers.stop,
-            hidden=None if plan.hidden_TE is None else plan.hidden_TE.data_ptr(),
-            taps=(c_void_p * len(self._layers))(
-                *(tapped[i].data_ptr() if i in tapped else None for i in range(len(self._layers)))
-            ),
-            workspace=self._work_memory(len(plan), len(plan.heads), max_entries),
-            num_threads=self._num_threads or self._chooser.best,
-            phase_seconds=self._phase_seconds,
-        )
-
     def _work_memory(self, *sizes: int) -> int:
         """Address of enough work memory; it only ever grows."""
         needed = self._workspace_size(self._model, *sizes, self._most_threads)
         if needed > self._workspace.numel():
             self._workspace = torch.empty(needed, dtype=torch.float32)
         return self._workspace.data_ptr()
-
-    def _check_plan(self, plan: ForwardPlan, cache: Entries) -> None:
-        cache.store.check_fits(self._config.kv_shape, self._weights.dtype, torch.int8)
-        if not 0 <= min(plan.token_ids) <= max(plan.token_ids) < self._config.vocab_size:
-            raise IndexError(
-                f"token ids {min(plan.token_ids)} to {max(plan.token_ids)} do not fit a "
-                f"vocabulary of {self._config.vocab_size}"
-            )
-        for row in plan.rows:
-            slot, end = plan.slot(row), plan.end(row)
-            held = len(cache.table(slot)) * cache.store.block_size
-            if end > held:
-                raise IndexError(
-                    f"entry {end - 1} of slot {slot} lies outside its blocks, "
-                    f"which hold {held} entries; reserve it first"
-                )
 
     def _describe_model(self) -> interface.Model:
         config, weights, experts = self._config, self._weights, self._config.experts
@@ -335,9 +294,7 @@ class FusedDecoder:
             num_ids=self._num_outputs if config.num_ids is None else config.num_ids,
         )
 
-    def _point_to_states(
-        self, described: interface.Forward, rows: Sequence[RowStates]
-    ) -> tuple[Tensor, Tensor]:
+    def _point_to_states(self, rows: Sequence[RowStates]) -> tuple[Tensor, Tensor]:
         """Say what recurrent layers have of each row; returns the memory they work in."""
         sizes = self._config.recurrent
         assert sizes is not None
@@ -352,12 +309,14 @@ class FusedDecoder:
                 for save in row.saves
             ]
             one.state, one.old_log = row.state.values_LS.data_ptr(), row.old_LTW.data_ptr()
-            one.new_log, one.parents = row.new_LTW.data_ptr(), _ints(row.parents)
+            one.new_log = row.new_LTW.data_ptr()
+            one.parents = (c_int32 * len(row.parents))(*row.parents)
             one.saves = (interface.Save * len(saves))(*saves)
             one.elements = elements[first:].data_ptr()
             one.num_old, one.first_logged, one.num_saves = row.num_old, row.first_logged, len(saves)
             one.old_stride, one.new_stride = row.old_LTW.stride(0), row.new_LTW.stride(0)
             first += count
+        described = self._described.forward
         described.states, described.matrices = found, matrices.data_ptr()
         return elements, matrices
 
@@ -519,6 +478,92 @@ class FusedDecoder:
         return self._kept[-1].data_ptr()
 
 
+class _Description:
+    """A forward as the kernel reads it, in memory that stays and grows.
+
+    Args:
+        phase_seconds: where the kernel says how long it took.
+    """
+
+    def __init__(self, phase_seconds: ctypes.Array[c_double]) -> None:
+        self.forward = interface.Forward(phase_seconds=phase_seconds)
+        self._lists: dict[str, ctypes.Array[Any]] = {}
+        self._tables: list[array[int]] = []
+        self._keys: weakref.ref[Tensor] | None = None
+
+    def fill(
+        self, plan: ForwardPlan, layers: range, tables: Sequence[int], taps: Sequence[int]
+    ) -> None:
+        """Say all of a plan.
+
+        Args:
+            tables, taps: addresses, of each token's blocks and of each layer's output; 0: unwanted.
+        """
+        forward, (num_first, num_others) = self.forward, plan.shortlist_sizes
+        missing, put = [-1] * num_others, self._put
+        put("token_ids", plan.token_ids)
+        put("positions", plan.positions)
+        put("entries", plan.entries)
+        put("prefixes", plan.prefixes)
+        put("extra_starts", [0, *accumulate(map(len, plan.extras))])
+        put("extras", [*chain.from_iterable(plan.extras)])
+        put("wanted", plan.heads)
+        put("rows", [token for row in plan.rows for token in (row.start, row.stop)], c_int64)
+        put("tables", tables, c_int64)
+        put("taps", taps, c_int64)
+        if num_others:
+            put(
+                "others",
+                [i for one in plan.shortlists for i in (*one.others, *missing)[:num_others]],
+            )
+        forward.num_tokens, forward.num_rows = len(plan), len(plan.rows)
+        forward.num_wanted, forward.num_draws = len(plan.heads), len(plan.draws or ())
+        forward.first_layer, forward.end_layer = layers.start, layers.stop
+        forward.hidden = None if plan.hidden_TE is None else plan.hidden_TE.data_ptr()
+        forward.rounds_taps, forward.draws = not plan.is_beginning, plan.draws
+        forward.num_first, forward.num_others = num_first, num_others
+
+    def tables(self, plan: ForwardPlan, cache: Entries) -> list[int]:
+        """Where the blocks of each token's slot are listed.
+
+        Raises:
+            IndexError: a token's entry lies outside of them.
+        """
+        size, addresses = cache.store.block_size, list[int]()
+        self._tables = [cache.table(plan.slot(row)) for row in plan.rows]  # some are new
+        for row, table in zip(plan.rows, self._tables, strict=True):
+            address, num_blocks = table.buffer_info()
+            if plan.end(row) > num_blocks * size:
+                raise IndexError(
+                    f"entry {plan.end(row) - 1} of slot {plan.slot(row)} lies outside its blocks, "
+                    f"which hold {num_blocks * size} entries; reserve it first"
+                )
+            addresses += [address] * len(row)
+        return addresses
+
+    def is_elsewhere(self, store: BlockStore) -> bool:
+        """Whether blocks are not where the last forward's were: they move when they grow."""
+        return self._keys is None or self._keys() is not store.keys
+
+    def point_to_store(self, store: BlockStore) -> None:
+        """Say where the blocks lie, and what they hold."""
+        self._keys = weakref.ref(store.keys)
+        self.forward.block_entries = store.block_size
+        self.forward.int8_entries = store.dtype == torch.int8
+        for place, one in zip(self.forward.stores, (store, store.wide), strict=True):
+            if one is not None:
+                place.keys, place.values = one.keys.data_ptr(), one.values.data_ptr()
+                place.block_stride, place.layer_stride, place.head_stride, _, _ = one.keys.stride()
+
+    def _put(self, name: str, values: Sequence[int], kind: type[Any] = c_int32) -> None:
+        """Write a list where the kernel reads it."""
+        kept = self._lists.get(name)
+        if kept is None or len(kept) < len(values):
+            kept = self._lists[name] = (kind * (2 * len(values) + 8))()
+            setattr(self.forward, name, addressof(kept))
+        kept[: len(values)] = values
+
+
 def work_bytes(config: DecoderConfig, is_bf16: bool, form: int, num_tokens: int) -> int:
     """Work memory of a forward that reads so many tokens of one text.
 
@@ -618,36 +663,6 @@ def _memory_ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _ints(values: Iterable[int]) -> ctypes.Array[c_int32]:
-    values = list(values)
-    return (c_int32 * len(values))(*values)
-
-
-def _point_to_entries(described: interface.Forward, plan: ForwardPlan, cache: Entries) -> None:
-    """Say where the entries of the plan's slots lie."""
-    tables = list[int]()
-    for row in plan.rows:
-        address, _ = cache.table(plan.slot(row)).buffer_info()
-        tables += [address] * len(row)
-    described.tables = (c_void_p * len(tables))(*tables)
-    point_to_store(described, cache.store)
-
-
-def point_to_store(described: interface.Forward, store: BlockStore) -> None:
-    """Say where the blocks lie, and what they hold."""
-    described.block_entries = store.block_size
-    described.int8_entries = store.dtype == torch.int8
-    for place, one in zip(described.stores, (store, store.wide), strict=True):
-        if one is not None:
-            place.keys, place.values = one.keys.data_ptr(), one.values.data_ptr()
-            place.block_stride, place.layer_stride, place.head_stride, _, _ = one.keys.stride()
-
-
-def _rows(plan: ForwardPlan) -> ctypes.Array[interface.ForwardRow]:
-    spans = [interface.ForwardRow(row.start, row.stop) for row in plan.rows]
-    return (interface.ForwardRow * len(spans))(*spans)
-
-
 def _check_outcome(outcome: int, num_threads: int) -> None:
     """``Outcome`` of entry.h."""
     if outcome == 1:
@@ -682,199 +697,3 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
                 f"head_dim {size} must be even, and {config.num_attention_heads} heads a multiple "
                 f"of {num_kv} key-value heads"
             )
-
-
-MOST_TOKENS = 16
-"""Of a prepared forward: more are worth a plan."""
-
-Layers = StoredLayers | KVCache
-
-_MOST_EXTRAS = 4096
-_LISTS = {
-    "token_ids": MOST_TOKENS,  # zeros where states are given
-    "positions": MOST_TOKENS,
-    "entries": MOST_TOKENS,
-    "prefixes": MOST_TOKENS,
-    "extra_starts": MOST_TOKENS + 1,
-    "extras": _MOST_EXTRAS,
-    "wanted": MOST_TOKENS,
-}
-"""Lengths of what ``ForedraftForward`` of interface.h says of each token, in memory that stays."""
-_ENTRIES_AT_ONCE = 1024
-"""By which work memory grows."""
-
-
-class _Prepared:
-    """Forwards of up to `MOST_TOKENS` tokens of one row.
-
-    Args:
-        decoder: runs them.
-        layers: where its entries go; None: it has no layers.
-    """
-
-    def __init__(self, decoder: FusedDecoder, layers: Layers | None = None) -> None:
-        self._decoder, self._layers = decoder, layers
-        self._hidden_size, self._num_rows = decoder.sizes
-        self._lists = lists = SimpleNamespace(
-            **{name: (c_int32 * count)() for name, count in _LISTS.items()}
-        )
-        self._row, self._taps = ForwardRow(), (c_void_p * max(1, decoder.num_layers))()
-        self._tables = (c_void_p * MOST_TOKENS)()
-        self._forward = Forward(
-            num_rows=1,
-            rows=POINTER(ForwardRow)(self._row),
-            end_layer=decoder.num_layers,
-            taps=self._taps,
-            tables=self._tables,
-            **{name: cast(addressof(kept), POINTER(c_int32)) for name, kept in vars(lists).items()},
-        )
-        self._room = 0  # entries that there is work memory for
-        self._make_room(1)
-
-    def _run(
-        self, count: int, num_wanted: int, num_entries: int, num_logits: int | None = None
-    ) -> Tensor:
-        """Logits of the last tokens, of ``count`` that are described.
-
-        Args:
-            num_logits: of a token; None: of all output rows.
-        """
-        if num_entries > self._room:
-            self._make_room(num_entries)
-        forward = self._forward
-        logits_NR = torch.empty(num_wanted, num_logits or self._num_rows)
-        self._row.end_token = forward.num_tokens = count
-        forward.num_wanted, forward.max_entries = num_wanted, num_entries
-        forward.logits = logits_NR.data_ptr()
-        self._decoder.call(forward)
-        return logits_NR
-
-    def _make_room(self, num_entries: int) -> None:
-        self._room = -(-num_entries // _ENTRIES_AT_ONCE) * _ENTRIES_AT_ONCE
-        self._memory = self._decoder.new_work_memory(MOST_TOKENS, MOST_TOKENS, self._room)
-        self._forward.workspace = self._memory.data_ptr()
-
-    def _point_to_layers(self, slot: int, count: int) -> None:
-        """They move when they grow, and so does a slot's table."""
-        assert self._layers is not None
-        address, _ = self._layers.table(slot).buffer_info()
-        self._tables[:count] = [address] * count
-        point_to_store(self._forward, self._layers.store)
-
-
-class PreparedForward(_Prepared):
-    """Forwards of a head's decoder."""
-
-    def head(self, inputs_TE: Tensor) -> Tensor:
-        """Norm and head alone: float32 logits [T, R] of contiguous float32 states."""
-        count = len(inputs_TE)
-        if count > MOST_TOKENS:
-            return torch.cat(
-                [self.head(some_TE) for some_TE in torch.split(inputs_TE, MOST_TOKENS)]
-            )
-        self._lists.wanted[:count] = range(count)
-        self._forward.hidden = inputs_TE.data_ptr()
-        return self._run(count, count, 1)
-
-    def run(self, row: HeadRow, inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """See `foredraft.models.base.HeadRunner`; for what `can_run`, its entries reserved."""
-        assert isinstance(self._layers, StoredLayers)
-        count, tree = len(inputs_TE), row.tree
-        skipped = self._layers.skipped(row.slot)
-        # Entries are counted from the first block that the run touches, positions are not.
-        before = self._layers.first(row.slot) - skipped
-        root = row.start + row.num_text - before
-        end = root + len(tree)
-        lists, first = self._lists, end - count
-        entries = range(first, end)
-        positions, extras = [*range(before + first, before + end)], list[int]()
-        starts = [0] * (count + 1)
-        first_node = max(0, root - first)
-        for at in range(0 if skipped else first_node, count):
-            if skipped:  # what is not there cannot be in a prefix
-                extras += range(skipped, min(first + at + 1, root))
-            if at >= first_node:
-                path = _path(tree.parents, first + at - root)
-                positions[at] = before + root - 1 + len(path)
-                extras += [root + node for node in reversed(path)]
-            starts[at + 1] = len(extras)
-        lists.entries[:count] = entries
-        lists.positions[:count] = positions
-        lists.prefixes[:count] = [0 if skipped else min(entry + 1, root) for entry in entries]
-        lists.extra_starts[: count + 1] = starts
-        lists.extras[: len(extras)] = extras
-        lists.wanted[: row.num_wanted] = range(count - row.num_wanted, count)
-        self._point_to_layers(row.slot, count)
-        states_TE = torch.empty(count, self._hidden_size)
-        self._taps[self._decoder.num_layers - 1] = states_TE.data_ptr()
-        self._forward.hidden = inputs_TE.data_ptr()
-        return states_TE, self._run(count, row.num_wanted, end)
-
-    def can_run(self, row: HeadRow, num_tokens: int) -> bool:
-        """Whether a run of so many tokens fits the lists."""
-        assert isinstance(self._layers, StoredLayers)
-        most_extras = num_tokens * len(row.tree)
-        if self._layers.skipped(row.slot):
-            num_seen = row.start + row.num_text - self._layers.first(row.slot)
-            most_extras += num_tokens * num_seen
-        return 0 < num_tokens <= MOST_TOKENS and most_extras <= _MOST_EXTRAS and not row.is_block
-
-
-class PreparedChain(_Prepared):
-    """Forwards of a whole decoder, of tokens one behind the other, which are drawn from.
-
-    Args:
-        decoder: runs them.
-        cache: where their entries go.
-    """
-
-    def __init__(self, decoder: FusedDecoder, cache: KVCache) -> None:
-        super().__init__(decoder, cache)
-        self._cache = cache
-        self._draws = (DrawRow * MOST_TOKENS)()
-        self._others = (c_int32 * (MOST_TOKENS * MOST_OTHERS))()
-        self._forward.draws, self._forward.others = self._draws, self._others
-
-    @staticmethod
-    def takes(row: ScoreRow) -> bool:
-        """Whether a row is short enough, and a chain whose logits are wanted."""
-        num_tokens = len(row.pending) + len(row.tree)
-        return row.wants_logits and row.tree.is_chain and num_tokens <= MOST_TOKENS
-
-    def score(self, row: ScoreRow, start: int) -> Scores:
-        """Logits and draws behind the last pending token and behind each of the tree's.
-
-        Args:
-            start: entries before the row's.
-        """
-        tokens, num_wanted = (*row.pending, *row.tree.tokens), 1 + len(row.tree)
-        lists, count, end = self._lists, len(tokens), start + len(tokens)
-        written, key = end - self._cache.length(row.slot), row.draw or LIKELIEST
-        self._cache.reserve(row.slot, written)
-        self._cache.will_write(row.slot, written)
-        lists.token_ids[:count] = tokens
-        lists.entries[:count] = lists.positions[:count] = range(start, end)
-        lists.prefixes[:count] = range(start + 1, end + 1)
-        lists.wanted[:num_wanted] = range(count - num_wanted, count)
-        for ahead, draw in enumerate(self._draws[:num_wanted]):
-            draw.row, draw.seed = ahead, key.seed
-            draw.position, draw.scale = key.position + ahead, key.scale
-        self._forward.num_draws = num_wanted
-        asked = row.shortlist if self._decoder.leaves_out(row.shortlist) else None
-        num_first, others = asked or Shortlist(0)  # 0 first ones are all
-        self._forward.num_first, self._forward.num_others = num_first, len(others)
-        self._others[: num_wanted * len(others)] = [*(num_wanted * others)]
-        self._point_to_layers(row.slot, count)
-        logits_NV = self._run(count, num_wanted, end, num_first + len(others))
-        drawn = drawn_laws(logits_NV, self._draws[:num_wanted])
-        scores = Scores(logits_NV, (range(num_wanted),), {}, (range(count),), drawn)
-        return replace(scores, is_short=asked is not None)
-
-
-def _path(parents: tuple[int, ...], node: int) -> list[int]:
-    """A node and its ancestors, innermost first."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path

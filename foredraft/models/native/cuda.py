@@ -358,6 +358,7 @@ class GraphedDecoder(EagerDecoder):
         self._storage: tuple[object, ...] = ()
         self.num_recorded = self.num_replayed = 0
 
+    @torch.no_grad()
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:

@@ -25,7 +25,7 @@ from foredraft.kernels.interface import declared
 from foredraft.models.base import HeadChain, HeadRow, HeadWeights, Join, ModelShape
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig, RotaryEmbedding
-from foredraft.models.native.cpu import FusedDecoder, PreparedForward
+from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.cuda import why_not_paged
 from foredraft.models.native.model import Decoder, EagerDecoder, HandedDecoder, layer_norm, rms_norm
 from foredraft.models.native.plan import ForwardPlan
@@ -142,9 +142,6 @@ class NativeHeadRunner:
         new = FusedDecoder if fused else EagerDecoder
         self._decoder: Decoder = decoder or new(config, weights)
         self._norm_E, self._norm_eps = weights.final_norm_E, config.rms_norm_eps
-        self._prepared = None
-        if isinstance(self._decoder, FusedDecoder):
-            self._prepared = PreparedForward(self._decoder, layers)
 
     @classmethod
     def of_head(
@@ -164,19 +161,19 @@ class NativeHeadRunner:
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         if self._last < 0:
             return self._run_head(inputs_TE)
+        inputs_TE = inputs_TE.to(self._device, self._input_dtype).contiguous()
+        plan = ForwardPlan(layers=range(self._last + 1), hidden_TE=inputs_TE)
         for row in rows:
             self.layers.begin(row.slot, row.start)
             first, end = row.start + row.num_known, row.start + row.num_text + len(row.tree)
             self.layers.reserve(row.slot, first, end)
-        inputs_TE = inputs_TE.to(self._device, self._input_dtype).contiguous()
-        prepared = self._prepared
-        if prepared and len(rows) == 1 and prepared.can_run(rows[0], len(inputs_TE)):
-            states_TE, logits_NR = prepared.run(rows[0], inputs_TE)
-        else:
-            states_TE, logits_NR = self._run_plan(rows, inputs_TE)
+            skipped = self.layers.skipped(row.slot)
+            _add_row(plan, row, self.layers.first(row.slot) - skipped, skipped)
+        logits_NR, tapped = self._decoder.forward(plan, self.layers, (self._last,))
         for row in rows:
             self.layers.hold(row.slot, row.start + row.num_text)
-        return states_TE, logits_NR
+        states_TE = tapped[self._last]
+        return states_TE if states_TE.dtype is torch.float32 else states_TE.float(), logits_NR
 
     def new_chain(self, inputs: Any, ids_R: Tensor, num_taps: int) -> HeadChain | None:
         attends = self._last >= 0 and not self._parts[1].no_attention
@@ -186,20 +183,10 @@ class NativeHeadRunner:
 
         return RecordedChain(*self._parts, self.layers, inputs, ids_R, num_taps, self._decoder)
 
-    @torch.no_grad()
-    def _run_plan(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        plan = ForwardPlan(layers=range(self._last + 1), hidden_TE=inputs_TE)
-        for row in rows:
-            skipped = self.layers.skipped(row.slot)
-            _add_row(plan, row, self.layers.first(row.slot) - skipped, skipped)
-        logits_NR, tapped = self._decoder.forward(plan, self.layers, (self._last,))
-        return tapped[self._last].float(), logits_NR
-
-    @torch.no_grad()
     def _run_head(self, inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        if self._prepared:  # with its norm
+        if isinstance(self._decoder, FusedDecoder):  # with its norm
             inputs_TE = inputs_TE.float().contiguous()
-            return inputs_TE, self._prepared.head(inputs_TE)
+            return inputs_TE, self._decoder.ends(inputs_TE)
         normed_TE = inputs_TE.to(self._device, self._input_dtype)
         normed_TE = rms_norm(normed_TE, self._norm_E, self._norm_eps).to(self._input_dtype)
         return inputs_TE.float(), self._decoder.logits(normed_TE)
@@ -365,7 +352,7 @@ class FusedJoin:
         packed = INT8.of_weight(weight_EK.float())
         no_embedding = torch.empty(1, num_inputs, dtype=weight_EK.dtype)
         weights = DecoderWeights(no_embedding, (), torch.ones(num_inputs), packed)
-        self._product = PreparedForward(FusedDecoder(config, weights, num_threads=1))
+        self._product = FusedDecoder(config, weights, num_threads=1)
         self._library = declared(load_library("heads"), "heads")
         self._num_inputs, self._eps = num_inputs, eps
         self._table_VE = None if table_VE is None else table_VE.bfloat16().contiguous()
@@ -374,7 +361,7 @@ class FusedJoin:
         # The product's own norm brings a row to 1; several states are brought there each alone.
         alone = len(states) == 1
         x_TK = states[0].float().contiguous() if alone else self._unit_rows(states)
-        joined_TE = self._product.head(x_TK)
+        joined_TE = self._product.ends(x_TK)
         if self._table_VE is not None:
             count, width = joined_TE.shape
             self._library.foredraft_add_rows(

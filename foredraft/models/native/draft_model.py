@@ -1,7 +1,6 @@
 """A native model that drafts for another one: what it says is checked, so it may be rounded.
 
-Its head comes in two steps, its small forwards are described once, and rows of its head beyond the
-vocabulary that it shares are left out.
+Its head comes in two steps, and rows of it beyond the vocabulary that is shared are left out.
 
 Shape legend: N positions whose logits are wanted, V vocabulary.
 """
@@ -12,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foredraft.core.choices import LIKELIEST
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.copy import prepared_chain, screen_of
+from foredraft.models.native.copy import screen_of
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.model import draws_behind_all, scored
 from foredraft.models.native.plan import ForwardPlan
@@ -38,22 +36,13 @@ class NativeDraftModel(NativeTarget):
         config, weights, args, options: see `NativeTarget`. The weights are those of `for_drafts`.
     """
 
+    unasked_draw = LIKELIEST
+
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, *args: Any, **options: Any
     ) -> None:
         super().__init__(config, weights, *args, **options)
         self.vocab_size = weights.head_VE.shape[0]
-        self._chain = prepared_chain(self.decoder, self.cache)
-
-    @torch.no_grad()
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        if self._chain and len(rows) == 1 and not taps and self._chain.takes(rows[0]):
-            (row,) = rows
-            if (last := max(*row.pending, *row.tree.tokens, 0)) >= self.config.vocab_size:
-                # A target may have more rows.
-                raise IndexError(f"token {last}; the draft model has {self.config.vocab_size}")
-            return self._chain.score(row, self.cache.length(row.slot))
-        return super().score([replace(row, draw=row.draw or LIKELIEST) for row in rows], taps)
 
     def _scored(self, rows: Sequence[ScoreRow], plan: ForwardPlan, taps: Sequence[int]) -> Scores:
         """With shortlists if all rows have one: their logits are equally many."""
@@ -65,7 +54,7 @@ class NativeDraftModel(NativeTarget):
         lists = [one for one in asked if one and decoder.leaves_out(one)]
         if len(lists) < len(asked) or len({one.num_first for one in lists}) != 1:
             return super()._scored(rows, plan, taps)
-        plan = replace(plan, shortlists=lists)
+        plan.shortlists = lists
         return scored(self.decoder, plan, self.cache, draws_behind_all(rows, plan), taps)
 
     @classmethod

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -116,6 +115,8 @@ class EagerDecoder:
         self._inv_freqs = [rope.inverse_frequencies().to(weights.device) for rope in config.ropes]
         self._numbers = config.numbers()
 
+    # Not inference_mode: its tensors could not be compacted or used in place outside of it.
+    @torch.no_grad()
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -783,7 +784,7 @@ def scored(
 ) -> Scores:
     """Run a plan, and draw what is wanted where the decoder does that."""
     if decoder.draws and wanted:
-        plan = replace(plan, draws=draw_array([(row, key[:3]) for row, key in wanted]))
+        plan.draws = draw_array([(row, key[:3]) for row, key in wanted])
     logits_NV, tapped = decoder.forward(plan, cache, taps)
     drawn: list[Law | None] | None = None
     if plan.draws:

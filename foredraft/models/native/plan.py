@@ -21,7 +21,7 @@ from foredraft.core.draws import DrawRow
 from foredraft.models.base import ScoreRow, Shortlist
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForwardPlan:
     """What each token is, where it goes and what it sees.
 
@@ -67,6 +67,13 @@ class ForwardPlan:
     def is_beginning(self) -> bool:
         """Whether another plan goes on from here: taps are then in the decoder's own precision."""
         return self.layers is not None and self.layers.start == 0
+
+    @property
+    def shortlist_sizes(self) -> tuple[int, int]:
+        """First ids, and most others of a shortlist; nothing where every token may be drawn."""
+        if not self.shortlists:
+            return 0, 0
+        return self.shortlists[0].num_first, max(len(each.others) for each in self.shortlists)
 
     def layers_to_run(self, num_layers: int) -> range:
         """`layers`, or all of a model's ``num_layers``."""
@@ -151,9 +158,8 @@ def plan_forward(rows: Sequence[ScoreRow], starts: Sequence[int]) -> ForwardPlan
     return plan
 
 
-def plan_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:
-    """A plan that runs none of the layers and wants all logits. It touches no cache."""
-    count = len(hidden_TE)
+def plan_head(count: int, num_layers: int) -> ForwardPlan:
+    """Of so many tokens that run none of the layers and want all logits. It touches no cache."""
     zeros, tokens = [0] * count, range(count)
     nothing: list[tuple[int, ...]] = [()] * count
     return ForwardPlan(
@@ -161,7 +167,6 @@ def plan_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:
         rows=[tokens],
         row_heads=[tokens],
         layers=range(num_layers, num_layers),
-        hidden_TE=hidden_TE,
     )
 
 

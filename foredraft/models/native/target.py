@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory
+from foredraft.core.choices import DrawKey
 from foredraft.core.errors import CapabilityError
 from foredraft.models.base import (
     Capabilities,
@@ -54,7 +55,12 @@ class NativeTarget:
         checkpoint: what the weights were read from; None: they are made up, or a part of others.
         cache_dtype: of keys and values, torch.int8 for the fused decoder; None: as the weights.
         bits: form in which they were read.
+
+    Attributes:
+        unasked_draw: key of draws from rows that have none; None: nothing is drawn from them.
     """
+
+    unasked_draw: DrawKey | None = None
 
     def __init__(
         self,
@@ -142,10 +148,8 @@ class NativeTarget:
             low_bit=self if self.low_bits else None,
         )
 
-    # Not inference_mode: its tensors could not be compacted or used in place outside of it.
-    @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        check_taps(taps, self.capabilities)
+        check_taps(taps, range(self.num_layers))
         plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
         announce(plan, self.cache)
         scores = self._scored(rows, plan, taps)
@@ -154,9 +158,9 @@ class NativeTarget:
     def _scored(self, rows: Sequence[ScoreRow], plan: ForwardPlan, taps: Sequence[int]) -> Scores:
         # Of a tree few nodes will be looked at, and nearly all of a chain.
         wanted = [
-            (logits_row, row.draw.ahead(depth))
+            (logits_row, key.ahead(depth))
             for row, heads in zip(rows, plan.row_heads, strict=True)
-            if row.draw is not None
+            if (key := row.draw or self.unasked_draw) is not None
             for depth, logits_row in enumerate(heads if row.tree.is_chain else heads[:1])
         ]
         return scored(self.decoder, plan, self.cache, wanted, taps)

@@ -1,4 +1,4 @@
-"""Prepared forwards give the very bits of planned ones, and joins what torch gives."""
+"""A description filled in anew has the bits of a new one, and joins what torch gives."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.core.choices import LIKELIEST
 from foredraft.core.tree import TokenTree
-from foredraft.models.base import HeadRow, HeadWeights
-from foredraft.models.native.cpu import MOST_TOKENS
+from foredraft.models.base import HeadRow, HeadWeights, ScoreRow
+from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.draft_layers import NativeHeadRunner, native_join
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import OUTPUT_IDS, decoded_by
@@ -49,8 +50,13 @@ def held(runner: NativeHeadRunner, slot: int) -> list[Tensor]:
     return [x for layer in range(store.shape.num_layers) for x in store.get(layer, table, end)]
 
 
+def fresh(runner: NativeHeadRunner, fused: bool = True) -> NativeHeadRunner:
+    """The same layers and entries behind a decoder that has run nothing."""
+    return NativeHeadRunner(*runner._parts, runner.layers, fused)
+
+
 @pytest.mark.parametrize("row", RUNS)
-def test_a_prepared_run_has_the_bits_of_a_planned_one(target: NativeTarget, row: HeadRow) -> None:
+def test_a_run_of_a_head_has_the_bits_of_a_first_one(target: NativeTarget, row: HeadRow) -> None:
     runner, slot = new_runner(target), target.cache.allocate()
     assert slot == row.slot
     torch.manual_seed(2)
@@ -58,10 +64,9 @@ def test_a_prepared_run_has_the_bits_of_a_planned_one(target: NativeTarget, row:
     runner.run([HeadRow(slot, 0, 5, TREE)], torch.randn(11, 64))
     runner.run([HeadRow(slot, 0, 40)], torch.randn(40, 64))
     inputs_TE = torch.randn(row.num_text + len(row.tree) - row.num_known, 64)
-    prepared = runner.run([row], inputs_TE)
+    found = runner.run([row], inputs_TE)
     written = held(runner, slot)
-    planned = runner._run_plan([row], inputs_TE)
-    assert all(map(torch.equal, prepared, planned))
+    assert all(map(torch.equal, found, fresh(runner).run([row], inputs_TE)))
     assert all(map(torch.equal, written, held(runner, slot)))
 
 
@@ -104,8 +109,8 @@ def test_a_head_that_begins_in_the_middle_sees_nothing_before(
                 [replace(before, num_known=0, num_wanted=0)], torch.cat([text_TE[8:], tree_TE])
             )
         found.append(runner.run([before], inputs_TE))
-        planned = runner._run_plan([before], inputs_TE)
-        assert all(map(torch.equal, found[-1], planned))
+        first_run = fresh(runner, decoder == "fused").run([before], inputs_TE)
+        assert all(map(torch.equal, found[-1], first_run))
     assert runner.layers.first(slot) == first
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
@@ -115,21 +120,49 @@ def test_work_memory_follows_a_long_text(target: NativeTarget) -> None:
     runner, slot = new_runner(target), target.cache.allocate()
     runner.run([HeadRow(slot, 0, 2100)], torch.randn(2100, 64))
     row, inputs_TE = HeadRow(slot, 2100, 3, num_wanted=2), torch.randn(3, 64)
-    assert all(map(torch.equal, runner.run([row], inputs_TE), runner._run_plan([row], inputs_TE)))
+    found = runner.run([row], inputs_TE)
+    assert all(map(torch.equal, found, fresh(runner).run([row], inputs_TE)))
 
 
-def test_what_does_not_fit_is_planned(target: NativeTarget) -> None:
-    runner, slot = new_runner(target), target.cache.allocate()
-    assert runner._prepared is not None
-    assert runner._prepared.can_run(HeadRow(slot, 0, MOST_TOKENS), MOST_TOKENS)
-    assert not runner._prepared.can_run(HeadRow(slot, 0, MOST_TOKENS + 1), MOST_TOKENS + 1)
-    assert not runner._prepared.can_run(HeadRow(slot, 0, 1, TREE, is_block=True), 7)
-    assert not runner._prepared.can_run(HeadRow(slot, 0, 1, TokenTree.chain(range(300))), 14)
+def test_forwards_of_all_kinds_in_turn_leave_nothing_to_each_other(target: NativeTarget) -> None:
+    """Larger and smaller ones, with and without trees, taps, draws and layers; in moved blocks."""
+    cache = target.cache
+    chain, key = TokenTree.chain(range(9)), LIKELIEST.ahead(7)
+    slots = [cache.allocate() for _ in range(3)]
+    calls: list[tuple[list[ScoreRow], tuple[int, ...]]] = [
+        ([ScoreRow(slots[0], range(40), wants_logits=False)], ()),
+        ([ScoreRow(slots[0], [3], TREE, draw=key)], (0, 2)),
+        ([ScoreRow(slots[0], [3], draw=key)], ()),
+        (
+            [
+                ScoreRow(slot, [4, 5], tree)
+                for slot, tree in zip(slots, (TREE, chain, TREE), strict=True)
+            ],
+            (1,),
+        ),
+        ([ScoreRow(slots[1], [4])], ()),
+    ]
+    for _ in range(2):
+        for rows, taps in calls:
+            scores = target.score(rows, taps)
+            head_NV = target.parts.logits(torch.ones(len(rows), 64))
+            used, target.decoder = target.decoder, FusedDecoder(target.config, target.weights)
+            first = target.score(rows, taps)
+            assert torch.equal(scores.logits_NV, first.logits_NV)
+            assert torch.equal(head_NV, target.parts.logits(torch.ones(len(rows), 64)))
+            assert [law and law.drawn for law in scores.drawn or ()] == [
+                law and law.drawn for law in first.drawn or ()
+            ]
+            assert all(torch.equal(scores.taps[layer], first.taps[layer]) for layer in taps)
+            target.decoder = used
+        for slot in slots:
+            cache.free(slot)  # of all: the memory is given back, too
+        assert slots == [cache.allocate() for _ in range(3)]
 
 
 @pytest.mark.parametrize("num_states", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 4, MOST_TOKENS + 5])
+@pytest.mark.parametrize("count", [1, 4, 21])
 def test_joins_agree(num_states: int, dtype: torch.dtype, count: int) -> None:
     decoded_by("fused")  # skips where there is no kernel
     torch.manual_seed(count)
