@@ -119,6 +119,28 @@ def test_chat_is_generate_on_the_chat_format(llm: LLM) -> None:
     assert last.result.text == reply.text
 
 
+def test_a_conversation_reads_only_what_is_new(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    score = llm.target.score
+
+    def watched(rows: Any, taps: Any = ()) -> Any:
+        read.extend(len(row.pending) for row in rows)
+        return score(rows, taps)
+
+    monkeypatch.setattr(llm.target, "score", watched)
+    messages = list(MESSAGES)
+    for _ in range(2):
+        read.clear()
+        result = list(llm.stream_chat(messages, PARAMS))[-1].result
+        assert result is not None
+        first_read = read[0]
+        assert result.text == llm.chat(messages, PARAMS).text
+        messages += [{"role": "assistant", "content": result.text}, MESSAGES[0]]
+    assert result is not None
+    assert first_read < result.num_prompt_tokens
+    assert is_empty(llm.target.cache)
+
+
 def test_without_a_tokenizer_it_takes_and_gives_ids() -> None:
     llm = plain_llm()
     (result,) = llm.generate([1, 2, 3], PARAMS)

@@ -131,7 +131,8 @@ def acceptance_report(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> 
     """The matrices of SPEED-Bench: a row for each drafter and draft length, a column for each
     category, and their mean in the last one."""
     names = [*sorted({row["category"] for row in rows} - {ALL}), ALL]
-    titles = _fitting([*names[:-1], "mean"])
+    own = (f"{name} (category)" if name in ("drafts", "mean") else name for name in names[:-1])
+    titles = _fitting([*own, "mean"])
     tables = []
     for figure, (title, form) in _FIGURES.items():
         lines: dict[str, dict[str, Any]] = {}

@@ -17,8 +17,8 @@ _PERIOD = 0.5
 """Seconds from an engine's answer to the next question."""
 _HAND_OVER = 1.0
 """Seconds in which an engine is ended and its replies are asked for elsewhere."""
-_SLICE = 0.25
-"""Seconds of a wait: where this process stands still, a single one passes."""
+_SLICE = 0.1
+"""Seconds of a wait: where this process stands still, two of them pass at most."""
 
 
 class RayActors:
@@ -118,11 +118,14 @@ class EngineWatch:
         """Whether an engine gives a sign of life in time; raises if it is gone."""
         beat = asyncio.ensure_future(self._actors.beat(name))
         try:
-            for _ in range(round((self._silence - _PERIOD - _HAND_OVER) / _SLICE)):
-                await asyncio.wait((beat,), timeout=_SLICE)
+            loop, left = asyncio.get_running_loop(), self._silence - _PERIOD - _HAND_OVER
+            while left > 0.0:
+                began = loop.time()
+                await asyncio.wait((beat,), timeout=min(left, _SLICE))
                 if beat.done():
                     beat.result()
                     return True
+                left -= min(loop.time() - began, 2 * _SLICE)
             return False
         finally:
             beat.cancel()

@@ -323,6 +323,8 @@ def _check_structure(body: bytes, max_depth: int) -> None:
                 f"the body nests lists and objects deeper than {max_depth}",
                 code="too_deep",
             )
+        if depth < 0:  # no JSON, which the parser says at once
+            return
 
 
 class AccessLog:

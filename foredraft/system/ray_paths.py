@@ -31,4 +31,8 @@ def close_port() -> None:
     from ray.serve._private import constants, replica
 
     if not constants.RAY_SERVE_USE_GRPC_BY_DEFAULT:
+        if not hasattr(replica, "add_port_to_grpc_server"):
+            raise RuntimeError(
+                "this version of Ray opens its replicas' ports another way: use 2.60"
+            )
         replica.add_port_to_grpc_server = lambda server, address: 0

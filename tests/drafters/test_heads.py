@@ -38,27 +38,39 @@ CHAIN = GrowthLimits(DEPTH, width=1, branching=1, round_cost=0.0)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of head with some options, and a chain drafter for one."""
+    """A kind of head with some options, and a chain drafter for one.
+
+    Attributes:
+        errors: of what is drafted to training's prediction, at most, on eager and fused decoders:
+            addends of tokens to a layer's input, or to its keys, are stored in bfloat16, and fused
+            decoders multiply in 8 bits.
+    """
 
     module: type[HeadModule]
     drafter: Callable[[NativeTarget, Any], Drafter]
+    errors: tuple[float, float]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def start(self, target: NativeTarget, output_ids: Sequence[int] | None) -> HeadModule:
         return start_head(self.module, TinySource(target), output_ids, self.options)
 
 
-def stepwise(module: type[HeadModule], **options: Any) -> Kind:
-    return Kind(module, lambda target, head: StepDrafter(head, target, CHAIN), options)
+def stepwise(module: type[HeadModule], *errors: float, **options: Any) -> Kind:
+    at_most = errors[0], errors[1]
+    return Kind(module, lambda target, head: StepDrafter(head, target, CHAIN), at_most, options)
 
 
 KINDS: dict[str, Kind] = {
-    "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1)),
-    "mtp": stepwise(MtpModule),
-    "dspark": Kind(DsparkModule, lambda target, module: DsparkDrafter(module, target)),
-    "hidden_head": stepwise(HiddenHeadModule),
-    "eagle": stepwise(EagleModule),
-    "hydra": stepwise(HydraModule),
+    "medusa": Kind(
+        MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1), (1e-3, 0.02)
+    ),
+    "mtp": stepwise(MtpModule, 0.02, 0.16),
+    "dspark": Kind(
+        DsparkModule, lambda target, module: DsparkDrafter(module, target), (1e-3, 0.08)
+    ),
+    "hidden_head": stepwise(HiddenHeadModule, 0.02, 0.15),
+    "eagle": stepwise(EagleModule, 0.06, 0.2),
+    "hydra": stepwise(HydraModule, 0.01, 0.06),
 }
 
 
@@ -94,9 +106,8 @@ def test_training_predicts_what_drafting_says(
                 place = anchor + 1 + prediction.depth - prediction.shift
                 expected_R = prediction.logits_BLR[batch_index, place]
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
-                # The addends of tokens to a layer's input, or to its keys, are stored in bfloat16.
                 error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
-                assert error < (0.06 if decoder == "eager" else 0.2)
+                assert error < kind.errors[decoder == "fused"]
                 if output_ids is not None:
                     assert logits_V.isfinite().sum() == len(output_ids)
 

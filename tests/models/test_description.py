@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from foredraft.cache.store import Entries
 from foredraft.core.choices import LIKELIEST
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import HeadRow, HeadWeights, ScoreRow
+from foredraft.models.native import cpu
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.draft_layers import NativeHeadRunner, native_join
 from foredraft.models.native.target import NativeTarget
@@ -45,7 +48,11 @@ RUNS = [
 
 def held(runner: NativeHeadRunner, slot: int) -> list[Tensor]:
     """Keys and values of all entries of the slot, those that do not count too."""
-    store, table = runner.layers.store, runner.layers.table(slot)
+    return held_by(runner.layers, slot)
+
+
+def held_by(entries: Entries, slot: int) -> list[Tensor]:
+    store, table = entries.store, entries.table(slot)
     end = len(table) * store.block_size
     return [x for layer in range(store.shape.num_layers) for x in store.get(layer, table, end)]
 
@@ -158,6 +165,32 @@ def test_forwards_of_all_kinds_in_turn_leave_nothing_to_each_other(target: Nativ
         for slot in slots:
             cache.free(slot)  # of all: the memory is given back, too
         assert slots == [cache.allocate() for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["addressof", "weakref"])
+def test_after_an_interrupt_all_is_said_anew(
+    name: str, target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list that grew has no address yet, or blocks that moved have none."""
+    slot = target.cache.allocate()
+    target.score([ScoreRow(slot, [1, 2])])
+    other = decoded_by("fused")
+    other.cache.allocate()
+    other.decoder, rows = target.decoder, [ScoreRow(slot, range(60))]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        broken = interrupted if name == "addressof" else SimpleNamespace(ref=interrupted)
+        patched.setattr(cpu, name, broken)
+        with pytest.raises(KeyboardInterrupt):
+            other.score(rows)
+    before = held_by(target.cache, slot)
+    found = other.score(rows)
+    other.decoder = FusedDecoder(target.config, target.weights)
+    assert torch.equal(found.logits_NV, other.score(rows).logits_NV)
+    assert all(map(torch.equal, before, held_by(target.cache, slot)))
 
 
 @pytest.mark.parametrize("num_states", [1, 3])

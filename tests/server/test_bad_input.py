@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
+from foredraft.server.gate import _check_structure
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, running
 from tests.server.test_lifecycle import CHAT, HEAD, USER
@@ -276,6 +278,12 @@ def test_nesting_is_bounded_before_anything_is_parsed(client: httpx.Client, open
 def test_parts_are_bounded_before_anything_is_parsed(client: httpx.Client, many: Any) -> None:
     error = refused(client.post(CHAT, json={"messages": USER, "metadata": many}), 413)
     assert error["code"] == "too_many_parts"
+
+
+def test_brackets_that_close_nothing_are_counted_no_further() -> None:
+    began = time.process_time()
+    _check_structure(b"]" * 4_000_000, max_depth=64)
+    assert time.process_time() - began < 0.5
 
 
 def test_parts_within_texts_do_not_count(client: httpx.Client) -> None:

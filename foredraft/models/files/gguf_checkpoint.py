@@ -373,7 +373,8 @@ def _of_wide_heads(
     file: GgufFile, config: Mapping[str, Any], tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
 ) -> dict[str, Any]:
     """Fields of Gemma 4, whose layers without windows have heads of their own."""
-    said = {key.partition(".")[2]: value for key, value in file.metadata.items()}
+    own = f"{file.metadata[_ARCHITECTURE]}."
+    said = {key.removeprefix(own): x for key, x in file.metadata.items() if key.startswith(own)}
     kinds, given = config.get("layer_types", []), said.get("attention.head_count_kv")
     heads = given.tolist() if isinstance(given, np.ndarray) else [given] * len(kinds)
     by_kind = dict(zip(kinds, heads, strict=False))

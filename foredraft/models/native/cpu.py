@@ -547,20 +547,22 @@ class _Description:
 
     def point_to_store(self, store: BlockStore) -> None:
         """Say where the blocks lie, and what they hold."""
-        self._keys = weakref.ref(store.keys)
         self.forward.block_entries = store.block_size
         self.forward.int8_entries = store.dtype == torch.int8
         for place, one in zip(self.forward.stores, (store, store.wide), strict=True):
             if one is not None:
                 place.keys, place.values = one.keys.data_ptr(), one.values.data_ptr()
                 place.block_stride, place.layer_stride, place.head_stride, _, _ = one.keys.stride()
+        self._keys = weakref.ref(store.keys)  # last: where Ctrl-C comes before it, all is said anew
 
     def _put(self, name: str, values: Sequence[int], kind: type[Any] = c_int32) -> None:
         """Write a list where the kernel reads it."""
         kept = self._lists.get(name)
         if kept is None or len(kept) < len(values):
-            kept = self._lists[name] = (kind * (2 * len(values) + 8))()
+            self._lists.pop(name, None)  # where Ctrl-C comes before all is said, there is no list
+            kept = (kind * (2 * len(values) + 8))()
             setattr(self.forward, name, addressof(kept))
+            self._lists[name] = kept
         kept[: len(values)] = values
 
 
