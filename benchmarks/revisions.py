@@ -110,14 +110,17 @@ def tasks(
 def compared(
     old: Checkout, new: Checkout, tasks: Sequence[tuple[str, dict[str, Any]]]
 ) -> dict[str, list[Pair]]:
-    """Every task by both, in turns; which of them goes first alternates."""
+    """Every task by both, in turns; which of them goes first alternates in each row of the table.
+
+    Else one of them would always go on where its last task ended, with all of it in the caches.
+    """
     pairs: dict[str, list[Pair]] = {}
-    for number, (name, task) in enumerate(tasks):
+    for name, task in tasks:
         if name not in pairs:  # loads the model, and warms up
             pairs[name] = []
             for checkout in (old, new):
                 checkout.run({**task, "params": {**task["params"], "max_tokens": 8}})
-        order = (old, new) if number % 2 else (new, old)
+        order = (old, new) if len(pairs[name]) % 2 else (new, old)
         answers = {checkout: checkout.run(task) for checkout in order}
         before, after = answers[old], answers[new]
         is_same = before["sha256"] == after["sha256"]
