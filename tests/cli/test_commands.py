@@ -113,6 +113,7 @@ def test_doctor_prints_the_plan(run: Run) -> None:
     assert all(parts[:2])
     assert target["total_bytes"] == sum(parts)
     shown = run("doctor").stdout
+    assert "of prompts that are kept too" in " ".join(shown.split())
     assert "target: name" in shown
     assert "MB" in shown
 

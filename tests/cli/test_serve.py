@@ -33,6 +33,7 @@ def test_port_0_names_the_port_that_was_found(run: Run, monkeypatch: pytest.Monk
     named = re.findall(r"http://127\.0\.0\.1:(\d+)", done.stderr)
     assert [*map(int, named)] == [*ports] * 3
     assert ports[0] > 0
+    assert re.search(r"MB for weights and work, up to [\d.]+ .B for the cache", done.stderr)
 
 
 @pytest.mark.parametrize(
