@@ -226,7 +226,7 @@ class AsyncLLM:
         if prove_every:
             if llm.engine.proof is not None:
                 raise ConfigError("another AsyncLLM proves the steps of this LLM; close it first")
-            if llm.plan is not None and not llm.plan.is_exact:
+            if not llm.is_exact:
                 raise ConfigError(
                     "prove_every would count near-ties as faults: this model's bits depend on what "
                     "is scored together; load it with exact=True, or prove nothing"

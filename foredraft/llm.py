@@ -222,6 +222,11 @@ class LLM:
         return self.target.vocab_size
 
     @property
+    def is_exact(self) -> bool:
+        """Whether its bits are promised whatever is scored together; see `ModelPlan.is_exact`."""
+        return self.plan is None or self.plan.is_exact
+
+    @property
     def draft_plan(self) -> ModelPlan | None:
         """How the draft model runs, if there is one."""
         return self._draft.plan if self._draft else None

@@ -219,7 +219,7 @@ class OwnAudit:
             )
             return Level("bits", Finding.SAME_BITS, "; ".join([said, *notes]), figures)
         said = f"{len(evidence)} texts differ from plain decoding, one at a time"
-        if self._promises_bits:
+        if self.llm.is_exact:
             return Level("bits", Finding.DIFFERENT, said, figures, evidence)
         said += "; bits are not promised here, so the margins decide"
         return Level("bits", Finding.NEAR_TIES, said, figures, evidence)
@@ -310,10 +310,6 @@ class OwnAudit:
         """Whether it is known for each token which one plain decoding draws."""
         return self.params.coupling == "seeded" or self.params.temperature == 0.0
 
-    @property
-    def _promises_bits(self) -> bool:
-        return self.llm.plan is None or self.llm.plan.is_exact
-
     def _measured_tolerance(self) -> float:
         """The margin, in nats of the law, that noise passes with probability ``alpha`` or less.
 
@@ -325,7 +321,7 @@ class OwnAudit:
             for each in self._replies(view, first, _NOISE_TEXTS, _NOISE_TOKENS):
                 with self.llm.engine.lock:
                     noise += self._plain.noise(each.prompt, each.result.token_ids)
-            if (self._promises_bits and not any(noise)) or self._is_late(0.1):
+            if (self.llm.is_exact and not any(noise)) or self._is_late(0.1):
                 break
         return tail_bound(noise, _LOOKED_AT, self.options.alpha) / (self.params.temperature or 1.0)
 

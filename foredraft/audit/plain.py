@@ -24,9 +24,9 @@ from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target, read
 
 _AT_ONCE = 64
+"""Tokens of a forward: the logits after all of them are in memory at once."""
 _MOST_TOLERANCE = 1.0
 """Nats: no near-tie is wider."""
-"""Tokens of a forward: the logits after all of them are in memory at once."""
 
 
 @dataclass(frozen=True)

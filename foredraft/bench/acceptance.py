@@ -138,10 +138,10 @@ def acceptance_report(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> 
         lines: dict[str, dict[str, Any]] = {}
         for row in rows:
             setting = f"{row['drafter']} {row['draft_length']}"
-            line = lines.setdefault(setting, {"setting": setting})
-            line[f"of{names.index(row['category'])}"] = row[figure]
-        columns = {title: f"{{of{n}:{form}}}" for n, title in enumerate(titles)}
-        tables.append(Table("", [*lines.values()], {"drafts": "{setting}"} | columns, title))
+            lines.setdefault(setting, {})[f"of{names.index(row['category'])}"] = row[figure]
+        shown = [{"setting": setting} | line for setting, line in lines.items()]
+        columns = {name: f"{{of{n}:{form}}}" for n, name in enumerate(titles)}
+        tables.append(Table("", shown, {"drafts": "{setting}"} | columns, title))
     said = [
         "{drafter}, {draft_length} drafted: {acceptance_length:.2f} "
         "[{interval[0]:.2f}, {interval[1]:.2f}], acceptance rate {acceptance_rate:.0%}, "

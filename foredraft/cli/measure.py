@@ -114,7 +114,7 @@ def measure(
     about = f"{load.model} at temperature {params.temperature:g}"
     report = gains_report(Gains.of(recorded), about, work.categories)
     report.give(output, as_json=as_json)
-    if report.facts["num_different"] and (llm.plan is None or llm.plan.is_exact):
+    if report.facts["num_different"] and llm.is_exact:
         raise typer.Exit(1)
 
 

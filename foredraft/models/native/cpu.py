@@ -141,8 +141,7 @@ class FusedDecoder:
                 f"token ids {min(plan.token_ids)} to {max(plan.token_ids)} do not fit a "
                 f"vocabulary of {self._config.vocab_size}"
             )
-        width = sum(plan.shortlist_sizes)
-        logits_NV = torch.empty(len(plan.heads), width or self._num_outputs)
+        logits_NV = torch.empty(len(plan.heads), sum(plan.shortlist_sizes) or self._num_outputs)
         hidden = self._config.hidden_size
         # Rounded by the kernel: torch's threads would take its cores for a while.
         precision = torch.float32 if plan.is_beginning else self._weights.dtype
