@@ -174,6 +174,7 @@ class Sound:
         return ContenderRun((prompt_ids[-1] + 1,), 0.5, 1.0, 1)
 
 
+@pytest.mark.slow  # each process imports torch
 def test_a_peer_answers_from_its_own_process() -> None:
     run = PeerContender(Fragile, "x").run([7], SamplingParams(max_tokens=3))
     assert run.token_ids == (8, 9, 10)

@@ -88,7 +88,8 @@ def check(
     [
         ("fused-bf16", 5, 0.0),
         ("fused-bf16", 5, 1.0),
-        ("fused-fp32", 2, 0.7),  # the others, and more, are in the whole grid
+        # The others, and more, are in the whole grid.
+        pytest.param("fused-fp32", 2, 0.7, marks=pytest.mark.slow),
     ],
 )
 def test_text_is_the_plain_runs(
@@ -97,6 +98,7 @@ def test_text_is_the_plain_runs(
     check(name, decoder, temperature, num_draft_tokens, max_tokens=10)
 
 
+@pytest.mark.parametrize("name", ["suffix", "hidden_head", "draft_model"])  # of each sort one
 def test_text_is_the_plain_runs_without_the_kernel(name: str) -> None:
     check(name, "eager-fp32", temperature=0.7, num_draft_tokens=3, max_tokens=4)
 

@@ -167,8 +167,17 @@ def test_it_computes_what_its_makers_publish(made: Made, decoder: Callable[..., 
         assert (own_V - expected_V).abs().max() < 0.1 * expected_V.std()
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "bits"),
+    [
+        (0.0, None),
+        (1.0, 4),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [(0.0, 8), (1.0, 8), (1.0, None)]
+        ),
+    ],
+)
 def test_drafts_change_no_text(made: Made, temperature: float, bits: int | None) -> None:
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)
     alone = LLM(new_target(made, bits=bits), None, LoadOptions(drafter="none"))

@@ -96,14 +96,14 @@ def assert_law_is_kept(setup: Setup, seeds: range) -> None:
     assert not result.rejects, f"{result}, {drawn.num_verified} rows verified"
 
 
-_LONG = ("draft model, drawn", "draft model, zeros")
+_LONG = ("draft model, drawn", "draft model, zeros", "draft tree, drawn, filtered")
 
 
 def unless_shown_elsewhere(name: str) -> Any:
     """Some are left to `make test-all`.
 
     Drafts for seeded requests: their texts are the plain run's, which test_seeded_equality.py and
-    the conformance of each drafter show every time. And two of a draft model's, whose law is
+    the conformance of each drafter show every time. And three of a draft model's, whose law is
     enumerated every time (test_engine_enumeration.py).
     """
     is_elsewhere = SETUPS[name].params is SEEDED or name in _LONG
