@@ -57,6 +57,8 @@ _ARCHITECTURES = {
     "arcee": "ARCEE",
     "granitemoehybrid": "GRANITE_HYBRID",
     "falcon_h1": "FALCON_H1",
+    "nemotron_h": "NEMOTRON_H",
+    "mamba2": "MAMBA2",
 }
 """The GGUF package's name of the architecture of a ``model_type``."""
 FAMILIES = tuple(_ARCHITECTURES)
@@ -93,7 +95,8 @@ def write_gguf(
     config = read_config(directory)
     if config.model_type not in _ARCHITECTURES:
         raise ConfigError(f"{config.model_type} checkpoints are not written as GGUF")
-    arch = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
+    has_own = config.model_type == "nemotron_h" and config.experts
+    arch = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type] + ("_MOE" if has_own else "")]
     writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[arch])
     raw = json.loads((directory / "config.json").read_text())
     num_layers, values = config.num_hidden_layers, dict(_values(directory))
@@ -145,9 +148,10 @@ def _write_tensor(
         values = values[:, order] if name.endswith("out_proj.weight") else values[order]
     if name.endswith("A_log"):
         values = -np.exp(values)
-    if name.endswith(("mamba.A_log", "mamba.D")):
+    is_mamba = ".mamba." in name or ".mixer." in name
+    if is_mamba and name.endswith((".A_log", ".D")):
         values = values[:, None]
-    if name.endswith("mamba.norm.weight") and config.recurrent:
+    if is_mamba and name.endswith(".norm.weight") and config.recurrent:
         values = values.reshape(config.recurrent.key_heads, -1)
     is_norm = name.endswith("norm.weight") and "linear_attn" not in name
     is_small = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv.", "per_layer_model_proj")
@@ -158,7 +162,13 @@ def _write_tensor(
     rows = quantised(values + added, kind)
     if written is not None:
         numbers = gguf.dequantize(rows, kind).reshape(values.shape) - added
-        if ".mamba." in name and not is_matrix and "conv1d" not in name:
+        if (
+            is_mamba
+            and not is_matrix
+            and values.ndim == 2
+            and "conv1d" not in name
+            and "gate" not in name
+        ):
             numbers = numbers.flatten()
         if name.endswith("A_log"):
             numbers = np.log(-numbers)
@@ -281,9 +291,11 @@ def write_settings(
     if num_own:
         writer.add_nextn_predict_layers(num_own)
     layers = range(config.num_hidden_layers)
-    sizes = [config.feed_forward(index)[1] for index in layers if config.reader_times > 1]
-    writer.add_feed_forward_length(sizes or raw["intermediate_size"])
-    writer.add_head_count(config.num_attention_heads)
+    differ = config.reader_times > 1 or config.model_type == "nemotron_h"
+    sizes = [config.feed_forward(index)[1] for index in layers if differ]
+    has_attention = config.num_attending_layers > 0
+    writer.add_feed_forward_length(sizes or (raw["intermediate_size"] if has_attention else 0))
+    writer.add_head_count(config.num_attention_heads if has_attention else 0)
     if config.model_type == "granitemoehybrid":
         kv_heads = config.num_key_value_heads
         writer.add_head_count_kv([0 if one.is_recurrent else kv_heads for one in config.kinds])
@@ -293,9 +305,13 @@ def write_settings(
         kv_heads = config.num_key_value_heads
         writer.add_head_count_kv([0 if one.is_recurrent else kv_heads for one in config.kinds])
         writer.add_shortconv_l_cache(raw["conv_L_cache"])
+    elif config.model_type == "nemotron_h":
+        kv_heads = config.num_key_value_heads
+        writer.add_head_count_kv([kv_heads if one.attends else 0 for one in config.kinds])
+        writer.add_rope_scaling_finetuned(False)
     elif config.model_type == "gemma4_text":
         _write_wide_heads(writer, config, raw)
-    else:
+    elif has_attention:
         writer.add_head_count_kv(config.num_key_value_heads)
     if config.recurrent is not None and config.recurrent.kind == "delta_net":
         writer.add_full_attention_interval(raw.get("full_attention_interval", 4))
@@ -309,11 +325,13 @@ def write_settings(
         writer.add_ssm_inner_size(config.recurrent.num_outputs)
     if config.model_type.startswith("qwen3_5"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
-    if config.model_type != "phi3" and "granite" not in config.model_type:  # left out by converters
+    left_out = config.model_type in ("phi3", "mamba2") or "granite" in config.model_type
+    if not left_out:  # by converters
         _, size = config.wide_heads or (0, config.head_dim)
         writer.add_key_length(size)
         writer.add_value_length(size)
-    writer.add_rope_dimension_count(config.ropes[0].size)
+    if not config.family.has_single_parts:
+        writer.add_rope_dimension_count(config.ropes[0].size)
     rope, size = config.ropes[0], config.head_dim
     scale = (rope.fields.alpha or 1.0) ** (size / (size - 2))  # of Hunyuan
     writer.add_rope_freq_base(rope.theta * scale)
@@ -331,14 +349,18 @@ def write_settings(
         if "shared_expert_intermediate_size" in raw:
             size = raw["shared_expert_intermediate_size"]
             writer.add_expert_shared_feed_forward_length(size)
-        if config.family.chances == "sigmoid":
+        if config.model_type == "nemotron_h":
+            size = raw["moe_shared_expert_intermediate_size"]
+            writer.add_expert_shared_feed_forward_length(size)
+        elif config.family.chances == "sigmoid":
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             writer.add_leading_dense_block_count(config.experts.num_dense)
-    if config.model_type == "glm4_moe":
+    if config.model_type == "glm4_moe" or (config.model_type == "nemotron_h" and config.experts):
         writer.add_expert_shared_count(raw["n_shared_experts"])
         writer.add_expert_weights_scale(raw["routed_scaling_factor"])
         writer.add_expert_weights_norm(raw["norm_topk_prob"])
         writer.add_expert_group_count(raw["n_group"])
+    if config.model_type == "glm4_moe":
         writer.add_expert_group_used_count(raw["topk_group"])
     if config.model_type == "stablelm":
         writer.add_parallel_residual(raw["use_parallel_residual"])
@@ -476,6 +498,8 @@ def _stacked(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 def _of_all_experts(name: str) -> str:
     """The GGUF converters' names of the matrices of all experts together."""
     joined = name.replace(".{expert}.", ".")
+    if ".mixer.experts." in joined:
+        return joined.replace("backbone", "model").replace("mixer", "mlp")
     if "block_sparse_moe.experts" not in joined and "feed_forward.experts" not in joined:
         return joined
     return joined.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")

@@ -78,6 +78,14 @@ _MAMBA = {
     "attention_multiplier": 0.1,
     "logits_scaling": 2.0,
 }
+_NEMOTRON = {
+    "head_dim": 32,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "chunk_size": 16,
+}
 _SHARED = {
     "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256,
@@ -287,6 +295,26 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mamba_rms_norm": True,
             "mamba_norm_before_gate": False,
         },
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        _NEMOTRON
+        | {"layers_block_type": ["linear_attention", "mlp", "linear_attention", _GLOBAL, "mlp"]},
+    ),
+    "nemotron-h-moe": (
+        "nemotron_h",
+        _NEMOTRON
+        | {
+            "layers_block_type": ["linear_attention", "moe", _GLOBAL, "moe"],
+            "n_routed_experts": 5,
+            "moe_intermediate_size": 256,
+            "moe_shared_expert_intermediate_size": 512,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 16, "head_dim": 32, "n_groups": 2, "state_size": 32, "chunk_size": 16},
     ),
 }
 """``model_type`` and fields of each: every family, and every rotary scaling that files have."""

@@ -17,6 +17,9 @@ from torch import Tensor
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """Errors by which a cache reports that there is no room."""
 
+_LISTED = 64
+"""Bytes a token, for its place in lists, where no layer has entries: they are limited, too."""
+
 
 @dataclass(frozen=True)
 class KVShape:
@@ -38,7 +41,8 @@ class KVShape:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         own = 2 * self.num_layers * self.num_kv_heads * self.entry_size(dtype) * dtype.itemsize
-        return own + (self.wide.bytes_per_token(dtype) if self.wide else 0)
+        own += self.wide.bytes_per_token(dtype) if self.wide else 0
+        return own or _LISTED
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Worker {
     if (layer.beside) recurrent(*layer.beside);
     if (layer.convolution) recurrent(layer);
     else if (layer.qkv[0].data) attention(layer);
-    mlp(index, layer);
+    if (layer.up.data) mlp(index, layer);
     if (layer.input.data) add_told(index, layer);
     tap(index);
   }

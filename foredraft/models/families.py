@@ -70,7 +70,7 @@ class Names:
             found = replace(
                 found, recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
             )
-        if len(self.dense_gate_up) == 1:
+        if self.dense_gate_up == ("shared_mlp.input_linear",):
             part = self.dense_gate_up[0].rpartition(".")[0]
             both = (f"{part}.gate_proj", f"{part}.up_proj")
             found = replace(found, dense_gate_up=both, shared_gate_up=both)
@@ -114,9 +114,12 @@ class Gguf:
 RECURRENT_TYPES = {
     "short_conv": ("conv",),
     "delta_net": ("linear_attention",),
-    "mamba2": ("linear_attention", "mamba"),
+    "mamba2": ("linear_attention", "mamba", "M"),
 }
 """Names of recurrent layers in ``layer_types``."""
+EXPERT_TYPES = frozenset(("moe", "E"))
+FEED_FORWARD_TYPES = EXPERT_TYPES | {"mlp", "-"}
+"""And of layers that are feed-forward parts alone."""
 
 GGUF_NORMS = {
     "attention_norm": "attn_norm",
@@ -158,6 +161,7 @@ class Family:
             norm has weights as they are, whatever ``norm_offset`` says.
         gates_attention: behind each head of queries lie gates of what it attends to.
         mixes_beside: each layer attends, and has a recurrent part beside that reads the same input.
+        has_single_parts: a layer is one part alone: attention, or a recurrent or feed-forward one.
         interleaved: rows of a delta net's inputs lie by key head: its query, its key, its values,
             and their gates; so do those of beta and decay.
         is_paired: rotary embedding turns neighbours: rows of queries and keys are laid anew so
@@ -195,6 +199,7 @@ class Family:
     recurrent: Literal["short_conv", "delta_net", "mamba2"] | None = None
     gates_attention: bool = False
     mixes_beside: bool = False
+    has_single_parts: bool = False
     interleaved: bool = False
     is_paired: bool = False
     has_wide_heads: bool = False
@@ -220,7 +225,11 @@ def _fields(names: str) -> frozenset[str]:
 
 def _keys_of_experts(count: str) -> dict[str, str]:
     """Keys in GGUF files of a family that calls the number of experts ``count``."""
-    return {count: "expert_count", "num_experts_per_tok": "expert_used_count"}
+    return {
+        count: "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    }
 
 
 _LLAMA = Names()
@@ -399,7 +408,7 @@ _LFM2_NAMES = Names(
 )
 _LFM2_READS = _fields("norm_eps tie_embedding conv_L_cache layer_types")
 _LFM2_DEFAULTS = {
-    "norm_eps": 1e-5,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
     "num_key_value_heads": 8,
@@ -480,7 +489,6 @@ _SHARED_EXPERT_READS = (
 _SHARED_KEYS = {
     **_QWEN35_GGUF.keys,
     **_keys_of_experts("num_experts"),
-    "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 _SHARED_EXPERT_SIZES = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
@@ -503,6 +511,95 @@ _MAMBA_KEYS = {
     "mamba_n_heads": "ssm.time_step_rank",
 }
 _MAMBA_NEUTRAL = {"mamba_proj_bias": False, "time_step_limit": _NO_LIMIT}
+_STATES_GGUF = Gguf(
+    "mamba2",
+    keys=_MAMBA_KEYS
+    | _keys_of_experts("n_routed_experts")
+    | {
+        "mamba_d_ssm": "ssm.inner_size",
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+    },
+    implied={"mamba_head_dim": None},
+    only={"rope.scaling.finetuned": False, "expert_group_count": 1},
+    ignored=_fields("expert_shared_count nextn_predict_layers"),
+    norms={"mlp_norm": "attn_norm"},
+    may_be_dense=True,
+)
+_MAMBA2 = Family(
+    "mamba2",
+    names=Names(
+        attention_norm="norm",
+        mlp_norm="norm",
+        recurrent_in=("mixer.in_proj",),
+        recurrent_out="mixer.out_proj",
+        convolution="mixer.conv1d",
+        recurrent_norm="mixer.norm",
+        final_norm="model.norm_f",
+    ),
+    reads=_MAMBA_READS
+    | _fields(
+        "num_heads n_groups state_size conv_kernel expand use_conv_bias layer_norm_epsilon "
+        "mamba_d_ssm"
+    ),
+    defaults={"n_groups": 8, "state_size": 128, "rms_norm_eps": 1e-5},
+    # Of attention and feed-forward parts, which it has not, and of a longest text.
+    fixed=dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
+    | {"head_dim": 64, "max_position_embeddings": 2**20},
+    neutral={"use_bias": False, "time_step_limit": _NO_LIMIT},
+    recurrent="mamba2",
+    has_single_parts=True,
+    gguf=_STATES_GGUF,
+)
+_NEMOTRON = replace(
+    _MAMBA2,
+    model_type="nemotron_h",
+    names=replace(
+        _MAMBA2.names,
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        output="mixer.o_proj",
+        router="mixer.gate",
+        router_bias="mixer.gate.e_score_correction_bias",
+        gate_up=("mixer.experts.{expert}.up_proj",),
+        down="mixer.experts.{expert}.down_proj",
+        dense_gate_up=("mixer.up_proj",),
+        dense_down="mixer.down_proj",
+        shared_gate_up=("mixer.shared_experts.up_proj",),
+        shared_down="mixer.shared_experts.down_proj",
+    ),
+    reads=_MAMBA2.reads
+    | _EXPERT_READS
+    | _fields(
+        "layer_types layers_block_type hybrid_override_pattern position_embedding_type "
+        "mlp_hidden_act mamba_num_heads mamba_head_dim ssm_state_size n_routed_experts "
+        "moe_intermediate_size moe_shared_expert_intermediate_size routed_scaling_factor"
+    ),
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "mlp_hidden_act": "relu2",
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+    },
+    fixed={"position_embedding_type": "nope"},
+    neutral=_MAMBA_NEUTRAL
+    | _NO_GROUPS
+    | dict.fromkeys(("use_bias", "mlp_bias"), False)
+    # transformers has steps at least so long where it reads several tokens, and not for one.
+    | {"time_step_min": 0.001, "mamba_hidden_act": "silu", "moe_latent_size": None},
+    chances="sigmoid",
+    chance_floor=1e-20,
+    is_gated=False,
+    gguf=replace(_STATES_GGUF, architecture="nemotron_h"),
+)
 
 _FAMILIES = (
     Family("llama", reads=_fields("attention_bias mlp_bias"), gguf=Gguf("llama", is_paired=True)),
@@ -634,8 +731,7 @@ _FAMILIES = (
         windows="all",
         gguf=Gguf(
             "qwen3moe",
-            keys=_keys_of_experts("num_experts")
-            | {"moe_intermediate_size": "expert_feed_forward_length"},
+            keys=_keys_of_experts("num_experts"),
             implied={"norm_topk_prob": True, **_NO_WINDOWS},
             only=_SOFTMAX,
         ),
@@ -705,11 +801,7 @@ _FAMILIES = (
         gguf=Gguf(
             "lfm2moe",
             keys=_keys_of_experts("num_experts")
-            | {
-                "conv_L_cache": "shortconv.l_cache",
-                "moe_intermediate_size": "expert_feed_forward_length",
-                "num_dense_layers": _DENSE_KEY,
-            },
+            | {"conv_L_cache": "shortconv.l_cache", "num_dense_layers": _DENSE_KEY},
             only=_SIGMOIDS,
             norms={"final_norm": "token_embd_norm"},
         ),
@@ -750,7 +842,6 @@ _FAMILIES = (
             "glm4moe",
             keys=_keys_of_experts("n_routed_experts")
             | {
-                "moe_intermediate_size": "expert_feed_forward_length",
                 "n_shared_experts": "expert_shared_count",
                 "first_k_dense_replace": _DENSE_KEY,
                 "routed_scaling_factor": "expert_weights_scale",
@@ -794,7 +885,6 @@ _FAMILIES = (
         gguf=Gguf(
             "gpt-oss",
             keys=_WINDOW_KEY | _keys_of_experts("num_local_experts"),
-            ignored=_fields("expert_feed_forward_length"),
             norms=_MLP_NORM,
             rope={"truncate": False},
         ),
@@ -862,6 +952,9 @@ _FAMILIES = (
         mixes_beside=True,
         gguf=Gguf("falcon-h1", keys=_MAMBA_KEYS | {"mamba_d_ssm": "ssm.inner_size"}),
     ),
+    replace(_NEMOTRON, gguf=replace(_STATES_GGUF, architecture="nemotron_h_moe")),
+    _NEMOTRON,
+    _MAMBA2,
     Family(
         "glm4",
         names=replace(

@@ -126,6 +126,9 @@ class TrainingTarget:
 
         A recurrent layer has the attention of the nearest one that attends, and one without
         experts those of the nearest mixture.
+
+        Raises:
+            CapabilityError: no layer attends.
         """
         layers, config = self._weights.layers, self._target.config
         layer = layers[index]
@@ -134,9 +137,18 @@ class TrainingTarget:
             return layers[min(found, key=lambda i: abs(i - index % len(layers)))]
 
         most = max(each.num_experts for each in layers)
-        usual = (replace(each.kind, rope=0, window=None, mixes_beside=False) for each in layers)
-        nearest = nearest_of([i for i, kind in enumerate(usual) if kind == USUAL_KIND])
-        own = [i for i, each in enumerate(layers) if each.num_experts == most]
+        kinds = (
+            replace(each.kind, rope=0, window=None, mixes_beside=False, feeds=True)
+            for each in layers
+        )
+        usual = [i for i, kind in enumerate(kinds) if kind == USUAL_KIND]
+        if not usual:
+            raise CapabilityError(
+                f"a head begins as a layer of its model that attends, and none of "
+                f"{config.model_type} does; draft with 'suffix' or 'self_draft'"
+            )
+        nearest = nearest_of(usual)
+        own = [i for i, each in enumerate(layers) if each.kind.feeds and each.num_experts == most]
         fed = nearest_of([i for i in own if layers[i].kind.source is None])
         gate_up = as_tensor(fed.gate_up_weight, torch.float32)
         if not config.family.is_gated:

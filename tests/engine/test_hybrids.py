@@ -31,7 +31,7 @@ from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, need_kernel, sa
 
 MODELS = (
     *("lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-hybrid"),
-    "falcon-h1",
+    *("falcon-h1", "nemotron-h", "nemotron-h-moe", "mamba2"),
 )
 _FEW_TOKENS = 450
 """That the small cache has room for: the longest text and one more."""

@@ -42,9 +42,11 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    Mamba2Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -168,6 +170,15 @@ _GEMMA4: dict[str, Any] = {
     "head_dim": 16,
     "global_head_dim": 24,
     "sliding_window": WINDOW,
+}
+
+_NEMOTRON: dict[str, Any] = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "chunk_size": 16,
 }
 
 NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -325,6 +336,32 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         attention_bias=True,
     ),
     "falcon-h1-norm": lambda: FalconH1Config(**_sizes(), **_BESIDE, mamba_rms_norm=True),
+    "nemotron-h": lambda: NemotronHConfig(
+        **_sizes(),
+        **_NEMOTRON,
+        layers_block_type=[
+            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+            "linear_attention",
+        ],
+    ),
+    "nemotron-h-moe": lambda: NemotronHConfig(
+        **_sizes(),
+        **_NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        moe_shared_expert_intermediate_size=80,
+        routed_scaling_factor=1.5,
+    ),
+    "mamba2": lambda: Mamba2Config(
+        **{name: value for name, value in _sizes().items() if "attention" not in name},
+        num_heads=8,
+        head_dim=16,
+        n_groups=2,
+        state_size=24,
+        chunk_size=16,
+    ),
     "glm4": lambda: Glm4Config(**_sizes(head_dim=32), attention_bias=True),
     "ernie4.5": lambda: Ernie4_5Config(**_sizes(head_dim=32), use_bias=True),
     "hunyuan": lambda: HunYuanDenseV1Config(

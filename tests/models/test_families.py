@@ -83,6 +83,8 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "gpt_oss": ("gpt-oss", "gpt-oss"),
     "granitemoehybrid": ("Granite 4", "granite-hybrid-moe"),
     "falcon_h1": ("Falcon-H1", "falcon-h1"),
+    "nemotron_h": ("Nemotron-H, Nemotron 3 Nano", "nemotron-h-moe"),
+    "mamba2": ("Mamba-2", "mamba2"),
     "glm4": ("GLM-4", "glm4"),
     "ernie4_5": ("Ernie 4.5", "ernie4.5"),
     "hunyuan_v1_dense": ("Hunyuan", "hunyuan"),
@@ -104,6 +106,7 @@ NOT_THEIRS = {"mimo"}
 
 SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "gemma4-moe": NATIVE_CONFIGS["gemma4-moe"],
+    "nemotron-h": NATIVE_CONFIGS["nemotron-h"],
     "gemma4-readers": lambda: Gemma4TextConfig(
         **NATIVE_CONFIGS["gemma4"]().to_dict()
         | {
@@ -114,8 +117,8 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         }
     ),
 }
-"""Others of a family: experts beside what all tokens read, and layers of both sorts that read
-entries of another."""
+"""Others of a family: experts beside what all tokens read, layers of both sorts that read entries
+of another, and feed-forward parts alone."""
 
 FORMATS: Mapping[str, tuple[torch.dtype, int | None]] = {
     "float32": (torch.float32, None),
@@ -266,8 +269,11 @@ def test_drafts_change_no_text(family: str, format_name: str, temperature: float
 
 
 def works(drafter: str, family: str) -> bool:
-    """Early exit has no states of its own."""
-    return drafter != "early_exit" or read_config(directory(family)).recurrent is None
+    """Early exit has no states of its own, and heads begin as a layer that attends."""
+    config = read_config(directory(family))
+    if drafter == "hidden_head":
+        return config.num_attending_layers > 0
+    return drafter != "early_exit" or config.recurrent is None
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -317,7 +323,7 @@ def test_a_copy_is_tuned_or_that_is_refused(family: str) -> None:
 
 # ----------------------------------------------------------------------------------------- table
 
-_FEW_TOKENS = {True: 450, False: 300}
+_FEW_TOKENS = {True: 400, False: 300}
 """That the small cache has room for: the longest text and a part of another; with states more."""
 _TEXTS = [[*((7 * i) % 90 + 3 for i in range(130)), *range(5 + k, 9 + k)] for k in range(4)]
 
@@ -388,6 +394,8 @@ HARMLESS = {
     *("router_aux_loss_coef", "router_jitter_noise", "rms_norm_eps", "transformers_version"),
     *("num_nextn_predict_layers", "mamba_chunk_size", "eod_token_id", "residual_dropout"),
     *("hidden_dropout", "embedding_dropout", "num_logits_to_keep"),
+    *("chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "rescale_prenorm_residual"),
+    *("residual_in_fp32", "time_step_max", "time_step_floor", "time_step_rank"),
     *("architectures", "dtype", "torch_dtype", "return_dict", "chunk_size_feed_forward"),
 }
 """Fields that change no logits."""
@@ -396,7 +404,14 @@ READ = {
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
     *("rms_norm_eps", "hidden_act", "rope_parameters", "tie_word_embeddings", "eos_token_id"),
 }
-IGNORED = {"gemma3_text": {"attn_logit_softcapping"}}
+IGNORED = {
+    "gemma3_text": {"attn_logit_softcapping"},
+    "nemotron_h": {
+        *("attention_bias", "sliding_window", "expand", "n_shared_experts"),
+        *("moe_shared_expert_overlap", "mtp_layers_block_type"),
+    },
+    "mamba2": {"time_step_min"},
+}
 """Fields that transformers has for a family, and does nothing with."""
 
 

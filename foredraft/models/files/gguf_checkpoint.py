@@ -150,7 +150,8 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     files = _opened(parts_of(gguf))
     weights = _write_description(files, into)
     config = read_config(into)
-    if config.family.names.apart != config.family.names or config.dense_beside:
+    family = config.family
+    if family.has_single_parts or family.names.apart != family.names or config.dense_beside:
         _refuse(files[0], "transformers holds its experts or projections in another form")
     progress.stage("converting the weights to safetensors")
     _write_weights(weights, into, progress)
@@ -363,6 +364,11 @@ def _said_by_family(
             _refuse(file, "attention.head_count_kv is array; its layers must have the same heads")
         names = (RECURRENT_TYPES[family.recurrent][0], "full_attention")
         found["layer_types"] = [names[bool(count)] for count in heads[: len(tensors)]]
+        fed = file.metadata.get(f"{family.gguf.architecture}.feed_forward_length")
+        if family.has_single_parts and isinstance(fed, np.ndarray):
+            alone = "moe" if found.get("n_routed_experts") else "mlp"
+            both = zip(found["layer_types"], fed, strict=False)
+            found["layer_types"] = [alone if size else kind for kind, size in both]
     for name, end in _SAID_BY_TENSORS.items():
         if name in family.reads:
             found[name] = any(tensor.endswith(end) for tensor in tensors)
@@ -512,7 +518,8 @@ def _weights(
             ours[name] = fused[name][0]
     if missing := sorted(ours.keys() - tensors):
         _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
-    if _num_drafting_layers(file) and config.num_attending_layers:
+    is_whole = config.num_attending_layers and not config.family.has_single_parts
+    if _num_drafting_layers(file) and is_whole:
         behind = shapes_behind(config)
         if (own := _names(config, behind)).keys() <= tensors.keys():
             shapes, ours = {**shapes, **behind}, ours | own
@@ -608,7 +615,8 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
         if config.experts.num_dense or config.dense_beside:
             yield from zip(names.dense_gate_up, ("ffn_gate", "ffn_up"), strict=True)
             yield names.dense_down, "ffn_down"
-        yield from zip(names.shared_gate_up, ("ffn_gate_shexp", "ffn_up_shexp"), strict=False)
+        shared = (f"{one}_shexp" for one in upper)
+        yield from zip(names.shared_gate_up, shared, strict=False)
         yield names.shared_down, "ffn_down_shexp"
         yield names.shared_router, "ffn_gate_inp_shexp"
         if names.router_bias != f"{names.router}.bias":

@@ -58,8 +58,8 @@ class Checkpoint:
         self.tensors: Mapping[str, StoredTensor] = with_packed(
             self.config, _stored_tensors(directory)
         )
-        if isinstance(self.config.get("text_config"), dict):
-            self.tensors = dict(_of_text(*item) for item in self.tensors.items())
+        parts = _TEXT_PARTS if isinstance(self.config.get("text_config"), dict) else _BACKBONES
+        self.tensors = dict(_renamed(parts, *item) for item in self.tensors.items())
         if (directory / lora.CONFIG).is_file() and (directory / lora.WEIGHTS).is_file():
             own = _tensors_of(directory / lora.WEIGHTS)
             self.tensors = lora.with_adapter(directory, self.tensors, own)
@@ -114,11 +114,12 @@ class Checkpoint:
 
 
 _TEXT_PARTS = {"model.language_model.": "model.", "language_model.": ""}
+_BACKBONES = {"backbone.embeddings.": "model.embed_tokens.", "backbone.": "model."}
 
 
-def _of_text(name: str, tensor: StoredTensor) -> tuple[str, StoredTensor]:
-    """A tensor of a model of text and images, called as in a model of text if it is of that."""
-    for part, plain in _TEXT_PARTS.items():
+def _renamed(parts: Mapping[str, str], name: str, tensor: StoredTensor) -> tuple[str, StoredTensor]:
+    """A tensor called as in a model of Llama: of a model of text and images, or of states."""
+    for part, plain in parts.items():
         if name.startswith(part):
             return plain + name.removeprefix(part), replace(tensor, name=name)
     return name, tensor

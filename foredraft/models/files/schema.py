@@ -48,6 +48,15 @@ def _as_tuple(numbers: object) -> object:
     return tuple(numbers) if isinstance(numbers, list) else numbers
 
 
+def _either(*names: str, default: Any = ...) -> Any:
+    return Field(default, validation_alias=AliasChoices(*names))
+
+
+def _counted(value: Any) -> Any:
+    """A list of layers by kind says how many there are."""
+    return len(value) if isinstance(value, list) else value
+
+
 def _as_list(numbers: object) -> object:
     return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
 
@@ -92,7 +101,7 @@ Multipliers = Annotated[tuple[Multiplier, ...], BeforeValidator(_as_tuple)]
 class RopeFields(_Schema):
     """Rotary parameters, in the spelling of transformers 5 or in that of 4."""
 
-    rope_type: str | None = Field(default=None, validation_alias=AliasChoices("rope_type", "type"))
+    rope_type: str | None = _either("rope_type", "type", default=None)
     rope_theta: Theta | None = None
     partial_rotary_factor: Share | None = None
     factor: Factor | None = None
@@ -156,19 +165,19 @@ class DecoderFields(_Schema):
     model_type: str
     vocab_size: Count
     hidden_size: Count
-    intermediate_size: Count = Field(
-        validation_alias=AliasChoices("block_ff_dim", "intermediate_size")
+    intermediate_size: Count = _either("block_ff_dim", "intermediate_size")
+    num_hidden_layers: Annotated[Count, BeforeValidator(_counted)] = _either(
+        "layers_block_type", "num_hidden_layers"
     )
-    num_hidden_layers: Count
     num_attention_heads: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     max_position_embeddings: Count
-    rms_norm_eps: Epsilon = Field(
-        validation_alias=AliasChoices("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
+    rms_norm_eps: Epsilon = _either(
+        "norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "rms_norm_eps"
     )
     hidden_act: str = "silu"
-    hidden_activation: str | None = None
+    hidden_activation: str | None = _either("hidden_activation", "mlp_hidden_act", default=None)
     rope_theta: Theta | None = None
     rope_local_base_freq: Theta | None = None
     rope_parameters: RopeFields | None = None
@@ -176,26 +185,21 @@ class DecoderFields(_Schema):
     layered_rope: LayeredRopeFields | None = Field(default=None, validation_alias="rope_parameters")
     partial_rotary_factor: Share | None = None
     original_max_position_embeddings: Count | None = None
-    tie_word_embeddings: bool | None = Field(
-        default=None, validation_alias=AliasChoices("tie_embedding", "tie_word_embeddings")
-    )
-    attention_bias: bool | None = Field(
-        default=None, validation_alias=AliasChoices("attention_bias", "use_bias", "use_qkv_bias")
+    tie_word_embeddings: bool | None = _either("tie_embedding", "tie_word_embeddings", default=None)
+    attention_bias: bool | None = _either(
+        "attention_bias", "use_bias", "use_qkv_bias", default=None
     )
     output_bias: bool | None = Field(default=None, validation_alias="attention_out_bias")
-    mlp_bias: bool | None = Field(
-        default=None, validation_alias=AliasChoices("mlp_bias", "use_bias")
-    )
+    mlp_bias: bool | None = _either("mlp_bias", "use_bias", default=None)
     use_qk_norm: bool | None = None
     use_sliding_window: bool | None = None
     sliding_window: Count | None = None
-    sliding_window_pattern: Count | str | None = Field(
-        default=None,
-        validation_alias=AliasChoices("sliding_window_pattern", "_sliding_window_pattern"),
+    sliding_window_pattern: Count | str | None = _either(
+        "sliding_window_pattern", "_sliding_window_pattern", default=None
     )
     max_window_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 28
-    layer_types: Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)] = Field(
-        default=None, validation_alias=AliasChoices("layer_types", "layers_block_type")
+    layer_types: Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)] = _either(
+        "layer_types", "layers_block_type", default=None
     )
     position_embedding_type: str | None = None
     no_rope_layers: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
@@ -204,9 +208,7 @@ class DecoderFields(_Schema):
     residual_multiplier: Multiplier = 1.0
     attention_multiplier: Scale | None = None
     logits_scaling: Factor = 1.0
-    logit_scale: Scale | None = Field(
-        default=None, validation_alias=AliasChoices("logit_scale", "lm_head_multiplier")
-    )
+    logit_scale: Scale | None = _either("logit_scale", "lm_head_multiplier", default=None)
     key_multiplier: Multiplier = 1.0
     attention_in_multiplier: Multiplier = 1.0
     attention_out_multiplier: Multiplier = 1.0
@@ -217,21 +219,22 @@ class DecoderFields(_Schema):
     query_pre_attn_scalar: Factor | None = None
     attn_logit_softcapping: Factor | None = None
     final_logit_softcapping: Factor | None = None
-    num_experts: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
-        default=None,
-        validation_alias=AliasChoices("num_local_experts", "num_experts", "n_routed_experts"),
+    num_experts: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = _either(
+        "num_local_experts", "num_experts", "n_routed_experts", default=None
     )
-    num_experts_per_tok: Count | None = Field(
-        default=None, validation_alias=AliasChoices("num_experts_per_tok", "top_k_experts")
+    num_experts_per_tok: Count | None = _either(
+        "num_experts_per_tok", "top_k_experts", default=None
     )
     enable_moe_block: bool = True
     moe_intermediate_size: Count | None = None
     norm_topk_prob: bool | None = None
-    shared_expert_intermediate_size: Count | None = None
+    shared_expert_intermediate_size: Count | None = _either(
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=None
+    )
     shared_intermediate_size: Count | None = None
     n_shared_experts: Annotated[int, Field(ge=0, le=64)] | None = None
-    num_dense_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
-        default=0, validation_alias=AliasChoices("first_k_dense_replace", "num_dense_layers")
+    num_dense_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = _either(
+        "first_k_dense_replace", "num_dense_layers", default=0
     )
     use_expert_bias: bool | None = None
     routed_scaling_factor: Scale = 1.0
@@ -247,13 +250,15 @@ class DecoderFields(_Schema):
     linear_num_key_heads: Count = 16
     linear_num_value_heads: Count = 32
     linear_heads_tiled: bool = False
-    mamba_n_heads: Count = 128
-    mamba_n_groups: Count = 1
-    mamba_d_state: Count = 256
-    mamba_d_head: Count | Literal["auto"] | None = None
-    mamba_d_conv: Count = 4
-    mamba_expand: Count = 2
-    mamba_conv_bias: bool = True
+    mamba_n_heads: Count = _either("mamba_n_heads", "mamba_num_heads", "num_heads", default=128)
+    mamba_n_groups: Count = _either("mamba_n_groups", "n_groups", default=1)
+    mamba_d_state: Count = _either("mamba_d_state", "ssm_state_size", "state_size", default=256)
+    mamba_d_head: Count | Literal["auto"] | None = _either(
+        "mamba_d_head", "mamba_head_dim", default=None
+    )
+    mamba_d_conv: Count = _either("mamba_d_conv", "conv_kernel", default=4)
+    mamba_expand: Count = _either("mamba_expand", "expand", default=2)
+    mamba_conv_bias: bool = _either("mamba_conv_bias", "use_conv_bias", default=True)
     mamba_d_ssm: Count | None = None
     mamba_rms_norm: bool = True
     global_head_dim: Count = 512
@@ -298,15 +303,6 @@ class DecoderFields(_Schema):
                 "size"
             )
         return self
-
-
-def _either(*names: str, default: Any = ...) -> Any:
-    return Field(default, validation_alias=AliasChoices(*names))
-
-
-def _counted(value: Any) -> Any:
-    """A list of layers by kind says how many there are."""
-    return len(value) if isinstance(value, list) else value
 
 
 class SizeFields(_Schema):
@@ -374,8 +370,10 @@ def _said(key: str, default: Any = ...) -> Any:
 
 
 def _most(counts: object) -> object:
-    """The most of any layer: recurrent ones have no heads."""
-    return max(counts.tolist()) if isinstance(counts, np.ndarray) and counts.size else counts
+    """The most of any layer: recurrent ones have no heads. 1 where none has."""
+    if isinstance(counts, np.ndarray) and counts.size:
+        counts = max(counts.tolist())
+    return 1 if type(counts) is int and counts == 0 else counts
 
 
 class GgufFields(_Schema):
@@ -392,7 +390,7 @@ class GgufFields(_Schema):
     context_length: Count
     embedding_length: Count
     feed_forward_length: Annotated[Count, BeforeValidator(_most)]
-    head_count: Count = _said("attention.head_count")
+    head_count: Annotated[Count, BeforeValidator(_most)] = _said("attention.head_count")
     head_count_kv: Annotated[Count | None, BeforeValidator(_most)] = _said(
         "attention.head_count_kv", None
     )

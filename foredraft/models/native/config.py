@@ -24,7 +24,13 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
 from foredraft.cache.states import StateCache, StateShape
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.families import FAMILIES, RECURRENT_TYPES, Family
+from foredraft.models.families import (
+    EXPERT_TYPES,
+    FAMILIES,
+    FEED_FORWARD_TYPES,
+    RECURRENT_TYPES,
+    Family,
+)
 from foredraft.models.files.json_files import parse_fields, read_json
 from foredraft.models.files.quantised import why_not_read
 from foredraft.models.files.schema import DecoderFields, LayerFields, RopeFields
@@ -182,6 +188,8 @@ class LayerKind:
         window: how many entries a token sees at most, its own included; None: all.
         is_wide: its heads are `DecoderConfig.wide_heads`.
         source: the layer whose entries it reads, of those with as many heads; None: its own.
+        mixes: it attends or keeps a state.
+        feeds: it has a feed-forward part.
     """
 
     rope: int | None = 0
@@ -190,6 +198,12 @@ class LayerKind:
     mixes_beside: bool = False
     is_wide: bool = False
     source: int | None = None
+    mixes: bool = True
+    feeds: bool = True
+
+    @property
+    def attends(self) -> bool:
+        return self.mixes and not self.is_recurrent
 
     @property
     def has_state(self) -> bool:
@@ -344,18 +358,18 @@ class DecoderConfig:
 
     @property
     def num_attending_layers(self) -> int:
-        return self.num_hidden_layers - sum(kind.is_recurrent for kind in self.kinds)
+        return self.num_hidden_layers - sum(not kind.attends for kind in self.kinds)
 
     def numbers(self) -> list[int]:
         """Of each layer its number among the recurrent ones, or among those with its heads that
         have entries; of one that reads another's the number of that."""
-        found, counts = list[int](), dict[tuple[bool, bool], int]()
+        found, counts = list[int](), dict[tuple[bool, ...], int]()
         for index in range(self.num_hidden_layers):
             kind = self.kind(index)
             if kind.source is not None:
                 found.append(found[kind.source])
                 continue
-            alike = kind.is_recurrent, kind.is_wide
+            alike = kind.attends, kind.is_recurrent, kind.is_wide
             found.append(counts.get(alike, 0))
             counts[alike] = found[-1] + 1
         return found
@@ -380,7 +394,7 @@ class DecoderConfig:
     @property
     def kv_shape(self) -> KVShape:
         kinds = [self.kind(index) for index in range(self.num_hidden_layers)]
-        own = [kind.is_wide for kind in kinds if kind.source is None and not kind.is_recurrent]
+        own = [kind.is_wide for kind in kinds if kind.source is None and kind.attends]
         wide = KVShape(sum(own), *self.wide_heads) if self.wide_heads and any(own) else None
         return KVShape(len(own) - sum(own), self.num_key_value_heads, self.head_dim, wide)
 
@@ -410,6 +424,8 @@ class DecoderConfig:
     def feed_forward(self, index: int) -> tuple[int, int]:
         """Numbers of a layer's experts (1: it has none), and rows of each one's gates."""
         experts = self.experts
+        if not self.kind(index).feeds:
+            return 1, 0
         if experts is None:
             is_reader = self.kind(index).source is not None
             return 1, self.intermediate_size * (self.reader_times if is_reader else 1)
@@ -494,12 +510,12 @@ def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
     heeded = {
         key: value for key, value in raw.items() if key not in _OPTIONAL or key in family.reads
     }
+    if isinstance(pattern := heeded.get("hybrid_override_pattern"), str):
+        heeded["layers_block_type"] = heeded.get("layers_block_type") or [*pattern]
     if heeded.get("rope_scaling") == {}:  # stands above rope_parameters where it says anything
         del heeded["rope_scaling"]
     if heeded.get("rope_parameters", {}) is None:  # the family's own
         del heeded["rope_parameters"]
-    if heeded.keys() & {"norm_eps", "layer_norm_eps", "norm_epsilon"}:  # the family's own name
-        heeded.pop("rms_norm_eps", None)
     return parse_fields(path, {**family.defaults, **heeded, **family.fixed}, DecoderFields)
 
 
@@ -563,6 +579,8 @@ def _multipliers(fields: DecoderFields) -> Multipliers:
 def _has_experts(family: Family, fields: DecoderFields) -> bool:
     """Some families have mixtures and whole feed-forward parts."""
     is_there = fields.enable_moe_block and fields.num_experts != 0
+    if family.has_single_parts:
+        is_there = not EXPERT_TYPES.isdisjoint(fields.layer_types or ())
     return is_there and family.names.router is not None
 
 
@@ -612,8 +630,10 @@ def _kinds(family: Family, fields: DecoderFields, context: int) -> tuple[LayerKi
     """Kind of each layer, where texts are at most ``context`` long; empty if all are usual."""
     kinds = []
     for index in range(min(fields.num_hidden_layers, _MOST_LAYERS)):
-        if _is_recurrent(family, fields, index):
-            kinds.append(LayerKind(None, is_recurrent=True))
+        feeds = _feeds(family, fields, index)
+        mixes = not (family.has_single_parts and feeds)
+        if not mixes or _is_recurrent(family, fields, index):
+            kinds.append(LayerKind(None, is_recurrent=mixes, mixes=mixes, feeds=feeds))
             continue
         is_local = _is_local(family, fields, index)
         rope = 1 if family.local_rope and is_local else 0
@@ -623,8 +643,16 @@ def _kinds(family: Family, fields: DecoderFields, context: int) -> tuple[LayerKi
             window = None
         kind = LayerKind(rope if is_rotated else None, window, False, family.mixes_beside)
         is_wide = family.has_wide_heads and not is_local
-        kinds.append(replace(kind, is_wide=is_wide, source=_source(family, fields, index)))
+        source = _source(family, fields, index)
+        kinds.append(replace(kind, is_wide=is_wide, source=source, feeds=feeds))
     return () if set(kinds) == {USUAL_KIND} else tuple(kinds)
+
+
+def _feeds(family: Family, fields: DecoderFields, index: int) -> bool:
+    """Whether a layer has a feed-forward part."""
+    if not family.has_single_parts:
+        return True
+    return fields.layer_types is not None and fields.layer_types[index] in FEED_FORWARD_TYPES
 
 
 def _source(family: Family, fields: DecoderFields, index: int) -> int | None:
@@ -657,6 +685,8 @@ def _is_recurrent(family: Family, fields: DecoderFields, index: int) -> bool:
         return fields.layer_types[index] in RECURRENT_TYPES[family.recurrent]
     if family.recurrent == "delta_net":
         return (index + 1) % fields.full_attention_interval != 0
+    if family.has_single_parts:
+        return True
     return fields.full_attn_idxs is not None and index not in fields.full_attn_idxs
 
 
@@ -836,10 +866,15 @@ def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
         listed = getattr(fields, name)
         if listed is not None and len(listed) < num_layers:
             return f"{name} lists {len(listed)} layers, and there are {num_layers}"
-    for kind in set(fields.layer_types or ()):
-        others = RECURRENT_TYPES[family.recurrent] if family.recurrent else (_SLIDING,)
-        if kind not in (_FULL, *others) and not (family.recurrent and kind == "attention"):
-            return f"layers of type {kind!r:.80} are not implemented"
+    kinds, known = {*(fields.layer_types or ())}, {_FULL, _SLIDING}
+    if family.recurrent:
+        known = {_FULL, "attention", *RECURRENT_TYPES[family.recurrent]}
+    if family.has_single_parts:
+        known |= {"*"} | FEED_FORWARD_TYPES
+        if len(kinds & FEED_FORWARD_TYPES) > 1:
+            return "layers with experts beside others without are not implemented"
+    for kind in kinds - known:
+        return f"layers of type {kind!r:.80} are not implemented"
     has_window = fields.sliding_window is not None and _has_windows(family, fields)
     if _SLIDING in (fields.layer_types or ()) and not has_window:
         return f"layers of type {_SLIDING!r} without a window (sliding_window) are not implemented"
@@ -854,7 +889,8 @@ def _unsupported_recurrence(family: Family, fields: DecoderFields) -> str | None
         return "so many multipliers are not implemented"
     if sizes.kind != "short_conv" and fields.hidden_act != "silu":  # their convolutions have it too
         return f"hidden_act {fields.hidden_act!r:.80} is not implemented in recurrent layers"
-    if sizes.kind == "mamba2" and sizes.num_outputs != (size := _mamba_size(fields)):
+    is_said = sizes.kind == "mamba2" and not family.has_single_parts
+    if is_said and sizes.num_outputs != (size := _mamba_size(fields)):
         heads = f"mamba_n_heads {sizes.value_heads} times mamba_d_head {sizes.value_size}"
         return f"{heads} is not mamba_d_ssm (or mamba_expand times hidden_size), {size}"
     if not 2 <= sizes.window <= _MOST_CONVOLVED:

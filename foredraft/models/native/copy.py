@@ -98,7 +98,7 @@ class NativeLowBitCopy:
         if weights.screen_VE is not None:
             own.append(weights.screen_VE.packed_GCN)
         self.num_bytes = sum(tensor.nbytes for tensor in own)
-        last = tensor_of(weights.layers[-1].output_weight)
+        last = tensor_of(weights.last_matrix)
         kind = weights.screen_VE is not None, weights.activation_bits
         self.identity = recipe_of(self.bits, last, *kind)
 

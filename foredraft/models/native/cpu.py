@@ -439,15 +439,14 @@ class FusedDecoder:
 
     def _gate_up(self, weight: Stack, count: int) -> tuple[interface.Matrix, interface.Matrix]:
         """Gate and up, which lie one below the other, of one expert behind those of another."""
-        if not self._config.family.is_gated:
-            assert not isinstance(weight, StackedMatrix)
-            return interface.Matrix(), self._matrix(weight)
+        each = 1 + self._config.family.is_gated
         if isinstance(weight, Tensor):
-            parts: Sequence[Matrix] = weight.chunk(2 * count)
+            parts: Sequence[Matrix] = weight.chunk(each * count)
         else:
             parts = weight.parts
-        step = 0 if isinstance(weight, StackedMatrix) else 2 * _bytes_of(parts[0])
-        return self._matrix(parts[0], step), self._matrix(parts[1], step)
+        step = 0 if isinstance(weight, StackedMatrix) else each * _bytes_of(parts[0])
+        gate = self._matrix(parts[0], step) if each > 1 else interface.Matrix()
+        return gate, self._matrix(parts[each - 1], step)
 
     def _router(self, router_XE: Tensor) -> int:
         """In the type whose order activations are in (``Order`` of products.h)."""
@@ -460,7 +459,7 @@ class FusedDecoder:
 
     def _matrix(self, matrix: Matrix | None, step: int = 0) -> interface.Matrix:
         """One matrix, or the first of some that begin so many bytes one behind the other."""
-        if matrix is None:
+        if matrix is None or not matrix.shape[0]:
             return interface.Matrix()
         code = matrix.form.code if isinstance(matrix, PackedMatrix) else interface.NOT_PACKED
         return interface.Matrix(self._address(tensor_of(matrix)), code, step)

@@ -184,14 +184,16 @@ class EagerDecoder:
         tapped: dict[int, Tensor] = {}
         for index in layers:
             layer, input_TE = self._weights.layers[index], hidden_TE
-            if index not in self._weights.no_attention:
+            if layer.kind.mixes and index not in self._weights.no_attention:
                 mix = self._recurrent if layer.kind.is_recurrent else self._attention
                 part_TE = mix(run, self._numbers[index], layer, hidden_TE)
                 if layer.kind.mixes_beside:
                     part_TE = part_TE + self._recurrent(run, self._numbers[index], layer, hidden_TE)
                 hidden_TE = self._add(hidden_TE, part_TE, layer.attention_post_norm_E)
-            part_TE = self._mlp(layer, input_TE if self._config.family.is_parallel else hidden_TE)
-            hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
+            if layer.kind.feeds:
+                input_TE = input_TE if self._config.family.is_parallel else hidden_TE
+                part_TE = self._mlp(layer, input_TE)
+                hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
             if layer.input_gate is not None and layer.input_output is not None:
                 gate_TP = self._linear(hidden_TE, layer.input_gate)
                 told_TP = gated(self._config.activation, gate_TP, run.inputs[index])

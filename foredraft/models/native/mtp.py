@@ -138,7 +138,7 @@ def own_config(config: DecoderConfig) -> DecoderConfig:
         ModelLoadError: no layer of the model attends.
     """
     kinds = map(config.kind, range(config.num_hidden_layers))
-    kind = next((kind for kind in kinds if not kind.is_recurrent), None)
+    kind = next((kind for kind in kinds if kind.attends and kind.feeds), None)
     if kind is None:
         raise ModelLoadError(
             "a layer that predicts further tokens attends as others of its model, and none does"

@@ -207,7 +207,7 @@ class NativeTarget:
     @property
     def identity(self) -> str:
         weights = self.weights
-        last = tensor_of(weights.layers[-1].output_weight)
+        last = tensor_of(weights.last_matrix)
         kind = weights.screen_VE is not None, weights.activation_bits
         return recipe_of(self.config, weights.bits, last, *kind)
 

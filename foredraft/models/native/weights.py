@@ -79,6 +79,7 @@ _INPUTS, _INPUT_PROJECTION, _INPUT_PROJECTION_NORM = (
 )
 _KEPT_IN_8_BITS = {_HEAD: "head", _INPUT_PROJECTION: "projection of embeddings"}
 """Matrices that are rounded to 8 bits where all are as stored and these are floats."""
+_NOTHING = torch.empty(0, 0)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -86,7 +87,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 class LayerWeights:
     """One decoder layer. Norms and biases are None for families without them.
 
-    The feed-forward matrices of a mixture hold those of all X experts, one below the other.
+    The feed-forward matrices of a mixture hold those of all X experts, one below the other. Those
+    of a part that the layer lacks have no rows.
 
     Attributes:
         num_experts: X; 1: there are none.
@@ -144,7 +146,8 @@ class LayerWeights:
         return {
             key: tensor
             for name, matrix in found.items()
-            if matrix is not None and name not in ("kind", "mixer", "num_experts")
+            if name not in ("kind", "mixer", "num_experts")
+            if matrix is not None and matrix.shape[0]
             for key, tensor in to_tensors(prefix + name, matrix).items()
         } | {f"{prefix}{_MIXER}{name}": tensor for name, tensor in mixer.items()}
 
@@ -160,7 +163,7 @@ class LayerWeights:
     @property
     def num_gate_parts(self) -> int:
         """Matrices of as many rows in ``gate_up_weight``."""
-        is_gated = self.gate_up_weight.shape[0] != self.down_weight.shape[1]
+        is_gated = self.gate_up_weight.shape[0] != self.num_experts * self.down_weight.shape[1]
         return (1 + is_gated) * self.num_experts
 
     @property
@@ -180,7 +183,9 @@ class LayerWeights:
             "input_output": 1,
         }
         found = ((name, getattr(self, name), count) for name, count in parts.items())
-        return {name: (matrix, count) for name, matrix, count in found if matrix is not None}
+        return {
+            name: (one, count) for name, one, count in found if one is not None and one.shape[0]
+        }
 
     def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
         """The same layer with other matrices, made of a field's name and what `matrices` has."""
@@ -267,10 +272,16 @@ class DecoderWeights:
     @property
     def bits(self) -> int:
         """Of a weight of the layers; those of embeddings and head may be more."""
-        matrix = self.layers[0].output_weight
+        matrix = self.last_matrix
         if isinstance(matrix, PackedMatrix):
             return matrix.bits
         return 8 * matrix.dtype.itemsize
+
+    @property
+    def last_matrix(self) -> Matrix:
+        """Of the last layer, to know the weights by."""
+        last = self.layers[-1]
+        return last.output_weight if last.kind.mixes else last.down_weight
 
 
 def load_weights(
@@ -530,6 +541,7 @@ class _Part:
         shape: as stored; None: so many rows.
         change: makes them of it; None: they are there.
         moves_rows: ``change`` does nothing else, or turns matrices first whose formats have rows.
+        pieces: of each stored row, which become rows.
         scale: of all rows, or of each; None: they stay.
     """
 
@@ -539,6 +551,7 @@ class _Part:
     change: Callable[[Tensor], Tensor] | None = None
     scale: Tensor | float | None = None
     moves_rows: bool = False
+    pieces: int = 1
 
     @property
     def is_stored(self) -> bool:
@@ -555,7 +568,7 @@ class _Part:
         if self.change is None:
             return None
         count, *others = self.shape or (self.rows,)
-        shape = (count, 1, *others[1:]) if len(others) > 1 else (count, 1)
+        shape = (count, 1, *others[1:]) if len(others) > 1 else (count, self.pieces)
         return self.change(torch.arange(prod(shape)).view(shape)).flatten()
 
     def times(self, factor: float) -> _Part:
@@ -583,7 +596,8 @@ class _Layer:
         self._kind, self._index = config.kind(index), index
         self._num_experts, self._feed_forward = config.feed_forward(index)
         experts = config.experts
-        self._experts = experts if experts and index >= experts.num_dense else None
+        has_experts = experts and self._kind.feeds and index >= experts.num_dense
+        self._experts = experts if has_experts else None
 
     def weights(self) -> LayerWeights:
         names, take = self._names, self._reader.take
@@ -605,6 +619,8 @@ class _Layer:
         )
 
     def _mixing(self) -> dict[str, Any]:
+        if not self._kind.mixes:
+            return {"qkv_weight": _NOTHING, "output_weight": _NOTHING}
         if self._kind.is_recurrent:
             return self._recurrent()
         found = self._attention()
@@ -666,18 +682,15 @@ class _Layer:
             turned = [replace(part, change=change, moves_rows=True) for part in parts[:2]]
             return turned + parts[2:]
 
+        num_query, sinks = config.num_attention_heads, f"{self._prefix}{names.sinks}"
         return {
             "qkv_weight": self._reader.take_matrix(qkv("weight"), hidden),
             "qkv_bias": self._reader.take_stacked(qkv("bias")) if config.attention_bias else None,
             "query_norm_D": self._norm(names.query_norm, query_norm) if query_norm else None,
             "key_norm_D": self._norm(names.key_norm, key_norm) if key_norm else None,
-            "output_weight": self._single([out], config.num_attention_heads * size),
+            "output_weight": self._single([out], num_query * size),
             "output_bias": self._reader.take_stacked([out_bias]) if config.output_bias else None,
-            "sinks_H": (
-                take(f"{self._prefix}{names.sinks}", config.num_attention_heads)
-                if names.sinks
-                else None
-            ),
+            "sinks_H": take(sinks, num_query) if names.sinks else None,
         }
 
     def _inputs(self) -> dict[str, Any]:
@@ -701,6 +714,8 @@ class _Layer:
 
     def _mlp(self) -> dict[str, Any]:
         config, names, family, count = self._config, self._names, self._family, self._num_experts
+        if not self._kind.feeds:
+            return {"gate_up_weight": _NOTHING, "down_weight": _NOTHING}
         hidden, rows = config.hidden_size, self._feed_forward
         if self._experts is None and names.dense_down:
             names = replace(names, gate_up=names.dense_gate_up, down=names.dense_down)
@@ -710,36 +725,35 @@ class _Layer:
             own = [*names.gate_up] if up else [names.down]
             each = gates if up else [hidden]
             if self._experts is not None:
-                return self._of_experts(own, each, kind)
+                return self._of_experts(up, own, each, kind)
             first, *others = self._parts(own, each, kind)
             times = config.multipliers
             return [first.times(times.gate if up else times.down), *others]
 
-        return {
-            "gate_up_weight": self._reader.take_matrix(
-                parts(True, "weight"), hidden, len(gates) * count
-            ),
+        reader, each = self._reader, len(gates) * count
+        found: dict[str, Any] = {
+            "gate_up_weight": reader.take_matrix(parts(True, "weight"), hidden, each),
             "down_weight": self._single(parts(False, "weight"), rows, count),
-            "gate_up_bias": (
-                self._reader.take_stacked(parts(True, "bias")) if config.mlp_bias else None
-            ),
-            "down_bias": (
-                self._reader.take_stacked(parts(False, "bias")) if config.mlp_bias else None
-            ),
-            "activation_4": self._activation(names.activation) if names.activation else None,
         }
+        if config.mlp_bias:
+            found["gate_up_bias"] = reader.take_stacked(parts(True, "bias"))
+            found["down_bias"] = reader.take_stacked(parts(False, "bias"))
+        if name := names.activation:
+            learned = (
+                f"{self._prefix}{name}.{one}" for one in ("alpha_p", "alpha_n", "beta", "eps")
+            )
+            found["activation_4"] = reader.take_stacked([_Part(one, 1) for one in learned])
+        return found
 
-    def _activation(self, name: str) -> Tensor:
-        learned = ("alpha_p", "alpha_n", "beta", "eps")
-        parts = [_Part(f"{self._prefix}{name}.{one}", 1) for one in learned]
-        return self._reader.take_stacked(parts)
-
-    def _of_experts(self, names: Sequence[str], rows: Sequence[int], kind: str) -> list[_Part]:
-        experts, is_up = self._experts, rows[0] == self._feed_forward and len(rows) > 1
+    def _of_experts(
+        self, is_up: bool, names: Sequence[str], rows: Sequence[int], kind: str
+    ) -> list[_Part]:
+        experts = self._experts
         assert experts is not None
         count = experts.count - experts.num_shared
         before, each, _ = names[0].partition(".{expert}")
-        fused = f"{self._prefix}{before}.{'gate_up' if is_up else 'down'}_proj"
+        both = "gate_up" if self._family.is_gated else "up"
+        fused = f"{self._prefix}{before}.{both if is_up else 'down'}_proj"
         inputs = self._config.hidden_size if is_up else self._feed_forward
         shape = (count, sum(rows), inputs)
         if each and self._reader.has(fused):  # as transformers 5 holds them
@@ -769,9 +783,11 @@ class _Layer:
         if not is_up:
             cut = partial(_cut_inputs, count=count) if count > 1 else None
             name = f"{self._prefix}{names.shared_down}.weight"
-            return [_Part(name, count * hidden, (hidden, count * rows), cut)]
-        parts = self._parts(names.shared_gate_up, [count * rows] * 2, "weight")
-        if count == 1:
+            shape = (hidden, count * rows)
+            return [_Part(name, count * hidden, shape, cut, moves_rows=True, pieces=count)]
+        is_gated = self._family.is_gated
+        parts = self._parts(names.shared_gate_up, [count * rows] * (1 + is_gated), "weight")
+        if count == 1 or not is_gated:
             return parts
         if len(parts) == 1:
             cut = partial(_cut_gates, count=count)
@@ -1043,11 +1059,19 @@ class Reader:
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.quant.Form.of_weight`.
         """
-        self.changed += [part.name for part in parts if not part.has_stored_rows]
+        self.changed += [part.name for part in parts if not self._has_rows(part, num_inputs)]
         if self._bits == AS_STORED:
             return self._as_stored(parts, num_inputs, num_parts)
         weight = self.take_stacked(parts, num_inputs)
         return self._packed(weight, parts, num_parts, self._bits)
+
+    def _has_rows(self, part: _Part, num_inputs: int) -> bool:
+        """Whether rows are stored ones, or such pieces of them as whole blocks make."""
+        if part.pieces == 1 or not part.has_stored_rows:
+            return part.has_stored_rows
+        stored = (self._tensors or {}).get(part.name)
+        place = stored.gguf if stored else None
+        return place is not None and num_inputs % place.kind.block_weights == 0
 
     def as_head(self, weight: Matrix, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
@@ -1178,8 +1202,8 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
 def _attention_formats(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in checkpoint.tensors.items():
-        prefix, _, part = name.partition(".self_attn.")
-        if part in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
+        prefix, _, part = name.removesuffix(".weight").rpartition(".")
+        if part in ("q_proj", "k_proj", "v_proj"):
             found.setdefault(prefix, {})[part[0]] = tensor
     return found
 
@@ -1238,7 +1262,7 @@ def _packed(
     shelf: Shelf,
 ) -> PackedMatrix:
     found = [
-        (part.rows, _in_order(_rows_of(tensor, form), part.order()))
+        (part.rows, _in_order(_rows_of(tensor, form, part.pieces), part.order()))
         for part, tensor in zip(parts, tensors, strict=True)
     ]
 
@@ -1267,9 +1291,10 @@ def _in_order(rows_of: _RowsOf, order_R: Tensor | None) -> _RowsOf:
     return rows_of if order_R is None else lambda rows: rows_of(order_R[rows])
 
 
-def _rows_of(tensor: StoredTensor, form: Form) -> _RowsOf:
+def _rows_of(tensor: StoredTensor, form: Form, pieces: int) -> _RowsOf:
     if tensor.gguf is not None:
         kind, blocks = tensor.gguf.kind, read_blocks(tensor)
+        blocks = blocks.reshape(len(blocks) * pieces, -1, blocks.shape[-1])
         return lambda rows: unpacked(kind, blocks[rows], form)
     assert tensor.packed is not None
     reader, repeats = packed_reader(tensor), tensor.packed.group // SCALE_INPUTS
