@@ -335,9 +335,9 @@ def write_settings(
     rope, size = config.ropes[0], config.head_dim
     scale = (rope.fields.alpha or 1.0) ** (size / (size - 2))  # of Hunyuan
     writer.add_rope_freq_base(rope.theta * scale)
-    if config.family.layer_norms:
+    if config.family.layer_norms or config.model_type == "nemotron_h":
         writer.add_layer_norm_eps(config.rms_norm_eps)
-    else:
+    if not config.family.layer_norms:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     _write_scaling(writer, config)
@@ -360,7 +360,6 @@ def write_settings(
         writer.add_expert_weights_scale(raw["routed_scaling_factor"])
         writer.add_expert_weights_norm(raw["norm_topk_prob"])
         writer.add_expert_group_count(raw["n_group"])
-    if config.model_type == "glm4_moe":
         writer.add_expert_group_used_count(raw["topk_group"])
     if config.model_type == "stablelm":
         writer.add_parallel_residual(raw["use_parallel_residual"])

@@ -258,6 +258,7 @@ _WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
 _NO_WINDOWS = {"use_sliding_window": False}
 _SOFTMAX = {"expert_gating_func": 1}
 _NO_GROUPS = {"n_group": 1, "topk_group": 1}
+_ONE_GROUP = {"expert_group_count": 1, "expert_group_used_count": 1}
 _ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _PATTERN_KEYS = _WINDOW_KEY | {"sliding_window_pattern": "attention.sliding_window_pattern"}
 _LAYER_NORM_KEY = {"layer_norm_eps": "attention.layer_norm_epsilon"}
@@ -522,8 +523,8 @@ _STATES_GGUF = Gguf(
         "norm_topk_prob": "expert_weights_norm",
     },
     implied={"mamba_head_dim": None},
-    only={"rope.scaling.finetuned": False, "expert_group_count": 1},
-    ignored=_fields("expert_shared_count nextn_predict_layers"),
+    only={"rope.scaling.finetuned": False} | _ONE_GROUP,
+    ignored=_fields("expert_shared_count nextn_predict_layers attention.layer_norm_epsilon"),
     norms={"mlp_norm": "attn_norm"},
     may_be_dense=True,
 )
@@ -847,7 +848,7 @@ _FAMILIES = (
                 "routed_scaling_factor": "expert_weights_scale",
                 "norm_topk_prob": "expert_weights_norm",
             },
-            only=_SIGMOIDS | {"expert_group_count": 1, "expert_group_used_count": 1},
+            only=_SIGMOIDS | _ONE_GROUP,
             ignored=_fields("nextn_predict_layers"),
             norms=_MLP_NORM,
         ),
