@@ -409,7 +409,7 @@ _LFM2_NAMES = Names(
 )
 _LFM2_READS = _fields("norm_eps tie_embedding conv_L_cache layer_types")
 _LFM2_DEFAULTS = {
-    "rms_norm_eps": 1e-5,
+    "norm_eps": 1e-5,
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
     "num_key_value_heads": 8,
@@ -544,7 +544,7 @@ _MAMBA2 = Family(
         "num_heads n_groups state_size conv_kernel expand use_conv_bias layer_norm_epsilon "
         "mamba_d_ssm"
     ),
-    defaults={"n_groups": 8, "state_size": 128, "rms_norm_eps": 1e-5},
+    defaults={"n_groups": 8, "state_size": 128, "layer_norm_epsilon": 1e-5},
     # Of attention and feed-forward parts, which it has not, and of a longest text.
     fixed=dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
     | {"head_dim": 64, "max_position_embeddings": 2**20},
@@ -583,7 +583,7 @@ _NEMOTRON = replace(
         "mamba_head_dim": 64,
         "n_groups": 8,
         "ssm_state_size": 128,
-        "rms_norm_eps": 1e-5,
+        "layer_norm_epsilon": 1e-5,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,

@@ -339,15 +339,12 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "nemotron-h": lambda: NemotronHConfig(
         **_sizes(),
         **_NEMOTRON,
-        layers_block_type=[
-            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
-            "linear_attention",
-        ],
+        layers_block_type=["linear_attention", "full_attention", "mlp"],
     ),
     "nemotron-h-moe": lambda: NemotronHConfig(
         **_sizes(),
         **_NEMOTRON,
-        layers_block_type=["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+        layers_block_type=["linear_attention", "moe", "full_attention"],
         n_routed_experts=5,
         num_experts_per_tok=2,
         moe_intermediate_size=40,
@@ -355,7 +352,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         routed_scaling_factor=1.5,
     ),
     "mamba2": lambda: Mamba2Config(
-        **{name: value for name, value in _sizes().items() if "attention" not in name},
+        **{name: value for name, value in _sizes().items() if "heads" not in name},
         num_heads=8,
         head_dim=16,
         n_groups=2,

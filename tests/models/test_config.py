@@ -67,11 +67,13 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
         "num_key_value_heads",
         "tie_word_embeddings",
     ):
-        assert getattr(ours, field) == theirs.to_dict()[field], field
-    names = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
+        said = theirs.to_dict()
+        expected = said[field] if field in said else getattr(theirs, field, 1)
+        assert getattr(ours, field) == expected, field
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
     assert ours.rms_norm_eps == next(getattr(theirs, n) for n in names if hasattr(theirs, n))
     # As trained, before it is stretched; the rotary embedding of gpt-oss is.
-    longest = {"phi3": 1024, "gpt-oss": 131072}.get(name, 2048)
+    longest = {"phi3": 1024, "gpt-oss": 131072, "mamba2": 2**20}.get(name, 2048)
     assert ours.max_position_embeddings == longest
     assert ours.eos_token_ids == (2,)
     model = tiny_model(theirs)

@@ -44,6 +44,7 @@ from foredraft.models.native.weights import (
 )
 from foredraft.options import LoadOptions
 from foredraft.train.heads.base import start_head
+from foredraft.train.target import TrainingTarget
 from tests.conformance.harness import Kind as ModelKind
 from tests.conformance.harness import check_budget, check_forgets, plain, run, set_up
 from tests.engine.helpers import engine_of
@@ -219,7 +220,6 @@ def head_of(family: str) -> Path:
     from foredraft.drafters.registry import head_class
     from foredraft.train.heads.base import TextBatch
     from foredraft.train.heads.saving import save_head
-    from foredraft.train.target import TrainingTarget
 
     source = TrainingTarget(new_target(family, "float32"), family, "its weights")
     torch.manual_seed(9)
@@ -483,11 +483,13 @@ def check_mutations(family: str, count: int, path: Path, part: int = 0) -> None:
     good = json.loads((directory(family) / "config.json").read_text())
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (path / name).symlink_to(directory(family) / name)
+    # Where that says so, transformers makes matrices of Mamba-2 anew that it has read.
+    names = [*FIELDS, *(name for name in good if name != "rescale_prenorm_residual")]
     num_models, reasons = 0, list[str]()
     for _ in range(count):
         config = dict(good)
         for _ in range(generator.choice((1, 1, 2))):
-            config[generator.choice((*FIELDS, *good))] = generator.choice(VALUES)
+            config[generator.choice(names)] = generator.choice(VALUES)
         (path / "config.json").write_text(json.dumps(config))
         try:
             if why_not_native(config, path / "config.json"):
@@ -622,11 +624,44 @@ def test_sizes_of_mamba_that_do_not_fit_are_refused(
             read_config(path)
 
 
-@pytest.mark.parametrize("name", ["cohere2", "starcoder2", "lfm2"])
+@pytest.mark.parametrize("name", ["cohere2", "starcoder2", "lfm2", "mamba2"])
 def test_a_familys_own_name_of_epsilon_counts(name: str, tmp_path: Path) -> None:
     expected = read_config(directory(name)).rms_norm_eps
     path = changed(name, {"rms_norm_eps": 0.25}, tmp_path)
     assert read_config(path).rms_norm_eps == expected
+
+
+def test_layers_of_nemotron_are_read_as_they_are_published(tmp_path: Path) -> None:
+    """transformers 5 lists them, and the hub has a letter of each."""
+    named = {"layers_block_type": None, "hybrid_override_pattern": "ME*", "num_hidden_layers": 3}
+    path = changed("nemotron_h", named, tmp_path)
+    assert read_config(path) == read_config(directory("nemotron_h"))
+    assert check_logits(path, NativeTarget.load(path, new_decoder=FusedDecoder), named)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"layers_block_type": ["mlp", "moe", "full_attention"]}, "experts beside others without"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "MEX"}, "layers of type 'X'"),
+        ({"num_hidden_layers": 2}, "lists 3 layers, and there are 2"),
+        ({"moe_latent_size": 16}, "moe_latent_size"),
+        ({"time_step_min": 0.5}, "time_step_min"),
+        ({"use_bias": True}, "use_bias"),
+    ],
+)
+def test_layers_of_nemotron_that_are_not_known_are_refused(
+    changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    path = changed("nemotron_h", changes, tmp_path)
+    with pytest.raises(ModelLoadError, match=problem):
+        read_config(path)
+
+
+def test_a_head_of_a_model_that_attends_nowhere_is_refused() -> None:
+    source = TrainingTarget(new_target("mamba2", "float32"), "mamba2", "its weights")
+    with pytest.raises(CapabilityError, match="none of mamba2 does"):
+        source.layer(-1)
 
 
 def test_a_forged_number_of_experts_takes_no_memory(tmp_path: Path) -> None:

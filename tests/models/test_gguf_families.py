@@ -302,6 +302,7 @@ WRONG: dict[str, tuple[str, Typed | int | float, str]] = {
     "glm4-moe": ("expert_gating_func", 1, "gating_func' asks for"),
     "stablelm": ("use_parallel_residual", Typed(7, True), "parallel_residual' asks for"),
     "starcoder2": ("attention.sliding_window", 64, "sliding_window' asks for"),
+    "nemotron-h-moe": ("expert_group_count", 2, "expert_group_count' asks for"),
 }
 """By model: a key, what it says, and the refusal."""
 

@@ -228,8 +228,10 @@ def test_taps_are_the_outputs_of_the_layers(pair: Pair) -> None:
     slot = pair.target.cache.allocate()
     [scores] = pair.target.score([ScoreRow(slot, tokens)], taps=(0, 1))
     assert set(scores.taps) == {0, 1}
+    if pair.target.config.model_type != "mamba2":  # which leaves the embeddings out
+        states = states[1:]
     for layer, tapped in scores.taps.items():
-        assert_close(tapped.float(), states[layer + 1][0])
+        assert_close(tapped.float(), states[layer][0])
     pair.target.cache.free(slot)
 
 

@@ -167,14 +167,14 @@ class DecoderFields(_Schema):
     hidden_size: Count
     intermediate_size: Count = _either("block_ff_dim", "intermediate_size")
     num_hidden_layers: Annotated[Count, BeforeValidator(_counted)] = _either(
-        "layers_block_type", "num_hidden_layers"
+        "num_hidden_layers", "layers_block_type"
     )
     num_attention_heads: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     max_position_embeddings: Count
     rms_norm_eps: Epsilon = _either(
-        "norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "rms_norm_eps"
+        "rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"
     )
     hidden_act: str = "silu"
     hidden_activation: str | None = _either("hidden_activation", "mlp_hidden_act", default=None)

@@ -516,6 +516,8 @@ def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
         del heeded["rope_scaling"]
     if heeded.get("rope_parameters", {}) is None:  # the family's own
         del heeded["rope_parameters"]
+    if heeded.keys() & {"norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"}:
+        heeded.pop("rms_norm_eps", None)  # the family's own name counts
     return parse_fields(path, {**family.defaults, **heeded, **family.fixed}, DecoderFields)
 
 
@@ -862,9 +864,10 @@ def _unsupported_heads(family: Family, fields: DecoderFields) -> str | None:
 
 def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
     num_layers = fields.num_hidden_layers
+    most = num_layers if family.has_single_parts else _MOST_LAYERS
     for name in ("layer_types", "no_rope_layers"):
         listed = getattr(fields, name)
-        if listed is not None and len(listed) < num_layers:
+        if listed is not None and not num_layers <= len(listed) <= most:
             return f"{name} lists {len(listed)} layers, and there are {num_layers}"
     kinds, known = {*(fields.layer_types or ())}, {_FULL, _SLIDING}
     if family.recurrent:

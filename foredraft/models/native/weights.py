@@ -170,22 +170,15 @@ class LayerWeights:
     def matrices(self) -> dict[str, tuple[Stack, int]]:
         """By field: a matrix, and how many lie one below the other in it."""
         parts = {
-            "qkv_weight": 1,
-            "output_weight": 1,
+            **dict.fromkeys(("qkv_weight", "output_weight"), 1),
             "gate_up_weight": self.num_gate_parts,
             "down_weight": self.num_experts,
-            "beside_in": 1,
-            "beside_out": 1,
+            **dict.fromkeys(("beside_in", "beside_out"), 1),
             "dense_gate_up": 2,
-            "dense_down": 1,
-            "input_weight": 1,
-            "input_gate": 1,
-            "input_output": 1,
+            **dict.fromkeys(("dense_down", "input_weight", "input_gate", "input_output"), 1),
         }
         found = ((name, getattr(self, name), count) for name, count in parts.items())
-        return {
-            name: (one, count) for name, one, count in found if one is not None and one.shape[0]
-        }
+        return {name: (one, n) for name, one, n in found if one is not None and one.shape[0]}
 
     def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
         """The same layer with other matrices, made of a field's name and what `matrices` has."""
@@ -272,7 +265,7 @@ class DecoderWeights:
     @property
     def bits(self) -> int:
         """Of a weight of the layers; those of embeddings and head may be more."""
-        matrix = self.last_matrix
+        matrix = self.layers[0].output_weight
         if isinstance(matrix, PackedMatrix):
             return matrix.bits
         return 8 * matrix.dtype.itemsize
@@ -784,7 +777,9 @@ class _Layer:
             cut = partial(_cut_inputs, count=count) if count > 1 else None
             name = f"{self._prefix}{names.shared_down}.weight"
             shape = (hidden, count * rows)
-            return [_Part(name, count * hidden, shape, cut, moves_rows=True, pieces=count)]
+            # Pieces of rows are whole blocks where experts have the same format.
+            has_blocks = self._reader.is_apart
+            return [_Part(name, count * hidden, shape, cut, moves_rows=has_blocks, pieces=count)]
         is_gated = self._family.is_gated
         parts = self._parts(names.shared_gate_up, [count * rows] * (1 + is_gated), "weight")
         if count == 1 or not is_gated:
@@ -1059,19 +1054,11 @@ class Reader:
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.quant.Form.of_weight`.
         """
-        self.changed += [part.name for part in parts if not self._has_rows(part, num_inputs)]
+        self.changed += [part.name for part in parts if not part.has_stored_rows]
         if self._bits == AS_STORED:
             return self._as_stored(parts, num_inputs, num_parts)
         weight = self.take_stacked(parts, num_inputs)
         return self._packed(weight, parts, num_parts, self._bits)
-
-    def _has_rows(self, part: _Part, num_inputs: int) -> bool:
-        """Whether rows are stored ones, or such pieces of them as whole blocks make."""
-        if part.pieces == 1 or not part.has_stored_rows:
-            return part.has_stored_rows
-        stored = (self._tensors or {}).get(part.name)
-        place = stored.gguf if stored else None
-        return place is not None and num_inputs % place.kind.block_weights == 0
 
     def as_head(self, weight: Matrix, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
