@@ -117,9 +117,8 @@ RECURRENT_TYPES = {
     "mamba2": ("linear_attention", "mamba", "M"),
 }
 """Names of recurrent layers in ``layer_types``."""
-EXPERT_TYPES = frozenset(("moe", "E"))
-FEED_FORWARD_TYPES = EXPERT_TYPES | {"mlp", "-"}
-"""And of layers that are feed-forward parts alone."""
+FEED_FORWARD_TYPES = {"mlp": False, "-": False, "moe": True, "E": True}
+"""And of layers that are feed-forward parts alone, with whether these are experts."""
 
 GGUF_NORMS = {
     "attention_norm": "attn_norm",
@@ -576,20 +575,8 @@ _NEMOTRON = replace(
         "mlp_hidden_act mamba_num_heads mamba_head_dim ssm_state_size n_routed_experts "
         "moe_intermediate_size moe_shared_expert_intermediate_size routed_scaling_factor"
     ),
-    defaults={
-        "head_dim": 128,
-        "num_key_value_heads": 8,
-        "mlp_hidden_act": "relu2",
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "layer_norm_epsilon": 1e-5,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-    },
+    # The shapes of tensors tell files that leave out a size.
+    defaults={"mlp_hidden_act": "relu2", "norm_topk_prob": True, "layer_norm_epsilon": 1e-5},
     fixed={"position_embedding_type": "nope"},
     neutral=_MAMBA_NEUTRAL
     | _NO_GROUPS

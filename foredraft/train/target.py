@@ -137,11 +137,9 @@ class TrainingTarget:
             return layers[min(found, key=lambda i: abs(i - index % len(layers)))]
 
         most = max(each.num_experts for each in layers)
-        kinds = (
-            replace(each.kind, rope=0, window=None, mixes_beside=False, feeds=True)
-            for each in layers
-        )
-        usual = [i for i, kind in enumerate(kinds) if kind == USUAL_KIND]
+        attending = [i for i, each in enumerate(layers) if each.kind.attends]
+        rows = config.qkv_rows(USUAL_KIND)
+        usual = [i for i in attending if config.qkv_rows(layers[i].kind) == rows]
         if not usual:
             raise CapabilityError(
                 f"a head begins as a layer of its model that attends, and none of "

@@ -24,13 +24,7 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
 from foredraft.cache.states import StateCache, StateShape
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.families import (
-    EXPERT_TYPES,
-    FAMILIES,
-    FEED_FORWARD_TYPES,
-    RECURRENT_TYPES,
-    Family,
-)
+from foredraft.models.families import FAMILIES, FEED_FORWARD_TYPES, RECURRENT_TYPES, Family
 from foredraft.models.files.json_files import parse_fields, read_json
 from foredraft.models.files.quantised import why_not_read
 from foredraft.models.files.schema import DecoderFields, LayerFields, RopeFields
@@ -158,13 +152,8 @@ def _yarn_amplitude(fields: RopeFields, factor: float) -> float:
     return scale(1.0)
 
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu2": "relu2",
-    "clipped_silu": "clipped_silu",
-    "xielu": "xielu",
-}
+ACTIVATIONS = {name: name for name in ("silu", "relu2", "clipped_silu", "xielu")}
+ACTIVATIONS["gelu_pytorch_tanh"] = "gelu_tanh"
 """Activations by their names in ``config.json``."""
 
 _MOST_LAYERS = 100_000
@@ -582,7 +571,7 @@ def _has_experts(family: Family, fields: DecoderFields) -> bool:
     """Some families have mixtures and whole feed-forward parts."""
     is_there = fields.enable_moe_block and fields.num_experts != 0
     if family.has_single_parts:
-        is_there = not EXPERT_TYPES.isdisjoint(fields.layer_types or ())
+        is_there = any(FEED_FORWARD_TYPES.get(kind) for kind in fields.layer_types or ())
     return is_there and family.names.router is not None
 
 
@@ -630,10 +619,10 @@ def _query_scale(fields: DecoderFields) -> float | None:
 
 def _kinds(family: Family, fields: DecoderFields, context: int) -> tuple[LayerKind, ...]:
     """Kind of each layer, where texts are at most ``context`` long; empty if all are usual."""
-    kinds = []
+    kinds, types = [], fields.layer_types if family.has_single_parts else None
     for index in range(min(fields.num_hidden_layers, _MOST_LAYERS)):
-        feeds = _feeds(family, fields, index)
-        mixes = not (family.has_single_parts and feeds)
+        mixes = types is None or types[index] not in FEED_FORWARD_TYPES
+        feeds = not (family.has_single_parts and mixes)
         if not mixes or _is_recurrent(family, fields, index):
             kinds.append(LayerKind(None, is_recurrent=mixes, mixes=mixes, feeds=feeds))
             continue
@@ -648,13 +637,6 @@ def _kinds(family: Family, fields: DecoderFields, context: int) -> tuple[LayerKi
         source = _source(family, fields, index)
         kinds.append(replace(kind, is_wide=is_wide, source=source, feeds=feeds))
     return () if set(kinds) == {USUAL_KIND} else tuple(kinds)
-
-
-def _feeds(family: Family, fields: DecoderFields, index: int) -> bool:
-    """Whether a layer has a feed-forward part."""
-    if not family.has_single_parts:
-        return True
-    return fields.layer_types is not None and fields.layer_types[index] in FEED_FORWARD_TYPES
 
 
 def _source(family: Family, fields: DecoderFields, index: int) -> int | None:
@@ -687,9 +669,8 @@ def _is_recurrent(family: Family, fields: DecoderFields, index: int) -> bool:
         return fields.layer_types[index] in RECURRENT_TYPES[family.recurrent]
     if family.recurrent == "delta_net":
         return (index + 1) % fields.full_attention_interval != 0
-    if family.has_single_parts:
-        return True
-    return fields.full_attn_idxs is not None and index not in fields.full_attn_idxs
+    attending = fields.full_attn_idxs
+    return family.has_single_parts or (attending is not None and index not in attending)
 
 
 def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
@@ -873,8 +854,8 @@ def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
     if family.recurrent:
         known = {_FULL, "attention", *RECURRENT_TYPES[family.recurrent]}
     if family.has_single_parts:
-        known |= {"*"} | FEED_FORWARD_TYPES
-        if len(kinds & FEED_FORWARD_TYPES) > 1:
+        known |= {"*", *FEED_FORWARD_TYPES}
+        if len(kinds & FEED_FORWARD_TYPES.keys()) > 1:
             return "layers with experts beside others without are not implemented"
     for kind in kinds - known:
         return f"layers of type {kind!r:.80} are not implemented"
