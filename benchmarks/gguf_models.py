@@ -281,7 +281,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "granite-hybrid": ("granitemoehybrid", _MAMBA | {"num_local_experts": 0}),
     "granite-hybrid-moe": (
         "granitemoehybrid",
-        _MAMBA | {"num_local_experts": 5, "num_experts_per_tok": 2},
+        _MAMBA
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 512},
     ),
     "falcon-h1": (
         "falcon_h1",

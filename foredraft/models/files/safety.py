@@ -140,8 +140,8 @@ def _checked_config(directory: Path) -> dict[str, Any]:
         if "auto_map" in content:
             raise ModelLoadError(
                 f"{directory / name} has an auto_map: the model wants Python code of its own to be "
-                f"run ({content['auto_map']}). foredraft never runs code from a checkpoint. Use a "
-                "model whose architecture is part of transformers"
+                f"run ({content['auto_map']}). foredraft never runs code from a checkpoint. If "
+                "transformers has its model_type, delete that entry; else use another model"
             )
     if "transformers_weights" in config:
         raise ModelLoadError(
