@@ -187,7 +187,7 @@ def test_weights_that_are_not_laid_out_anew_are_not_kept(
 
 
 @pytest.mark.parametrize("bits", [8, 4, 16])
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "nemotron-h-moe"])
 def test_kept_weights_are_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, bits: int
 ) -> None:
