@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument(
         "--pair", nargs=2, metavar=("MODEL", "DRAFT"), help="record these, not the kept pair"
     )
-    parser.add_argument("--keep", action="store_true", help="keep it for tours made without the pair")
+    parser.add_argument("--keep", action="store_true", help="for tours made without the pair")
     asked_for = parser.parse_args()
     if asked_for.keep and not asked_for.pair:
         parser.error("--keep keeps what --pair records: name the pair")
