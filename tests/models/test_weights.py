@@ -293,7 +293,11 @@ def test_no_loader_follows_an_index_out_of_its_directory(checkpoint: Path, loade
 
 @pytest.mark.parametrize("loader", ["NativeTarget.load", "HFTarget.load"])
 def test_no_loader_passes_over_code(checkpoint: Path, loader: str) -> None:
-    edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    code = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}
+    (checkpoint / "mine.py").write_text("raise SystemExit('ran')")
+    edit_config(checkpoint, auto_map=code)
+    LOADERS[loader](checkpoint)  # transformers has a model of this type: that one is taken
+    edit_config(checkpoint, auto_map=code, model_type="mine")
     with pytest.raises(ModelLoadError, match="never runs code"):
         LOADERS[loader](checkpoint)
 

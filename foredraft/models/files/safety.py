@@ -132,17 +132,12 @@ def _checked_config(directory: Path) -> dict[str, Any]:
             "directory with config.json, tokenizer.json and *.safetensors"
         )
     config = read_json(directory / "config.json")
-    tokenizer_config = directory / "tokenizer_config.json"
-    configs = {"config.json": config}
-    if tokenizer_config.is_file():
-        configs["tokenizer_config.json"] = read_json(tokenizer_config)
-    for name, content in configs.items():
-        if "auto_map" in content:
-            raise ModelLoadError(
-                f"{directory / name} has an auto_map: the model wants Python code of its own to be "
-                f"run ({content['auto_map']}). foredraft never runs code from a checkpoint. If "
-                "transformers has its model_type, delete that entry; else use another model"
-            )
+    if "auto_map" in config and not _is_known(config.get("model_type")):
+        raise ModelLoadError(
+            f"{directory / 'config.json'} has an auto_map: the model wants Python code of its own "
+            f"to be run ({config['auto_map']}). foredraft never runs code from a checkpoint, and "
+            f"this transformers has no model_type {config.get('model_type')!r}. Use another model"
+        )
     if "transformers_weights" in config:
         raise ModelLoadError(
             f"{directory / 'config.json'} names its own weight file in transformers_weights "
@@ -150,6 +145,13 @@ def _checked_config(directory: Path) -> dict[str, Any]:
             "lists, are read. Rename the file and delete that entry"
         )
     return config
+
+
+def _is_known(model_type: object) -> bool:
+    """Whether transformers has the model itself, whatever code comes with a checkpoint."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
 
 
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
