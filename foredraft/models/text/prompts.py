@@ -51,7 +51,8 @@ def prompt_ids(prompt: object, encode: Callable[[str], list[int]]) -> list[int]:
     """
     if isinstance(prompt, str):
         return encode(checked_text("the prompt", prompt, PromptError))
-    return [_token_id(token) for token in _items(prompt)]
+    items = _items(prompt)  # a million are looked at in one go: streams wait for what takes turns
+    return items if {*map(type, items)} <= {int} else [*map(_token_id, items)]
 
 
 def _items(value: object) -> list[Any]:
