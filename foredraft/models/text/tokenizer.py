@@ -145,7 +145,7 @@ class Tokenizer:
         try:
             # A batch of one: unlike `encode` it lets other threads run, and it leaves offsets out.
             (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return found.ids  # type: ignore[no-any-return]
+            return list(found.ids)
         except Exception as error:  # such as a character that a vocabulary cannot spell
             raise PromptError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
