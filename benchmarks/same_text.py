@@ -4,7 +4,8 @@ Each engine continues the same prompts alone, with drafts, and several at once, 
 compared with the same engine's text alone. llama.cpp runs as llama-cpp-python has it: its own
 loop with a draft model and with prompt lookup, and sequences in one batch.
 At temperatures above 0 every reply has the seed that it has alone; a token takes one random number
-in either engine, with drafts or without.
+in either engine, with drafts or without (llama.cpp's sampler is made anew for each reply, and its
+tokens are those that a ``std::mt19937`` of the seed draws from the logits, in order of the ids).
 """
 
 from __future__ import annotations

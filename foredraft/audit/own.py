@@ -14,7 +14,7 @@ import numpy as np
 
 from foredraft.audit.faults import FAULTS, Fault, planted
 from foredraft.audit.options import AuditOptions
-from foredraft.audit.plain import Difference, Margins, PlainTarget, difference_of
+from foredraft.audit.plain import Difference, Margins, PlainTarget, difference_of, shortened
 from foredraft.audit.report import AuditReport, Finding, Level
 from foredraft.audit.statistics import RARE, Drafted, LawTests, share_below, tail_bound
 from foredraft.bench.prompts import encoded_prompts
@@ -51,8 +51,6 @@ _FAULT_TEXTS, _FAULT_TOKENS = (4, 4, 8, 16, 32, 64), 64
 """Texts of each look for a planted fault; it ends when one has found it."""
 _PARAMETER_TEXTS, _PARAMETER_TOKENS = 3, 32
 _TINY_CHUNK = 16
-_CUT = 3
-"""Tokens that a prompt loses at each turn."""
 _MORE = "give it a longer --time-limit, or a larger --detect"
 _SEED_STEP = 1_000_003
 """Between the seeds of two texts."""
@@ -568,7 +566,7 @@ class OwnAudit:
         prompts, params = prompts or self.prompts, (params or self.params).of_length(max_tokens)
         turns = [divmod(index, len(prompts)) for index in range(first, first + number)]
         is_greedy = params.temperature == 0.0
-        prompts = [_shortened(prompts[at], turn if is_greedy else 0) for turn, at in turns]
+        prompts = [shortened(prompts[at], turn if is_greedy else 0) for turn, at in turns]
         results = self._run(view, prompts, params, first)
         self._drafted_by |= {name for each in results for name in each.stats.drafters} - {"rules"}
         return [AuditedReply(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
@@ -602,11 +600,6 @@ class OwnAudit:
         """Whether this share of the time limit is over."""
         left = self._ends_at - time.monotonic()
         return left <= (1.0 - share) * self.options.time_limit
-
-
-def _shortened(prompt: tuple[int, ...], turn: int) -> tuple[int, ...]:
-    """A prompt without its first tokens, so that it is another at each turn; half of it stays."""
-    return prompt[min(_CUT * turn, len(prompt) // 2) :]
 
 
 def _sha256(ids: object) -> str:

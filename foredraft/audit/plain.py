@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from foredraft.models.base import ScoreRow, Target, read
 
 _AT_ONCE = 64
 """Tokens of a forward: the logits after all of them are in memory at once."""
+_CUT = 3
+"""Tokens or characters that a prompt loses at each turn."""
+Prompt = TypeVar("Prompt", str, tuple[int, ...])
 _MOST_TOLERANCE = 1.0
 """Nats: no near-tie is wider."""
 
@@ -224,3 +228,8 @@ def difference_of(
         noise = gumbel_noise([due, served], seed, position)
         margin += noise[0] - noise[1]
     return due, margin
+
+
+def shortened(prompt: Prompt, turn: int) -> Prompt:
+    """A prompt without its beginning, so that it is another at each turn; half of it stays."""
+    return prompt[min(_CUT * turn, len(prompt) // 2) :]

@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 
 from foredraft.audit.options import AuditOptions, ServerOptions
-from foredraft.audit.plain import Margins
+from foredraft.audit.plain import Margins, shortened
 from foredraft.audit.report import AuditReport, Finding, Level
 from foredraft.audit.statistics import Drafted, LawTests, share_below, tail_bound
 from foredraft.bench.prompts import load_prompts
@@ -361,13 +361,13 @@ class ServerAudit:
 
     def _probed(self, share: float, **sampling: Any) -> Iterator[tuple[Place, Probe]]:
         """Places of replies with their probes, until a share of the requests is spent."""
-        most = int(self._server.max_requests * share)
+        most, size, known = int(self._server.max_requests * share), len(self._prompts), set[str]()
         first, number, num_blind = self._num_requests, 0, 0
         while not self._is_over(most):
             at_once = min(self._server.in_flight, most - self._num_requests)
             asked = [
                 {
-                    "prompt": self._prompts[index % len(self._prompts)],
+                    "prompt": shortened(self._prompts[index % size], index // size),
                     "max_tokens": self._server.reply_tokens,
                     "seed": self._server.seed + index,
                     **sampling,
@@ -384,6 +384,9 @@ class ServerAudit:
                 for place in places:
                     if self._is_over(most):
                         return
+                    if place.before in known and sampling["temperature"] == 0.0:
+                        continue  # whatever the seed, and evidence once
+                    known.add(place.before)
                     probe = self._plain.probe(place, seed=request["seed"] + _OTHER_SEED, **sampling)
                     if probe is None:
                         self._not_audited += 1

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from foredraft.audit.faults import FAULTS, Fault, TokenRule, planted
 from foredraft.audit.options import AuditOptions
-from foredraft.audit.own import AuditedReply, OwnAudit, _shortened
-from foredraft.audit.plain import Margins
+from foredraft.audit.own import AuditedReply, OwnAudit
+from foredraft.audit.plain import Margins, shortened
 from foredraft.audit.report import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
@@ -176,7 +176,7 @@ def test_a_context_is_evidence_once() -> None:
         margins.add(None, context)
     assert margins.tokens == 2
     prompt = tuple(range(20))
-    again = [_shortened(prompt, turn) for turn in range(5)]
+    again = [shortened(prompt, turn) for turn in range(5)]
     assert [len(each) for each in again] == [20, 17, 14, 11, 10]
     assert all(each == prompt[-len(each) :] for each in again)
 

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import random
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -246,6 +247,48 @@ def cutting(all_of_them: int | None) -> Endpoint:
 def test_servers_are_told_not_to_cut_the_law(all_of_them: int) -> None:
     assert audit(cutting(all_of_them), max_requests=2_000).law().verdict == Finding.SAME_LAW
     assert audit(cutting(None), max_requests=2_000).law().verdict == Finding.DIFFERENT
+
+
+def greedy(asked: list[dict[str, Any]], wrong: int) -> Endpoint:
+    """A server whose next letter depends on the last ten.
+
+    In replies of several tokens one of ``wrong`` letters is another.
+    """
+
+    def letter(text: str, is_reply: bool) -> str:
+        number = zlib.crc32(text[-10:].encode())
+        return "abc"[(number + (is_reply and number // 3 % wrong == 0)) % 3]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        text, tokens = asked[-1]["prompt"], list[str]()
+        for _ in range(number := asked[-1]["max_tokens"]):
+            tokens.append(letter(text, number > 1))
+            text += tokens[-1]
+        likely = [
+            {each: math.log(0.9 if each == token else 0.05) for each in "abc"} for token in tokens
+        ]
+        said = {"tokens": tokens, "top_logprobs": likely}
+        return httpx.Response(200, json={"choices": [{"text": "".join(tokens), "logprobs": said}]})
+
+    return Endpoint(httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer)))
+
+
+def test_a_place_of_greedy_replies_is_evidence_once() -> None:
+    asked: list[dict[str, Any]] = []
+    size = replace(SERVER, max_requests=2_000, reply_tokens=10)
+    level = ServerAudit(greedy(asked, 10**9), None, replace(OPTIONS, detect=0.02), size).greedy()
+    probed = [each["prompt"] for each in asked if each["max_tokens"] == 1]
+    assert level.figures["tokens"] == len(probed) == len({*probed}) > 200
+
+
+def test_what_differs_is_shown_with_its_own_text() -> None:
+    level = audit(greedy([], 20), max_requests=2_000, reply_tokens=10).greedy()
+    assert level.verdict == Finding.DIFFERENT
+    assert len({(each["served"], each["before"]) for each in level.evidence}) > 1
+    for each in level.evidence:
+        number = zlib.crc32(each["before"][-10:].encode())
+        assert (each["served"], each["alone"]) == ("abc"[(number + 1) % 3], "abc"[number % 3])
 
 
 @pytest.mark.parametrize(

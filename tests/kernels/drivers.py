@@ -10,6 +10,7 @@ KERNELS = Path(__file__).parents[2] / "foredraft/kernels"
 FORWARDS = Path(__file__).parent / "forward_driver.cpp"
 """Takes the most threads of a forward."""
 
+CORES = Path(__file__).parent / "core_driver.cpp"
 PRODUCTS = Path(__file__).parent / "products_driver.cpp"
 COMMON = ("-std=c++17", "-pthread", "-ffp-contract=off", f"-I{KERNELS}")
 

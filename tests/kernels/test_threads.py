@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from foredraft.kernels.threads import (
 )
 from foredraft.system.cgroups import available_cpus
 from tests.conftest import THREADS
+from tests.kernels.drivers import CORES, compile_driver, output_of
 
 Machine = Callable[[int], float]
 """Seconds of a forward of one token, by the number of threads."""
@@ -148,3 +152,11 @@ def test_cold_forwards_are_not_what_a_trial_is_compared_with() -> None:
         chooser.observe(size, cold * (2.0 + 0.2 * tokens) / chosen[-1])
     assert chooser.best == 2
     assert chosen.count(1) <= 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a thread choose its core")
+def test_a_thread_does_not_wait_on_the_core_of_the_one_that_it_waits_for(tmp_path: Path) -> None:
+    """Where the system puts both on one core, each spins in the other's way at every phase."""
+    compiler = shutil.which("g++") or pytest.skip("no g++")
+    said = output_of([str(compile_driver([compiler, "-O1"], CORES, tmp_path))])
+    assert [line.split() for line in said.splitlines()] == [["1", "01"], []]

@@ -140,6 +140,8 @@ def test_the_container_image_is_built_and_runs() -> None:
     subprocess.run([tool, "build", "-f", file, "-t", name, "."], cwd=DOCS.parent, check=True)
     said = subprocess.check_output([tool, "run", "--rm", name, "--version"], text=True)
     assert __version__ in said
+    writable = ["run", "--rm", "--entrypoint", "test", name, "-w", "/home/foredraft/.cache"]
+    subprocess.run([tool, *writable], check=True)
 
 
 def test_every_route_of_the_document_is_described(client: httpx.Client) -> None:

@@ -51,21 +51,18 @@ def prompt_ids(prompt: object, encode: Callable[[str], list[int]]) -> list[int]:
     """
     if isinstance(prompt, str):
         return encode(checked_text("the prompt", prompt, PromptError))
-    return [_token_id(token) for token in _items(prompt)]
+    items = _items(prompt)  # a million are looked at in one go: streams wait for what takes turns
+    return items if {*map(type, items)} <= {int} else [*map(_token_id, items)]
 
 
 def _items(value: object) -> list[Any]:
-    if not isinstance(value, Iterable) or isinstance(value, _NOT_LISTS):
-        raise PromptError(
-            f"a prompt is text or token ids, not {shown(value)} (`chat` takes messages)",
-            field="prompt",
-        )
-    try:
-        return list(value)
-    except TypeError:  # an array without dimensions
-        raise PromptError(
-            f"a prompt is text or token ids, not {shown(value)}", field="prompt"
-        ) from None
+    if isinstance(value, Iterable) and not isinstance(value, _NOT_LISTS):
+        with suppress(TypeError):  # an array without dimensions
+            return list(value)
+    raise PromptError(
+        f"a prompt is text or token ids, not {shown(value)} (`chat` takes messages)",
+        field="prompt",
+    )
 
 
 def _token_id(token: object) -> int:
