@@ -524,6 +524,18 @@ def test_what_a_gpu_compiles_to_read_a_prompt_does_not_bar_drafts() -> None:
     assert done.run(200, 1).speedup > 1.7
 
 
+def test_what_a_gpu_compiles_for_prompts_of_each_size_does_not_bar_drafts() -> None:
+    """Each takes as long as the target's own reading, which is no forward's time three times."""
+    done = Simulation({"head": MadeUp(constant(0.8), 4.0, 0.2, promise=(0.8, 0.6))})
+    for number, size in enumerate((5, 9, 20, 40, 70), 99):
+        done.control.begin(new_request([1] * size, done.params, number), [])
+        read = RowStep(number, 0, size, "head", 0, NO_PROPOSAL, Verdict((), 1, "bonus"), (1,), 0)
+        taken = 2.0 * done.control._cost.ms([(size, 0)])
+        done.control.observe(StepRecord((read,), StepTimes(0.0, taken, 0.0, taken)))
+        done.control.end(number)
+    assert done.run(200, 1).speedup > 1.7
+
+
 @pytest.mark.parametrize(("accepts", "draft_ms"), [(0.5, 60.0), (0.8, 90.0), (0.3, 12.0)])
 def test_a_drafter_that_takes_as_long_again_and_again_is_left(
     accepts: float, draft_ms: float
