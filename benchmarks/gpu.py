@@ -101,6 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--temperatures", default="0.0,1.0", help="of texts")
     parser.add_argument("--ids", default="", help="file of texts, {temperature} in its name")
     parser.add_argument("--head-rounds", default="rounds.json", help="see benchmarks.head_rounds")
+    parser.add_argument("--weights", default="auto", help="of texts, see LoadOptions")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--trace", action="store_true", help="of packed_steps, by kernel")

@@ -51,9 +51,8 @@ def texts(run: Run) -> None:
     options = LoadOptions(drafter="none", prefix_caching=False)
     begun = time.perf_counter()
     # A drafter is named for its forwards to be timed: what is drafted is weighed against that.
-    llm = LLM.load(
-        run.asked.checkpoint, drafter=names[-1], device=str(run.device), exact=run.asked.exact
-    )
+    asked = {"exact": run.asked.exact, "weights": run.asked.weights}
+    llm = LLM.load(run.asked.checkpoint, drafter=names[-1], device=str(run.device), **asked)
     run.found["load_s"] = round(time.perf_counter() - begun, 2)
     run.save()
     others = _views(run, llm, names, options)

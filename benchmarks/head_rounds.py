@@ -26,7 +26,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.llm import LLM
-from foredraft.models.base import HeadRow, ScoreRow, offered
+from foredraft.models.base import HeadRow, ScoreRow
 from foredraft.models.native.target import NativeTarget
 
 _DEPTH, _EVERY = 6, 5
