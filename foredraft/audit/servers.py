@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 
 from foredraft.audit.options import AuditOptions, ServerOptions
-from foredraft.audit.plain import Margins, shortened
+from foredraft.audit.plain import Margins
 from foredraft.audit.report import AuditReport, Finding, Level
 from foredraft.audit.statistics import Drafted, LawTests, share_below, tail_bound
 from foredraft.bench.prompts import load_prompts
@@ -360,20 +360,14 @@ class ServerAudit:
         return sum(both.values())
 
     def _probed(self, share: float, **sampling: Any) -> Iterator[tuple[Place, Probe]]:
-        """Places of replies with their probes, until a share of the requests is spent.
-
-        At temperature 0 a text comes again whatever the seed, and a place is evidence once.
-        """
-        most, prompts = int(self._server.max_requests * share), self._prompts
-        is_greedy, known = sampling["temperature"] == 0.0, set[str]()
+        """Places of replies with their probes, until a share of the requests is spent."""
+        most = int(self._server.max_requests * share)
         first, number, num_blind = self._num_requests, 0, 0
         while not self._is_over(most):
             at_once = min(self._server.in_flight, most - self._num_requests)
             asked = [
                 {
-                    "prompt": shortened(
-                        prompts[index % len(prompts)], index // len(prompts) if is_greedy else 0
-                    ),
+                    "prompt": self._prompts[index % len(self._prompts)],
                     "max_tokens": self._server.reply_tokens,
                     "seed": self._server.seed + index,
                     **sampling,
@@ -390,9 +384,6 @@ class ServerAudit:
                 for place in places:
                     if self._is_over(most):
                         return
-                    if is_greedy and place.before in known:
-                        continue
-                    known.add(place.before)
                     probe = self._plain.probe(place, seed=request["seed"] + _OTHER_SEED, **sampling)
                     if probe is None:
                         self._not_audited += 1
