@@ -39,6 +39,8 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.models.timing import measure_cost
 from foredraft.options import LoadOptions
 
+_SLOW_MS = 5.0
+"""Steps of the default model that took longer are listed."""
 _LAPS = ("draft_ms", "score_ms", "verify_ms", "learn_ms")
 
 
@@ -159,6 +161,7 @@ class _Row:
         # Of steps without a draft, and of those with one.
         self.laps = [{name: list[float]() for name in (*_LAPS, "between_ms")} for _ in range(2)]
         self.why_plain = Counter[str]()
+        self.slow = list[Results]()
 
     def add(self, llm: LLM, prompt: Sequence[int], params: SamplingParams) -> None:
         last: float | None = None
@@ -166,6 +169,15 @@ class _Row:
         def trace(record: StepRecord) -> None:
             nonlocal last
             now = time.perf_counter()
+            between_ms = 1e3 * (now - (begun if last is None else last)) - record.times.total_ms
+            if record.times.total_ms + between_ms > _SLOW_MS:
+                parts = {n: round(v, 2) for n, v in vars(record.times).items() if n != "drafters"}
+                where = {
+                    "reply": len(self.texts),
+                    "decodes": record.is_decoding,
+                    "size": str(record.sizes),
+                }
+                self.slow.append(where | parts | {"between_ms": round(between_ms, 2)})
             if record.is_decoding and last is not None:
                 laps = self.laps[any(len(row.proposal.tree) for row in record.rows)]
                 for name in _LAPS:
@@ -204,6 +216,8 @@ class _Row:
             "num_texts": len(self.texts),
             "plain_steps": dict(self.why_plain),
             "recorded": self.recorded,
+            "seconds": [round(s, 4) for s in self.seconds],
+            "slow_steps": self.slow,
             "steps_with_draft": len(self.laps[True]["draft_ms"]),
             "median_lap": medians[False],
             "median_lap_with_draft": medians[True],

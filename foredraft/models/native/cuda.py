@@ -32,7 +32,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import BlockStore, Entries
@@ -46,6 +45,7 @@ from foredraft.models.native.model import (
     FixedShapeDecoder,
     capped_attention,
     finished_logits,
+    masked_attention,
 )
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Stack
@@ -94,12 +94,7 @@ class Recorder:
         """
         if self._device.type != "cuda":
             return work
-        with (
-            torch.cuda.device(self._device),
-            torch.no_grad(),
-            # Masked attention has these two; the choice must not fall otherwise from run to run.
-            sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
-        ):
+        with torch.cuda.device(self._device), torch.no_grad(), masked_attention(self._device):
             return self._capture(work)
 
     def _capture(self, work: Callable[[], Result]) -> Callable[[], Result]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory
+from foredraft.core import draws
 from foredraft.core.choices import DrawKey
 from foredraft.core.errors import CapabilityError
 from foredraft.models.base import (
@@ -179,6 +180,7 @@ class NativeTarget:
                 runner.chain.record()
         if self._draws is not None:
             self._draws.record(self.vocab_size)
+        draws.library()  # compiled where it is new: nodes of a tree are drawn on the host
         self.cache.free(slot)
 
     @property
