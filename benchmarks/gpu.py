@@ -98,6 +98,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", default="smollm2-135m-instruct", help="of texts")
     parser.add_argument("--prompts", default="specbench.jsonl", help="of texts")
     parser.add_argument("--drafters", default=_DRAFTERS, help="of texts")
+    parser.add_argument("--temperatures", default="0.0,1.0", help="of texts")
+    parser.add_argument("--ids", default="", help="file of texts, {temperature} in its name")
+    parser.add_argument("--head-rounds", default="rounds.json", help="see benchmarks.head_rounds")
+    parser.add_argument("--weights", default="auto", help="of texts, see LoadOptions")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--trace", action="store_true", help="of packed_steps, by kernel")
@@ -145,22 +149,32 @@ def steps(run: Run) -> None:
             for tokens in map(int, run.asked.tokens.split(",")):
                 if run.is_over:
                     return
-                row = {
-                    "context": context,
-                    "tokens": tokens,
-                    **_step(target, slot, tokens, run.asked),
-                }
-                rows["steps"].append(row)
-                _say(model, row)
+                for branches in (False, True) if tokens > 2 else (False,):
+                    step = _step(target, slot, tokens, run.asked, branches)
+                    row = {"context": context, "tokens": tokens, "branches": branches, **step}
+                    rows["steps"].append(row)
+                    _say(model, row)
             target.cache.free(slot)
             run.save()
         del target
         _empty(run.device)
 
 
-def _step(target: NativeTarget, slot: int, tokens: int, asked: argparse.Namespace) -> Results:
+def _step(
+    target: NativeTarget,
+    slot: int,
+    tokens: int,
+    asked: argparse.Namespace,
+    branches: bool = False,
+) -> Results:
+    """With ``branches`` each second token is a sibling of the one before it."""
     device = target.weights.device
-    row = ScoreRow(slot, [5], TokenTree.chain([7 + i for i in range(tokens - 1)]))
+    tree = TokenTree.chain([7 + i for i in range(tokens - 1)])
+    if branches:
+        tree = TokenTree(
+            tree.tokens, tuple(2 * (i // 2) - 2 if i > 1 else -1 for i in range(tokens - 1))
+        )
+    row = ScoreRow(slot, [5], tree)
     target.score([row])[0].logits_NV.argmax(-1).tolist()
     both, host = [], []
     for _ in range(asked.rounds):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,26 +20,27 @@ from typing import cast
 import torch
 
 from benchmarks.gpu_run import Results, Run
+from benchmarks.head_rounds import Round
 from foredraft.core.choices import DrawKey
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.sampling import law_of
-from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRow
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import EagleModule
 from foredraft.drafters.heads.growth import GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import StepDrafter, StepHead
 from foredraft.llm import LLM
-from foredraft.models.base import ChainRow, HeadRow, HeadTarget, ModelShape
-from foredraft.models.native.cuda import RecordedDraws
+from foredraft.models.base import ChainRow, HeadChain, HeadRow, ModelShape, ScoredTokens
+from foredraft.models.native.cuda import TILE, RecordedDraws
 from foredraft.models.native.head_chain import RecordedChain
 from foredraft.models.native.target import NativeTarget
+from foredraft.models.timing import measure_cost
 from foredraft.options import LoadOptions
 
+_SLOW_MS = 5.0
+"""Steps of the default model that took longer are listed."""
 _LAPS = ("draft_ms", "score_ms", "verify_ms", "learn_ms")
 
 
@@ -51,37 +53,42 @@ def texts(run: Run) -> None:
     options = LoadOptions(drafter="none", prefix_caching=False)
     begun = time.perf_counter()
     # A drafter is named for its forwards to be timed: what is drafted is weighed against that.
-    llm = LLM.load(
-        run.asked.checkpoint, drafter=names[-1], device=str(run.device), exact=run.asked.exact
-    )
+    asked = {"exact": run.asked.exact, "weights": run.asked.weights}
+    llm = LLM.load(run.asked.checkpoint, drafter=names[-1], device=str(run.device), **asked)
     run.found["load_s"] = round(time.perf_counter() - begun, 2)
     run.save()
     others = _views(run, llm, names, options)
     prompts = _prompts(run.asked.prompts, llm)
     warm_up = llm.encode([{"role": "user", "content": "Describe a town by the sea, twice."}])
-    for name, each in others.items():  # recordings are made, kernels compiled
+    for name, each in others.items():  # kernels are compiled
         for temperature in (0.0, 1.0):
             begun = time.perf_counter()
-            warm = SamplingParams(max_tokens=96, temperature=temperature, seed=1)
+            warm = SamplingParams(max_tokens=48, temperature=temperature, seed=1)
             each.generate([warm_up], warm)
             taken = round(time.perf_counter() - begun, 2)
             run.found[f"first reply of {name} at temperature {temperature}, s"] = taken
-            run.save()
+    run.save()
     for prompt in prompts:  # libraries choose and load kernels for each new length
         others[names[0]].generate([[*prompt]], SamplingParams(max_tokens=1))
-    for temperature in (0.0, 1.0):
+    for temperature in map(float, run.asked.temperatures.split(",")):
         params = SamplingParams(max_tokens=run.asked.length, temperature=temperature, seed=5)
         rows = {name: _Row() for name in others}
+        found = run.found[f"temperature {temperature}"] = dict[str, Results]()
         for prompt in prompts:
             if run.is_over:
                 break
             for name, each in others.items():
                 rows[name].add(each, prompt, params)
-            plain = rows[names[0]]
-            run.found[f"temperature {temperature}"] = {
-                name: row.figures(plain) for name, row in rows.items()
-            }
+            for name, row in rows.items():
+                found[name] = row.figures(rows[names[0]])
             run.save()
+        for name, each_found in found.items():
+            sys.stdout.write(f"{temperature} {name} {json.dumps(each_found)}\n")
+        sys.stdout.flush()
+        if run.asked.ids:
+            ids = {name: row.texts for name, row in rows.items()}
+            path = Path(run.asked.ids.format(temperature=temperature))
+            path.write_text(json.dumps({"prompts": prompts, "texts": ids}))
 
 
 def _views(run: Run, llm: LLM, names: Sequence[str], options: LoadOptions) -> dict[str, LLM]:
@@ -150,9 +157,11 @@ class _Row:
 
     def __init__(self) -> None:
         self.texts, self.seconds = list[tuple[int, ...]](), list[float]()
-        self.steps = self.drafted = self.accepted = 0
-        self.laps = {name: list[float]() for name in (*_LAPS, "between_ms")}
+        self.steps = self.drafted = self.accepted = self.recorded = 0
+        # Of steps without a draft, and of those with one.
+        self.laps = [{name: list[float]() for name in (*_LAPS, "between_ms")} for _ in range(2)]
         self.why_plain = Counter[str]()
+        self.slow = list[Results]()
 
     def add(self, llm: LLM, prompt: Sequence[int], params: SamplingParams) -> None:
         last: float | None = None
@@ -160,16 +169,27 @@ class _Row:
         def trace(record: StepRecord) -> None:
             nonlocal last
             now = time.perf_counter()
+            between_ms = 1e3 * (now - (begun if last is None else last)) - record.times.total_ms
+            if record.times.total_ms + between_ms > _SLOW_MS:
+                parts = {n: round(v, 2) for n, v in vars(record.times).items() if n != "drafters"}
+                where = {
+                    "reply": len(self.texts),
+                    "decodes": record.is_decoding,
+                    "size": str(record.sizes),
+                }
+                self.slow.append(where | parts | {"between_ms": round(between_ms, 2)})
             if record.is_decoding and last is not None:
+                laps = self.laps[any(len(row.proposal.tree) for row in record.rows)]
                 for name in _LAPS:
-                    self.laps[name].append(getattr(record.times, name))
-                self.laps["between_ms"].append(1e3 * (now - last) - record.times.total_ms)
+                    laps[name].append(getattr(record.times, name))
+                laps["between_ms"].append(1e3 * (now - last) - record.times.total_ms)
             last = now
 
         llm.policy.trace = trace
-        begun = time.perf_counter()
+        before, begun = _num_recorded(llm), time.perf_counter()
         result = llm.generate([[*prompt]], params)[0]
         self.seconds.append(time.perf_counter() - begun)
+        self.recorded += _num_recorded(llm) - before
         self.texts.append(tuple(result.token_ids))
         self.steps += result.stats.steps
         self.drafted += result.stats.drafted
@@ -180,7 +200,10 @@ class _Row:
         pairs = zip(self.texts, plain.texts, strict=True)
         rates = [len(text) / s for text, s in zip(self.texts, self.seconds, strict=True)]
         over = [p / s for s, p in zip(self.seconds, plain.seconds, strict=True)]
-        medians = {n: round(statistics.median(each or [0.0]), 4) for n, each in self.laps.items()}
+        medians = [
+            {name: round(statistics.median(each or [0.0]), 4) for name, each in laps.items()}
+            for laps in self.laps
+        ]
         return {
             "tokens_a_second": round(sum(map(len, self.texts)) / sum(self.seconds), 1),
             "median_tokens_a_second": round(statistics.median(rates), 1),
@@ -192,8 +215,23 @@ class _Row:
             "equal_texts": sum(mine == theirs for mine, theirs in pairs),
             "num_texts": len(self.texts),
             "plain_steps": dict(self.why_plain),
-            "median_lap": medians,
+            "recorded": self.recorded,
+            "seconds": [round(s, 4) for s in self.seconds],
+            "slow_steps": self.slow,
+            "steps_with_draft": len(self.laps[True]["draft_ms"]),
+            "median_lap": medians[False],
+            "median_lap_with_draft": medians[True],
         }
+
+
+def _num_recorded(llm: LLM) -> int:
+    """Recordings so far: of steps, and of rounds of heads."""
+    target = llm.target
+    if not isinstance(target, NativeTarget):
+        return 0
+    chains = [runner.chain for runner in target._head_runners]
+    rounds = sum(len(chain._rounds) for chain in chains if chain is not None)
+    return rounds + int(getattr(target.decoder, "num_recorded", 0))
 
 
 def _prompts(path: str, llm: LLM) -> list[list[int]]:
@@ -207,12 +245,17 @@ def _prompts(path: str, llm: LLM) -> list[list[int]]:
 
 # ------------------------------------------------------------------------------------------ heads
 
-_ACCEPTED = {0.0: (0.792, 0.796, 0.814), 1.0: (0.585, 0.555, 0.540)}
-"""By temperature the chances of a trained head's tokens behind one another, held-out: those that
-``head.json`` of the default model's `hidden_head` has as greedy and as sampled (11,302 and 1,500
-places; the head of 27 million tokens); deeper ones as the last."""
-_DEPTHS = {0.0: (3, 4, 5, 6, 8), 1.0: (2, 3, 4)}
-_LAPS_EACH = 2
+_LIMITS = {
+    "product": (GrowthLimits(), None),
+    "tree of 15": (GrowthLimits(), 15),
+    "tree of 8": (GrowthLimits(), 8),
+    "chain of 4": (GrowthLimits(max_depth=4, branching=1), 4),
+    "chain of 6": (GrowthLimits(max_depth=6, branching=1), 6),
+}
+"""What drafts, and how many tokens: None is for the controller to say."""
+_PROMISE = 0.7915, 0.5854
+"""Greedy and sampled: that of the default model's `hidden_head`."""
+_LAPS_EACH = 1, 3
 """So many replies warm up, recordings included, and so many are timed."""
 _HEADS: dict[str, tuple[int, tuple[int, ...]]] = {
     "135m": (12288, (5, 14, 29)),
@@ -282,71 +325,81 @@ def _replayed(replay: Callable[[], object], device: torch.device) -> float:
 def scripted(run: Run) -> None:
     """A made-up model with a head whose guesses are right as often as a trained head's were.
 
-    The head runs and its time counts; its guesses are replaced by the text's own next tokens, each
-    right with the chance that was measured at its depth.
+    The head runs and its time counts; its candidates are replaced by those of a round of
+    `benchmarks.head_rounds`, drawn at random: their scores, and the text's own next token at the
+    place where it was among them.
     """
+    measured = json.loads(Path(run.asked.head_rounds).read_text())
     for model in run.asked.models.split(","):
         target = _made_up(model, run.device)
-        llm = LLM(target, None, LoadOptions(drafter="none", prefix_caching=False))
+        options = LoadOptions(drafter="none", prefix_caching=False)
+        llm = LLM(target, None, options, cost=measure_cost(target))
         prompt = [5 + (i * 37 + 11) % 900 for i in range(200)]
         head = _head("eagle", model, target, run.device)
-        for temperature in (0.0, 1.0):
+        head.promise = _PROMISE
+        for temperature in map(float, run.asked.temperatures.split(",")):
             params = SamplingParams(max_tokens=run.asked.length, temperature=temperature, seed=5)
-            plain, row = _timed(llm, prompt, params), {}
-            row["plain"] = plain.figures(plain)
-            for depth in _DEPTHS[temperature]:
+            plain = _timed(llm, prompt, params)
+            row = run.found[f"{model} temperature {temperature}"] = {"plain": plain.figures(plain)}
+            for name, (limits, budget) in _LIMITS.items():
                 if run.is_over:
                     return
                 text = [*prompt, *plain.texts[0]]
-                limits, chances = GrowthLimits(max_depth=depth), _ACCEPTED[temperature]
-                drafter = Scripted(head, target, limits, text, chances)  # type: ignore[arg-type]
-                options = LoadOptions(num_draft_tokens=depth, prefix_caching=False)
-                view = llm.with_drafter(options, drafter=drafter)
-                row[f"{depth} drafts"] = _timed(view, prompt, params).figures(plain)
-            run.found[f"{model} temperature {temperature}"] = row
-            run.save()
+                drafter = StepDrafter(cast(StepHead, head), target, limits)
+                drafter._chain = ScriptedChain(drafter._chain, measured[str(temperature)], text)
+                view = llm.with_drafter(replace(options, num_draft_tokens=budget), drafter=drafter)
+                row[name] = _timed(view, prompt, params).figures(plain)
+                sys.stdout.write(f"{model} {temperature} {name} {json.dumps(row[name])}\n")
+                sys.stdout.flush()
+                run.save()
         del target, llm, head, drafter, view
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _timed(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> _Row:
-    found = _Row()
-    for lap in range(2 * _LAPS_EACH):
-        found = _Row() if lap == _LAPS_EACH else found
-        found.add(llm, prompt, params)
+    warm, timed = _LAPS_EACH
+    for count in (warm, timed):
+        found = _Row()
+        for _ in range(count):
+            found.add(llm, prompt, params)
     return found
 
 
-class Scripted(StepDrafter):
-    """Drafts a chain of the text's next tokens, each right with its chance; the head runs, too."""
+class ScriptedChain:
+    """Rounds of a head whose candidates are those of rounds that were measured; the head runs, too.
+
+    Args:
+        chain: the head's own; None: nothing runs.
+        measured: see `benchmarks.head_rounds`.
+        text: of the request, its reply included.
+    """
+
+    most_read = TILE
 
     def __init__(
-        self,
-        head: StepHead,
-        target: HeadTarget,
-        limits: GrowthLimits,
-        text: Sequence[int],
-        chances: Sequence[float],
+        self, chain: HeadChain | None, measured: Sequence[Round], text: Sequence[int]
     ) -> None:
-        super().__init__(head, target, limits)
-        self._text, self._chances, self._depth = text, chances, limits.max_depth
+        self._chain, self._measured, self._text = chain, measured, text
         self._random = random.Random(3)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        own = super().propose(rows)
+    def can_run(self, slot: int, start: int) -> bool:
+        return self._chain is None or self._chain.can_run(slot, start)
+
+    def run(self, rows: Sequence[ChainRow], num_steps: int) -> list[list[ScoredTokens]]:
+        if self._chain is not None:
+            self._chain.run(rows, num_steps)
+        return [self._levels(row.start + len(row.following) + 1, num_steps) for row in rows]
+
+    def _levels(self, position: int, num_steps: int) -> list[ScoredTokens]:
         found = []
-        for row, proposal in zip(rows, own, strict=True):
-            if not proposal.is_ready:
-                found.append(proposal)
-                continue
-            guesses = list[int]()
-            for depth, token in enumerate(
-                self._text[len(row.tokens) :][: min(row.budget, self._depth)]
-            ):
-                right = self._random.random() < self._chances[min(depth, len(self._chances) - 1)]
-                guesses.append(token if right else (token + 1) % 1000)
-            found.append(Proposal.chosen(TokenTree.chain(guesses)))
+        levels = self._random.choice(self._measured)
+        for depth, (place, scores, total) in enumerate(levels[:num_steps]):
+            after = self._text[position + depth] if position + depth < len(self._text) else 0
+            tokens = [(after + 1 + other) % 1000 for other in range(len(scores))]
+            if place >= 0:
+                tokens[place] = after
+            found.append(ScoredTokens([*zip(tokens, scores, strict=True)], total))
         return found
 
 

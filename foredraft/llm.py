@@ -115,6 +115,7 @@ class LLM:
                 trace=trace,
             ),
         )
+        self._record_steps()
 
     @classmethod
     def load(
@@ -199,7 +200,15 @@ class LLM:
         if keeps_evidence:
             policy.rule = recorded(verify)
         view.policy = policy
+        view._record_steps()
         return view
+
+    def _record_steps(self) -> None:
+        """Where steps run as recordings, make them: a reply would wait for each."""
+        if (steps := self.target.capabilities.recorded) is not None:
+            self.policy.most_drafted = steps.most_drafted
+            with self.engine.lock:
+                steps.record(sorted({t for d in self.policy.drafters.values() for t in d.taps}))
 
     @property
     def controller(self) -> Controller:

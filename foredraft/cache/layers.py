@@ -112,7 +112,7 @@ class StoredLayers:
             start = min(end, index * size)
         if start < end:
             self._cache.own(slot, start, end)
-        self._hold_blocks()
+        self.hold_blocks()
 
     def hold(self, slot: int, end: int) -> None:
         """Note that a kernel has written the entries before ``end`` in all layers."""
@@ -195,7 +195,7 @@ class StoredLayers:
     def copy_block(self, source: int, target: int) -> None:
         """A slot that shared ``source`` is about to write ``target``."""
         if source < self.store.num_blocks:  # else these layers have nothing in it
-            self._hold_blocks()
+            self.hold_blocks()
             self.store.copy(source, target)
             self._notes[target] = self.num_held(source)
 
@@ -242,7 +242,8 @@ class StoredLayers:
         run.ends = [end] * len(run.ends)
         return True
 
-    def _hold_blocks(self) -> None:
+    def hold_blocks(self) -> None:
+        """Take the memory of as many blocks as the cache has."""
         pool = self._cache.pool
         if pool.num_made > self.store.num_blocks:
             self.store.make_room(pool.num_made, pool.num_total)

@@ -39,9 +39,12 @@ _LATER_SHARE = 0.3
 """Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
 _LEAST_READING = 0.5
 """Time in forwards of one token: a draft model that took less has read nothing."""
-_MOST_FIRST_TIMES = 8
+_MOST_FIRST_TIMES, _MOST_FIRST_PROMPTS = 8, 2
 """Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and
-records work of a new shape, once. What takes so long again and again is a price."""
+records work of a new shape, once; and of prompts of each size, to a power of two. What takes so
+long again and again is a price."""
+_PROMPT_SHARE = 0.05
+"""Of the target's time for a prompt: what a drafter is taken to need for it the first times."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
 """In plain steps, where nothing was measured: a usual CPU."""
 
@@ -89,7 +92,8 @@ class AdaptiveBudget:
         self._followed: dict[int, str] = {}  # by request: the drafter in its last step
         self._has_drafted: set[int] = set()  # requests with their drafter of now
         self._num_committed: dict[int, int] = {}
-        self._first_times: Counter[str] = Counter()  # see `_MOST_FIRST_TIMES`
+        # By drafter and size of a prompt, see `_MOST_FIRST_TIMES`; 0: of a step behind it.
+        self._first_times: Counter[tuple[str, int]] = Counter()
 
     # ---- what the engine asks -------------------------------------------------------------------
 
@@ -123,7 +127,10 @@ class AdaptiveBudget:
             return
         times = record.times
         self._context = sum(row.context for row in rows) // len(rows)
-        plain, forward = self._cost.ms(_plain_sizes(record, rows)), self._cost.ms(record.sizes)
+        drafted = any(len(row.proposal.tree) for row in rows)
+        plain = forward = self._cost.ms(_plain_sizes(record, rows))
+        if drafted or not record.is_decoding:
+            forward = self._cost.ms(record.sizes)
         drafter_ms = self._drafter_ms(record, rows, plain, forward)
         if record.is_decoding:
             self._times.wait()
@@ -135,7 +142,7 @@ class AdaptiveBudget:
         if self._num_steps % _LOOKED_AT == 0:
             self._warn_of_first_tokens()
             self._warn_of_draft_model()
-        if any(len(row.proposal.tree) for row in rows):
+        if drafted:
             self._num_drafting += 1
             self._experience.note_step()
         for row in rows:
@@ -174,6 +181,8 @@ class AdaptiveBudget:
             return plain_ms * self._promised_share(by_drafter)
         num_followed = sum(map(len, by_drafter.values()))
         num_followed_in_all = sum(row.drafter is not None for row in record.rows)
+        if not num_followed_in_all:
+            return 0.0
         if num_followed < num_followed_in_all:  # other controllers' drafters took their part
             all_ms = times.draft_ms + times.learn_ms + times.begin_ms + times.read_ms
             return all_ms * num_followed / num_followed_in_all
@@ -224,17 +233,19 @@ class AdaptiveBudget:
         """Learn a drafter's time to propose and to follow from a step."""
         num_asked = sum(row.budget > 0 for row in rows)
         num_rounds, drafter = 1, self._planner.drafters[name]
-        share, draft_ms, expected_ms = drafter.round_share, taken.draft_ms, None
+        share, expected_ms = drafter.round_share, None
+        draft_ms, learn_ms = taken.draft_ms, taken.learn_ms
         known_ms = self._times.round_ms(name, num_asked)
         if share is not None:
             num_rounds = max(min(len(row.proposal.tree), row.budget) for row in rows)
             expected_ms = share * plain_ms
         elif not drafter.reads:
+            if not record.is_decoding:
+                learn_ms = self._prompt_ms(name, rows, learn_ms, forward_ms)
             follow_ms = self._times.follow_ms(name, len(rows))
             is_long = draft_ms > HICCUP * max(plain_ms, known_ms or 0.0)
-            is_long = is_long or taken.learn_ms > HICCUP * max(forward_ms, follow_ms)
-            if is_long and self._first_times[name] < _MOST_FIRST_TIMES:
-                self._first_times[name] += 1
+            is_long = is_long or learn_ms > HICCUP * max(forward_ms, follow_ms)
+            if is_long and self._is_first(name, 0, _MOST_FIRST_TIMES):
                 guess_ms = guessed_ms(drafter, plain_ms)
                 return (guess_ms if known_ms is None else known_ms) + (follow_ms or guess_ms)
         usual_ms = expected_ms if known_ms is None else known_ms
@@ -245,15 +256,31 @@ class AdaptiveBudget:
                 self._invest(name, draft_ms - most_ms / HICCUP, 0)
                 draft_ms = most_ms / HICCUP
             if not record.is_decoding:
-                return min(draft_ms, most_ms) + taken.learn_ms
+                return min(draft_ms, most_ms) + learn_ms
         if not record.is_decoding:
-            return draft_ms + taken.learn_ms
+            return draft_ms + learn_ms
         slowness = max(1.0, record.times.score_ms / forward_ms)
         return self._times.observe(
             *(name, num_asked, draft_ms / slowness),
-            *(len(rows), taken.learn_ms / slowness, num_rounds),
+            *(len(rows), learn_ms / slowness, num_rounds),
             expected_ms=expected_ms,
         )
+
+    def _prompt_ms(
+        self, name: str, rows: Sequence[RowStep], learn_ms: float, forward_ms: float
+    ) -> float:
+        """Time that a drafter took to follow prompts, without what happens once."""
+        guess_ms = _PROMPT_SHARE * forward_ms
+        size = max(row.num_read for row in rows).bit_length()
+        is_long = learn_ms > HICCUP * guess_ms
+        if is_long and self._is_first(name, size, _MOST_FIRST_PROMPTS):
+            return guess_ms
+        return learn_ms
+
+    def _is_first(self, name: str, size: int, most: int) -> bool:
+        """Whether a long time is one of the first, which count."""
+        self._first_times[name, size] += 1
+        return self._first_times[name, size] <= most
 
     def _promised_share(self, by_drafter: Mapping[str, Sequence[RowStep]]) -> float:
         """Expected time of the drafters' forwards, in plain steps; other work counts as free."""
@@ -338,7 +365,7 @@ class AdaptiveBudget:
             return True
         if not self._planner.keeps_text(name) or (plan.budgets and not plan.is_trial):
             return False
-        return self.ledger.left_ms(plan.plain_ms) > 0.0
+        return self.ledger.left_ms(plan.plain_ms) > (self._times.round_ms(name, 1) or 0.0)
 
 
 def _by_drafter(

@@ -309,8 +309,11 @@ class Planner:
             )
             for row, name in pairs
         ]
-        most_ms = batch.plain_ms + self._stake(batch.plain_ms)
-        pooled = best_prefix(pool, batch.num_rows, batch.step_ms, costs, most_ms)
+        for stake in (_STAKE, 1.0):  # rather all of it than to follow until it is gone
+            most_ms = batch.plain_ms + self._stake(batch.plain_ms, stake)
+            pooled = best_prefix(pool, batch.num_rows, batch.step_ms, costs, most_ms)
+            if any(pooled.budgets):
+                break
         given = zip(pairs, pooled.budgets, strict=True)
         drafting = [(row, name, num_nodes) for (row, name), num_nodes in given if num_nodes]
         return Plan(
@@ -440,9 +443,9 @@ class Planner:
         """Whether another step of a plan may be lost."""
         return not plan.loss_ms or self._ledger.can_lose(plan.loss_ms, plan.plain_ms)
 
-    def _stake(self, plain_ms: float) -> float:
+    def _stake(self, plain_ms: float, share: float = _STAKE) -> float:
         """Milliseconds that one step may put at risk."""
-        return _STAKE * self._ledger.left_ms(plain_ms)
+        return share * self._ledger.left_ms(plain_ms)
 
     # ---- new requests ---------------------------------------------------------------------------
 

@@ -212,8 +212,9 @@ def _room(request: Request) -> int:
     if request.params.speculation == "off":
         return 0
     # The last token a step commits is the target's own, so one fewer can be drafted.
-    left, most = request.num_remaining - 1, request.params.max_draft_tokens
-    return max(0, left if most is None else min(left, most))
+    limits = request.params.max_draft_tokens, request.policy.most_drafted
+    given = [most for most in limits if most is not None]
+    return max(0, min([request.num_remaining - 1, *given]))
 
 
 def _take(turn: Turn, allowance: Allowance) -> None:

@@ -34,6 +34,7 @@ class Policy:
             cache.
         rule: verifies the drafts: `verify`, or `recorded` for traces that show the evidence.
             Anything else is a fault, which only audits plant, to see whether they would find it.
+        most_drafted: tokens of a row and step, at most; None: as many as controllers allow.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Policy:
         self.drafters = {loaded.traits.name: loaded for loaded in drafters}
         self.rule: Rule = verify
         self.prefix_caching = True
+        self.most_drafted: int | None = None
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, controller: Controller) -> Policy:

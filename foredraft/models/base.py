@@ -49,6 +49,7 @@ class Capabilities:
         apart: the same target with another cache, to try things.
         cache_layers: draft layers, which it runs on cache layers beside its own.
         encoder: the limits of its encoder, whose output its decoder attends to.
+        recorded: its steps run as recordings.
     """
 
     tree_attention: bool = False
@@ -59,6 +60,7 @@ class Capabilities:
     apart: ApartTarget | None = None
     cache_layers: HeadTarget | None = None
     encoder: Encoder | None = None
+    recorded: RecordedTarget | None = None
 
 
 def offered(ability: _T | None) -> _T:
@@ -487,6 +489,25 @@ class ChainRow:
     following: Sequence[int]
     taps: Sequence[Tensor]
     key: DrawKey
+
+
+class RecordedTarget(Protocol):
+    """A target whose steps run as recordings of a few shapes.
+
+    Attributes:
+        most_drafted: drafted tokens of a row up to which its step has the bits of one token, and
+            about its time.
+    """
+
+    most_drafted: int
+
+    def record(self, taps: Sequence[int]) -> None:
+        """Record what steps of one request run, so that no reply waits for it.
+
+        Args:
+            taps: layers whose outputs will be wanted.
+        """
+        ...
 
 
 class HeadChain(Protocol):

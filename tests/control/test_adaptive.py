@@ -524,6 +524,37 @@ def test_what_a_gpu_compiles_to_read_a_prompt_does_not_bar_drafts() -> None:
     assert done.run(200, 1).speedup > 1.7
 
 
+def test_what_a_gpu_compiles_for_prompts_of_each_size_does_not_bar_drafts() -> None:
+    """Each takes as long as the target's own reading, which is no forward's time three times."""
+    done = Simulation({"head": MadeUp(constant(0.8), 4.0, 0.2, promise=(0.8, 0.6))})
+    for number, size in enumerate((5, 9, 20, 40, 70), 99):
+        done.control.begin(new_request([1] * size, done.params, number), [])
+        read = RowStep(number, 0, size, "head", 0, NO_PROPOSAL, Verdict((), 1, "bonus"), (1,), 0)
+        taken = 2.0 * done.control._cost.ms([(size, 0)])
+        done.control.observe(StepRecord((read,), StepTimes(0.0, taken, 0.0, taken)))
+        done.control.end(number)
+    assert done.run(200, 1).speedup > 1.7
+
+
+CARD = ((1, 1.0), (2, 1.0), (4, 1.01), (8, 1.02), (16, 1.03), (17, 1.14), (32, 1.16))
+"""Much like the default model's on a GPU, where a round of its head takes as long as a step."""
+
+
+@pytest.mark.parametrize(("accepts", "least"), [(0.75, 1.12), (0.6, 0.985), (0.4, 0.985)])
+def test_a_head_whose_round_takes_a_step_drafts_where_that_pays(
+    accepts: float, least: float
+) -> None:
+    """One draft that is lost at the start is no reason to follow texts until nothing is left."""
+    found = list[float]()
+    for seed in range(4):
+        head = MadeUp(constant(accepts), 1.3, 0.15, nodes=6, joins_late=False, promise=(0.79, 0.58))
+        params = SamplingParams(max_tokens=128)
+        done = Simulation({"head": head}, CARD, seed, params, prompt=80)
+        found.append(done.run(1200, 1).speedup)
+    assert sum(found) / len(found) > least
+    assert min(found) > 0.985
+
+
 @pytest.mark.parametrize(("accepts", "draft_ms"), [(0.5, 60.0), (0.8, 90.0), (0.3, 12.0)])
 def test_a_drafter_that_takes_as_long_again_and_again_is_left(
     accepts: float, draft_ms: float

@@ -31,7 +31,7 @@ def written(**asked: Any) -> tuple[tuple[int, ...], dict[str, int], int]:
         LoadedDrafter(drafter, target, name, joins_late=True)
         for drafter, name in zip(drafters, NAMES, strict=True)
     ]
-    is_fixed = asked.pop("is_fixed", False)
+    is_fixed, most_drafted = asked.pop("is_fixed", False), asked.pop("most_drafted", None)
     traits = [each.traits for each in loaded]
     controller: Controller = (
         FixedBudget(4, drafter="suffix") if is_fixed else AdaptiveBudget(traits)
@@ -41,7 +41,9 @@ def written(**asked: Any) -> tuple[tuple[int, ...], dict[str, int], int]:
         nonlocal largest
         largest = max(largest, *(len(row.proposal.tree) for row in record.rows))
 
-    engine = Engine(target, Policy(controller, loaded, trace=look))
+    policy = Policy(controller, loaded, trace=look)
+    policy.most_drafted = most_drafted
+    engine = Engine(target, policy)
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=200, **asked)
     request_id = engine.submit(PROMPT, params)
     result = drain(engine)[request_id]
@@ -87,6 +89,14 @@ def test_drafts_are_limited_by_the_request(most: int, is_fixed: bool) -> None:
     assert largest == most
     assert bool(drafters) == (most > 0)
     assert written(speculation="off", is_fixed=is_fixed) == (text, {}, 0)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_drafts_are_limited_by_the_policy(is_fixed: bool) -> None:
+    text, _, unlimited = written(is_fixed=is_fixed)
+    same, _, largest = written(most_drafted=2, is_fixed=is_fixed)
+    assert (same, largest) == (text, 2)
+    assert unlimited > 2
 
 
 def test_what_it_limits_is_checked() -> None:

@@ -22,6 +22,8 @@ from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import StepDrafter, StepRunner
 from foredraft.models.base import ChainRow, HeadRow, ScoreRow
 from foredraft.models.native import draft_layers
+from foredraft.models.native.cuda import PagedDecoder
+from foredraft.models.native.head_chain import RecordedChain
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import TinySource, tiny_target
 from tests.drafters.prices import FREE_NODES
@@ -163,3 +165,18 @@ def test_a_drafter_goes_by_rounds(params: SamplingParams) -> None:
         found.append(drafter.propose([row])[0].tree.tokens)
     assert found[0][: len(found[1])] == found[1]
     assert len(found[0]) >= 1
+
+
+def test_rounds_are_recorded_before_a_request_comes() -> None:
+    target = tiny_target(PagedDecoder, device=DEVICE)
+    module = new_module("hidden_head", target)
+    drafter = StepDrafter(module, target)  # type: ignore[arg-type]
+    target.record(drafter.taps)
+    chain = drafter._chain
+    assert isinstance(chain, RecordedChain)
+    made = {*chain._rounds}
+    slot, taps = read(target, TEXTS[0])
+    key = DrawKey.of(LAWS[1], 7, len(TEXTS[0]))
+    for steps in (2, 4, 6):
+        chain.run([ChainRow(slot, 0, TEXTS[0][1:5], head(taps, 4), key)], steps)
+    assert made == {*chain._rounds}

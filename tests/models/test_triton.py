@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from foredraft.core.params import SamplingParams
+from foredraft.core.record import StepRecord
 from foredraft.core.tree import EMPTY_TREE, TokenTree
+from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.cuda import PagedDecoder
+from foredraft.models.native.cuda import TILE, ExactDecoder, PagedDecoder
 from foredraft.models.native.target import NativeTarget
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import made, text
 from tests.models.on_triton import DEVICE, INTERPRETED, NEEDS_GPU
 from tests.models.test_graphed import TREE, Pair
@@ -84,3 +88,29 @@ def test_company_changes_no_bit(checkpoint: Path, dtype: torch.dtype) -> None:
     for node, path in enumerate(TREE.paths):
         along = alone([5, *(TREE.tokens[i] for i in path)])
         assert torch.equal(scored[node + 1], along[-1]), node
+
+
+@pytest.mark.parametrize("decoder", [PagedDecoder, ExactDecoder])
+def test_nothing_is_recorded_while_a_request_waits(decoder: type[PagedDecoder]) -> None:
+    target = NativeTarget.load(made("llama"), device=DEVICE, new_decoder=decoder)
+    llm = LLM(target, None, LoadOptions(drafter="suffix", num_draft_tokens=40))
+    target.record([1])
+    recorder = target.decoder
+    assert isinstance(recorder, PagedDecoder)
+    before, longest = recorder.num_recorded, 0
+
+    def follow(step: StepRecord) -> None:
+        nonlocal longest
+        longest = max(longest, *(len(row.proposal.tree) for row in step.rows))
+
+    llm.policy.trace = follow
+    for temperature in (0.0, 1.0):
+        llm.generate([text(9) * 5], SamplingParams(max_tokens=24, temperature=temperature, seed=1))
+    slot = target.cache.allocate()
+    target.cache.fill(slot, 300)
+    for tree, taps in ((TREE, (1,)), (TokenTree.chain(range(TILE - 1)), ()), (EMPTY_TREE, (1,))):
+        scores = target.score([ScoreRow(slot, [5], tree)], taps)
+        assert scores[0].taps.keys() == {*taps}
+    assert recorder.num_recorded == before
+    assert recorder.num_replayed > 0
+    assert 0 < longest < TILE  # more would have other bits than one token has

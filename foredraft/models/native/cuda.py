@@ -25,13 +25,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import BlockStore, Entries
@@ -45,6 +45,7 @@ from foredraft.models.native.model import (
     FixedShapeDecoder,
     capped_attention,
     finished_logits,
+    masked_attention,
 )
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Stack
@@ -93,12 +94,7 @@ class Recorder:
         """
         if self._device.type != "cuda":
             return work
-        with (
-            torch.cuda.device(self._device),
-            torch.no_grad(),
-            # Masked attention has these two; the choice must not fall otherwise from run to run.
-            sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
-        ):
+        with torch.cuda.device(self._device), torch.no_grad(), masked_attention(self._device):
             return self._capture(work)
 
     def _capture(self, work: Callable[[], Result]) -> Callable[[], Result]:
@@ -356,6 +352,7 @@ class GraphedDecoder(EagerDecoder):
         self._graphs: OrderedDict[Bucket, Graph] = OrderedDict()
         self._logits: dict[int, Tensor] = {}
         self._storage: tuple[object, ...] = ()
+        self._taps: frozenset[int] = frozenset()
         self.num_recorded = self.num_replayed = 0
 
     @torch.no_grad()
@@ -374,13 +371,14 @@ class GraphedDecoder(EagerDecoder):
         if self.reads_unseen:
             for row in plan.rows:
                 cache.clear_behind(plan.slot(row), plan.end(row))
-        bucket = self._bucket(plan, cache.store.block_size, taps)
+        self._taps |= {*taps}  # what was wanted once is there in all: no shape is recorded twice
+        bucket = self._bucket(plan, cache.store.block_size, [*self._taps])
         graph = self._graph(bucket, cache, grid_inputs(plan, bucket, cache))
         tapped = graph.replay()
         self.num_replayed += 1
         places_T = GridInputs.of(graph.inputs, bucket).places[: len(plan)]
         logits_NV = graph.logits_NV[: len(plan.heads)].clone()
-        return logits_NV, {i: x.index_select(0, places_T) for i, x in tapped.items()}
+        return logits_NV, {i: tapped[i].index_select(0, places_T) for i in taps}
 
     def fits(self, plan: ForwardPlan) -> bool:
         """Whether ``plan`` is run as a recording."""
@@ -570,6 +568,7 @@ def copy_to(source: Tensor, target: Tensor) -> None:
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
 
+_ANY_DRAW = DrawKey(0, 0, 1.0)
 _MOST_DRAWN = 32
 """Rows of logits that are drawn from in a recording: it has a copy of them."""
 
@@ -606,6 +605,11 @@ class RecordedDraws:
         buffer_RV[: len(keys)].copy_(logits_NV)
         numbers.fill(key_numbers([*keys, *[keys[-1]] * (rows - len(keys))]))
         return laws_of(replay(), logits_NV, keys)
+
+    def record(self, vocab: int) -> None:
+        """Record the draws of one request's steps before a reply waits for them."""
+        for rows in (1, 2, 4, 8, TILE):
+            self.draw(torch.zeros(rows, vocab, device=self._device), [_ANY_DRAW] * rows)
 
     def _record(
         self, rows: int, vocab: int, has_cuts: bool
@@ -668,6 +672,12 @@ def padded_context(seen: int, block_size: int) -> int:
     return context
 
 
+def usual_contexts(block_size: int) -> list[int]:
+    """The contexts of recordings that are made before a request comes."""
+    found = {padded_context(_CONTEXT_STEP**power * _MIN_CONTEXT, block_size) for power in range(3)}
+    return sorted(found)
+
+
 def _is_chain(plan: ForwardPlan) -> bool:
     """Whether each token sees all before it."""
     seen = (prefix + len(extra) for prefix, extra in zip(plan.prefixes, plan.extras, strict=True))
@@ -706,6 +716,23 @@ class PagedDecoder(GraphedDecoder):
 
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
         return paged_bucket(plan, block_size, taps, self._least)
+
+    def record(self, cache: KVCache, taps: Sequence[int]) -> None:
+        """Record the usual steps of one request, with these taps, before a reply waits for it.
+
+        Args:
+            cache: has its memory already, which all recordings then hold.
+        """
+        self._taps |= {*taps}
+        for context in usual_contexts(cache.store.block_size):
+            for tokens, is_chain in self._usual_steps:
+                bucket = Bucket(1, tokens, context, tuple(sorted(self._taps)), is_chain)
+                self._graph(bucket, cache, grid_inputs(ForwardPlan(), bucket, cache))
+
+    @property
+    def _usual_steps(self) -> set[tuple[int, bool]]:
+        """Tokens, and whether they are a chain, of the shapes that steps of one row come in."""
+        return {*product((self._least, TILE), (True, False))}
 
     def _run(
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
@@ -886,6 +913,10 @@ class ExactDecoder(PagedDecoder):
         if found.rows == 1:
             return replace(found, tokens=2 * TILE)
         return replace(found, rows=-(-2 * TILE // found.tokens))
+
+    @property
+    def _usual_steps(self) -> set[tuple[int, bool]]:
+        return {(2 * TILE, True), (2 * TILE, False), (MAX_ROW_TOKENS, True)}
 
     def fits(self, plan: ForwardPlan) -> bool:
         rows, tokens = padded_shape(plan)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int64
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,9 @@ from foredraft.models.native.model import Decoder, EagerDecoder, HandedDecoder, 
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import INT8, Matrix, rows_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+if TYPE_CHECKING:
+    from foredraft.models.native.head_chain import RecordedChain
 
 
 class NativeParts:
@@ -125,6 +128,9 @@ class NativeHeadRunner:
         layers: cache layers of their entries.
         fused: run them by the fused kernel.
         decoder: runs them; None: one that is made here.
+
+    Attributes:
+        chain: its rounds on a GPU, once there are any.
     """
 
     def __init__(
@@ -136,6 +142,7 @@ class NativeHeadRunner:
         decoder: Decoder | None = None,
     ) -> None:
         self.layers, self._parts = layers, (config, weights)
+        self.chain: RecordedChain | None = None
         self._input_dtype = torch.float32 if fused else weights.dtype
         self._device = weights.device
         self._last = config.num_hidden_layers - 1
@@ -181,7 +188,9 @@ class NativeHeadRunner:
             return None
         from foredraft.models.native.head_chain import RecordedChain
 
-        return RecordedChain(*self._parts, self.layers, inputs, ids_R, num_taps, self._decoder)
+        parts = *self._parts, self.layers, inputs, ids_R, num_taps, self._decoder
+        self.chain = RecordedChain(*parts)
+        return self.chain
 
     def _run_head(self, inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(self._decoder, FusedDecoder):  # with its norm

@@ -36,11 +36,13 @@ from foredraft.models.native.cuda import (
     padded_context,
     power_of_two,
     storage_of,
+    usual_contexts,
 )
 from foredraft.models.native.model import Decoder, HandedDecoder
 from foredraft.models.native.weights import DecoderWeights
 
-_MOST_RECORDED = 16
+_MOST_RECORDED = 64
+_USUAL_STEPS = (2, 4, 6)
 
 
 class ChainInputs(Protocol):
@@ -119,6 +121,13 @@ class RecordedChain:
         self._recorder = Recorder(weights.device)
         self._rounds: dict[_Shape, _Round] = {}
         self._storage: tuple[object, ...] = ()
+
+    def record(self) -> None:
+        """Record the usual rounds of one request before a reply waits for them."""
+        self._layers.hold_blocks()
+        for context in usual_contexts(self._layers.store.block_size):
+            for num_steps in _USUAL_STEPS:
+                self._round(_Shape(1, num_steps, context, has_cuts=False))
 
     def can_run(self, slot: int, start: int) -> bool:
         layers = self._layers

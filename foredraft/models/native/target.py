@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory
+from foredraft.core import draws
 from foredraft.core.choices import DrawKey
 from foredraft.core.errors import CapabilityError
 from foredraft.models.base import (
@@ -27,7 +29,7 @@ from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.copy import Copies, NativeLowBitCopy
-from foredraft.models.native.cuda import RecordedDraws, has_triton
+from foredraft.models.native.cuda import TILE, PagedDecoder, RecordedDraws, has_triton
 from foredraft.models.native.draft_layers import (
     NativeHeadRunner,
     NativeParts,
@@ -61,6 +63,7 @@ class NativeTarget:
     """
 
     unasked_draw: DrawKey | None = None
+    most_drafted = TILE - 1
 
     def __init__(
         self,
@@ -85,7 +88,8 @@ class NativeTarget:
             cache_dtype or weights.dtype, weights.device, self.max_context, cache_memory
         )
         draws = has_triton(weights.device)
-        self._draw = RecordedDraws(weights.device).draw if draws else None
+        self._draws = RecordedDraws(weights.device) if draws else None
+        self._head_runners = WeakSet[NativeHeadRunner]()
         self._copies = Copies(config, weights, new_decoder, self.cache, kept, checkpoint)
         if self.decoder.reads_unseen:
             self.cache.keep_clean()
@@ -146,6 +150,7 @@ class NativeTarget:
             apart=self,
             cache_layers=self,
             low_bit=self if self.low_bits else None,
+            recorded=self if isinstance(self.decoder, PagedDecoder) else None,
         )
 
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
@@ -153,7 +158,7 @@ class NativeTarget:
         plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
         announce(plan, self.cache)
         scores = self._scored(rows, plan, taps)
-        return scores if self._draw is None else replace(scores, draw=self._draw)
+        return scores if self._draws is None else replace(scores, draw=self._draws.draw)
 
     def _scored(self, rows: Sequence[ScoreRow], plan: ForwardPlan, taps: Sequence[int]) -> Scores:
         # Of a tree few nodes will be looked at, and nearly all of a chain.
@@ -165,6 +170,19 @@ class NativeTarget:
         ]
         return scored(self.decoder, plan, self.cache, wanted, taps)
 
+    def record(self, taps: Sequence[int]) -> None:
+        assert isinstance(self.decoder, PagedDecoder)
+        slot = self.cache.allocate()
+        self.cache.reserve(slot, 1)  # recordings hold the address of the memory that this takes
+        self.decoder.record(self.cache, taps)
+        for runner in self._head_runners:
+            if runner.chain is not None:
+                runner.chain.record()
+        if self._draws is not None:
+            self._draws.record(self.vocab_size)
+        draws.library()  # compiled where it is new: nodes of a tree are drawn on the host
+        self.cache.free(slot)
+
     @property
     def parts(self) -> NativeParts:
         return NativeParts(self.config, self.weights, self.decoder.logits, self.kept)
@@ -172,7 +190,9 @@ class NativeTarget:
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
         packed = self.decoder.reads_packed
-        return NativeHeadRunner.of_head(weights, layers, self.weights.dtype, packed)
+        runner = NativeHeadRunner.of_head(weights, layers, self.weights.dtype, packed)
+        self._head_runners.add(runner)
+        return runner
 
     @property
     def _own_layout(self) -> Layout | None:
