@@ -37,8 +37,6 @@ _LOOKED_AT = 64
 """Steps between two comparisons of first tokens with what was measured."""
 _LATER_SHARE = 0.3
 """Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
-_LEAST_READING = 0.5
-"""Time in forwards of one token: a draft model that took less has read nothing."""
 _MOST_FIRST_TIMES, _MOST_FIRST_PROMPTS = 8, 2
 """Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and
 records work of a new shape, once; and of prompts of each size, to a power of two. What takes so
@@ -199,23 +197,11 @@ class AdaptiveBudget:
     def _joining_ms(self, name: str, rows: Sequence[RowStep], taken: StepTimes) -> float:
         """Time of joining texts and of prefills by draft models: the investments of a step."""
         new = sum(r.context + r.num_read for r in rows if self._followed.get(r.request_id) != name)
-        old = sum(
-            r.num_read for r in rows if r.num_read > 1 and self._followed.get(r.request_id) == name
-        )
-        looked_ms = taken.read_ms
-        if self._planner.drafters[name].reads and self._has_read(name, taken.read_ms, new + old):
-            self._invest(name, taken.read_ms, new + old)
-            looked_ms = 0.0
         joined_ms = self._times.joined(name, new, taken.begin_ms) if new else taken.begin_ms
-        return looked_ms + joined_ms
-
-    def _has_read(self, name: str, read_ms: float, num_tokens: int) -> bool:
-        """Whether a draft model has read, or has only looked whether there was anything to read.
-
-        Of a long text that it reads in pieces, all tokens are counted with the first piece.
-        """
-        round_ms = self._times.round_ms(name, 1) or 0.0
-        return num_tokens > 0 or read_ms > _LEAST_READING * round_ms
+        if not taken.num_read:
+            return joined_ms + taken.read_ms
+        self._invest(name, taken.read_ms, taken.num_read)
+        return joined_ms
 
     def _invest(self, name: str, read_ms: float, num_tokens: int) -> None:
         self.ledger.invest(read_ms)

@@ -157,6 +157,7 @@ class StepTimes:
         read_ms: prefill by drafters with a model of their own.
         begin_ms: drafters began to follow texts, those included that began since the step before.
         drafters: by drafter, as far as it is known.
+        num_read: tokens of texts that were read in `read_ms`; else it only looked for some.
     """
 
     draft_ms: float = 0.0
@@ -166,6 +167,7 @@ class StepTimes:
     read_ms: float = 0.0
     begin_ms: float = 0.0
     drafters: Mapping[str, StepTimes] = field(default_factory=dict)
+    num_read: int = 0
 
     @property
     def total_ms(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -216,18 +216,22 @@ class ContinuingDrafter(Drafter, Protocol):
         """
 
 
+class Reading(NamedTuple):
+    """Tokens of a text: read now, and still to be read before it can be drafted for."""
+
+    num_read: int = 0
+    num_left: int = 0
+
+
 class ReadingDrafter(Drafter, Protocol):
     """A drafter whose traits say that it ``reads``: with a model of its own, it reads each text."""
 
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[int]:
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[Reading]:
         """Read on in the texts of rows, before `propose` is asked for those that may draft.
 
         Args:
             rows: rows that it follows. The target need not have read their prompts.
             most_tokens: limit of the tokens read for all rows together.
-
-        Returns:
-            Number of tokens of each row that it has to read before it can draft; 0: it can.
         """
 
 

@@ -23,6 +23,7 @@ from foredraft.drafters.base import (
     ContinuingDrafter,
     Drafter,
     DraftRow,
+    Reading,
     ReadingDrafter,
 )
 from foredraft.models.base import Target, check_taps
@@ -136,10 +137,14 @@ class LoadedDrafter:
         """How much rows have to read, by request; see `ReadingDrafter`. None where it failed."""
         drafter = cast(ReadingDrafter, self._drafter)
 
-        def read(some: Sequence[DraftRow]) -> Sequence[int]:
-            return drafter.read(some, max(1, most_tokens * len(some) // len(rows)))
+        def read(some: Sequence[DraftRow]) -> Sequence[Reading]:
+            found = drafter.read(some, max(1, most_tokens * len(some) // len(rows)))
+            return [Reading(*each) for each in found]
 
-        return self._asked(rows, "read", read)
+        found = self._asked(rows, "read", read)
+        num_read = sum(each.num_read for each in found.values())
+        self.times = replace(self.times, num_read=self.times.num_read + num_read)
+        return {number: each.num_left for number, each in found.items()}
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal | None:
         """The continuation of ``draft`` by a drafter that ``continues``; None if it failed."""

@@ -77,6 +77,7 @@ def _times(
     begin_ms = sum(taken.begin_ms for taken in drafters.values())
     read_ms = sum(taken.read_ms for taken in drafters.values())
     draft_ms -= begin_ms - begun_before_ms + read_ms
+    num_read = sum(taken.num_read for taken in drafters.values())
     return StepTimes(
-        *(max(0.0, draft_ms), score_ms, verify_ms, learn_ms, read_ms, begin_ms), drafters=drafters
+        *(max(0.0, draft_ms), score_ms, verify_ms, learn_ms, read_ms, begin_ms), drafters, num_read
     )

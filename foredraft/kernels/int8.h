@@ -98,6 +98,22 @@ struct PackedInputs {
     }
   }
 
+  // Of `count` of the tokens, number i that of token_of(i), in memory of their own.
+  template <class TokenOf>
+  PackedInputs gathered(float* memory, int64_t count, const TokenOf& token_of) const {
+    const PackedInputs some(memory, count, K, are_eight);
+    const int64_t bytes = are_eight ? Eight::kTokenBytes : Sixteen::kTokenBytes;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t t = token_of(i);
+      some.scales[i] = scales[t];
+      for (int64_t chunk = 0; chunk < weight_chunks(K); ++chunk)
+        std::copy_n(data + (chunk * num_tokens + t) * bytes, bytes, some.data + (chunk * count + i) * bytes);
+      for (int64_t row = 0; row < weight_chunks(K) * kNumKept; ++row)
+        some.kept[row * count + i] = kept[row * num_tokens + t];
+    }
+    return some;
+  }
+
  private:
   static constexpr int64_t kMostBytes = Sixteen::kTokenBytes;
 

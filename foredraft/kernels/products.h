@@ -2,8 +2,9 @@
 //
 // A form says what its matrices are (`Rows`), what it makes of activations first (`Inputs`), in whose
 // lane order it wants rows of floats (`Order`), how many rows it gives to a thread at least, and what a
-// thread holds while it multiplies so many tokens (`Session`), whether attention beside it is computed
-// on tiles, and whether experts beside it may be packed. With `in_eight` activations are to have 8 bits,
+// thread holds while it multiplies so many tokens (`Session`), how inputs of some tokens are put side by
+// side (`gather`), whether attention beside it is computed on tiles, and whether experts beside it may be
+// packed. With `in_eight` activations are to have 8 bits,
 // which its matrices must take (`takes_eight`).
 // Its all_tokens() and panel_rows() are overloads for these types.
 #pragma once
@@ -43,6 +44,13 @@ struct Plain {
 
   template <class Type>
   static void prepare(const Inputs&, const float*, Range) {}
+
+  template <class TokenOf>
+  static Inputs gather(float* memory, const Inputs& all, int64_t count, const TokenOf& token_of) {
+    for (int64_t i = 0; i < count; ++i)
+      std::copy_n(all.row(token_of(i)), all.stride, memory + i * all.stride);
+    return {memory, all.stride};
+  }
 };
 
 // In few bits, each matrix in a format of its own.
@@ -68,6 +76,11 @@ struct Packed {
     for (int64_t t = tokens.begin; t < tokens.end; ++t)
       x.template quantise<Type>(rows + t * padded(x.K), t);
   }
+
+  template <class TokenOf>
+  static Inputs gather(float* memory, const Inputs& all, int64_t count, const TokenOf& token_of) {
+    return all.gathered(memory, count, token_of);
+  }
 };
 
 // bfloat16 in groups of rows, multiplied on tiles.
@@ -90,6 +103,11 @@ struct Tiled {
   template <class Type>
   static void prepare(const Inputs& x, const float* rows, Range tokens) {
     x.template prepare<Type>(rows, tokens);
+  }
+
+  template <class TokenOf>
+  static Inputs gather(float* memory, const Inputs& all, int64_t count, const TokenOf& token_of) {
+    return all.gathered(memory, count, token_of);
   }
 };
 

@@ -114,14 +114,28 @@ struct TileInputs {
 
   int64_t part_bytes() const { return blocks.tokens * kTileRowBytes; }
 
+  char* row(int64_t token, int64_t step, int64_t part) const {
+    return tile(token / blocks.tokens, step, part) + token % blocks.tokens * kTileRowBytes;
+  }
+
+  // Of `count` of the tokens, number i that of token_of(i), in memory of their own.
+  template <class TokenOf>
+  TileInputs gathered(float* memory, int64_t count, const TokenOf& token_of) const {
+    const TileInputs some(memory, count, K);
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t step = 0; step < num_steps(K); ++step)
+        for (int64_t part = 0; part < 2; ++part)
+          std::memcpy(some.row(i, step, part), row(token_of(i), step, part), kTileRowBytes);
+    return some;
+  }
+
   // Takes over rows of K floats that lie in the lane order of `Weight`, zeros behind.
   template <class Weight>
   void prepare(const float* rows, Range tokens) const {
     for (int64_t t = tokens.begin; t < tokens.end; ++t)
       for (int64_t step = 0; step < num_steps(K); ++step)
         put_parts<Weight>(rows + t * padded(K) + step * kTileInputs, padded(K) - step * kTileInputs,
-                          tile(t / blocks.tokens, step, 0) + t % blocks.tokens * kTileRowBytes,
-                          part_bytes());
+                          row(t, step, 0), part_bytes());
   }
 };
 

@@ -20,8 +20,9 @@
 // are keys, where all heads have one norm. In a mixture of experts gate_up is preceded by
 //   route       split by weight row     hidden -> normed -> routed
 //   choose      split by token          routed -> the experts that each token chooses, by chances
-// and an expert's weights are read once for all tokens that have chosen it. A token adds up its experts
-// in the order of their numbers. What tables and embeddings tell each layer of a token is multiplied at the
+// and down, where they are many, by the inputs of all pairs of a token and an expert, split by pair. An
+// expert's weights are read once for all tokens that have chosen it. A token adds up its experts in the
+// order of their numbers. What tables and embeddings tell each layer of a token is multiplied at the
 // beginning; a layer adds it behind its parts.
 // Whatever one core writes and another reads costs a transfer, in a machine of several dies some
 // tenths of a microsecond. So each thread normalises few tokens for itself, all of them; many
@@ -216,9 +217,10 @@ class Worker {
     prepare<Order>(work_.feed_forward, layer.feed_forward);
   }
 
+  template <class Own = Form>
   void normalise_for_mlp(const ForedraftLayer& layer, const float* norm) {
     expect({&layer.gate, &layer.up});
-    normalise(T, nullptr, norm, layer.mlp_norm_bias, model_.is_parallel ? work_.before : work_.hidden);
+    normalise<Own>(T, nullptr, norm, layer.mlp_norm_bias, model_.is_parallel ? work_.before : work_.hidden);
   }
 
   // What the part beside experts gives, normalised, in `before`; `added` is then for what experts give.
@@ -397,11 +399,12 @@ class Worker {
   }
 
   // Normalised hidden states in lane order, of all tokens or of those listed, and inputs of them.
-  // Without a weight they stay as they are.
+  // Without a weight they stay as they are. `Own` is the form of the matrices that read them.
   void normalise(int64_t count, const int32_t* tokens, const float* weight, const float* bias) {
     normalise(count, tokens, weight, bias, work_.hidden);
   }
 
+  template <class Own = Form>
   void normalise(int64_t count, const int32_t* tokens, const float* weight, const float* bias,
                  const float* from) {
     const Range mine = to_prepare(count);
@@ -424,7 +427,7 @@ class Worker {
         row[lane_order<Order>(k)] =
             weight ? weight[k] * ((x[k] - mean) * scale[0]) + (bias ? bias[k] : 0.0f) : x[k];
     }
-    Form::template prepare<Order>(inputs_of(prepared_, normed_, count, E), normed_, mine);
+    Own::template prepare<Order>(Own::inputs(prepared_, normed_, count, E, in_eight_), normed_, mine);
     end_prepare(kOther);
   }
 
@@ -528,49 +531,60 @@ class Worker {
 
   // ---- experts ----------------------------------------------------------------------------------
 
-  // `Own` is the form of the experts.
+  // `Own` is the form of the experts. Inputs of all tokens are made once, and gathered for each expert
+  // whose weights not all of them read. Those of `down` are shared out, too, unless they are few.
   template <class Own>
   void mixture(const ForedraftLayer& layer) {
     if (layer.dense) put_dense(*layer.dense);
     float* const sums = layer.dense ? work_.added : work_.hidden;
-    normalise_for_mlp(layer, layer.dense ? layer.router_norm : layer.mlp_norm);
+    normalise_for_mlp<Own>(layer, layer.dense ? layer.router_norm : layer.mlp_norm);
     const int64_t X = model_.num_experts, num_logits = X - model_.shared_experts + model_.shared_gate;
+    const int64_t each = model_.chosen_experts;
     matmul(Matrix<Order>{static_cast<const Order*>(layer.router), E}, me_.share(num_logits),
            Activations{normed_, padded(E)}, T, nullptr,
            [&](int64_t token, int64_t row, float value) { work_.routed[token * X + row] = value; });
     end(kLinear);
     const Range mine = me_.share(T);
     for (int64_t token = mine.begin; token < mine.end; ++token) choose(layer, token);
-    pad(work_.feed_forward, T * model_.chosen_experts, F);
+    pad(work_.feed_forward, T * each, F);
     end(kOther);
-    if (layer.dense) normalise_for_mlp(layer, layer.mlp_norm);
-    const Chosen chosen(work_.chosen, T, X, model_.chosen_experts);
-    float* const rows = work_.gathered + me_.index * work_.gathered_size;
-    float* const prepared = rows + work_.gathered_rows;
-    const auto prepare_rows = [&](const float* from, int64_t count, int64_t K) {
-      const typename Own::Inputs x = Own::inputs(prepared, from, count, K, in_eight_);
-      if constexpr (Own::kPrepares) Own::template prepare<Order>(x, from, {0, count});
-      return x;
-    };
+    if (layer.dense) normalise_for_mlp<Own>(layer, layer.mlp_norm);
+    const Chosen chosen(work_.chosen, T, X, each);
+    float* const memory = work_.gathered + me_.index * work_.gathered_size;
+    const typename Own::Inputs all = Own::inputs(prepared_, normed_, T, E, in_eight_);
     chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) {
-        const float* const row = normed_ + pairs[i] / model_.chosen_experts * padded(E);
-        std::copy(row, row + padded(E), rows + i * padded(E));
-      }
       const typename Own::Session session(count);
-      gate_up<Own>(layer, expert, prepare_rows(rows, count, E), count,
+      const auto token_of = [=](int64_t i) { return pairs[i] / each; };
+      gate_up<Own>(layer, expert, count == T ? all : Own::gather(memory, all, count, token_of), count,
                    work_.feed_forward + first * padded(F));
     });
     end(kLinear);
     expect({&layer.down});
+    // Inputs of `down` of an expert's pairs, of which some are prepared here.
+    const bool are_few = T * each <= kFewTokens;
+    const auto of_pairs = [&](int64_t first, int64_t count, Range some) {
+      const float* const rows = work_.feed_forward + first * padded(F);
+      float* const to = are_few ? memory : work_.pairs + first * work_.pair_size;
+      const typename Own::Inputs x = Own::inputs(to, rows, count, F, in_eight_);
+      Own::template prepare<Order>(x, rows, some);
+      return x;
+    };
+    if (Own::kPrepares && !are_few) {
+      const Range some = me_.share(T * each);
+      chosen.each([&](int64_t, const int32_t*, int64_t first, int64_t count) {
+        const auto within = [&](int64_t pair) { return std::clamp<int64_t>(pair - first, 0, count); };
+        of_pairs(first, count, {within(some.begin), within(some.end)});
+      });
+      end(kLinear);
+    }
     chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
       const typename Own::Session session(count);
-      const typename Own::Inputs x = prepare_rows(work_.feed_forward + first * padded(F), count, F);
       const float* const bias = layer.down_bias ? layer.down_bias + expert * E : nullptr;
+      const typename Own::Inputs x = of_pairs(first, count, {0, are_few ? count : 0});
       matmul(matrix<Own>(layer.down, F, expert), me_.share(E, Own::kShareRows), x, count, nullptr,
              [&](int64_t i, int64_t row, float value) {
                const float chance = work_.chances[pairs[i]];
-               sums[pairs[i] / model_.chosen_experts * E + row] +=
+               sums[pairs[i] / each * E + row] +=
                    (bias ? value + bias[row] : value) * chance * residual_scale_;
              });
     });

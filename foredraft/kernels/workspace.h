@@ -34,12 +34,13 @@ struct Workspace {
   float* chances;        // of the chosen experts [T, experts], in the order of `chosen`
   float* chosen;         // their numbers as int32 [T, experts], ascending
   float* routed;         // [T, X]
-  float* gathered;       // rows of one expert's tokens, and inputs of them; per thread
+  float* gathered;       // inputs of one expert's tokens; per thread
+  float* pairs;          // inputs of `down` of all tokens with their experts
   float* prepared;       // of the product at hand; as `normed` per thread, if tokens are few
   float *attention, *gate_up;  // per thread
   float* kept_chunks;          // of attention
   int64_t normed_size, prepared_size, attention_size, gate_up_size, gathered_size;  // per thread
-  int64_t gathered_rows;  // floats of the rows among them
+  int64_t pair_size;  // floats of each pair
   int64_t kept_chunk_size, gate_up_rows;
   int64_t rope_pairs;     // of the largest heads
 
@@ -66,7 +67,9 @@ struct Workspace {
         std::max(most([](const Heads& of) { return of.H * of.D; }), recurrent.num_outputs);
     const int64_t F = std::max({model.feed_forward, model.dense_feed_forward, model.input_size});
     const int64_t most_inputs = std::max({E, most_attended, F});
-    prepared_size = whole_lines(Form::prepared_size(T, most_inputs)) + kApart;
+    const int64_t X = model.num_experts, chosen_by_all = T * model.chosen_experts;
+    const int64_t packed = X ? PackedInputs::size(T, most_inputs) : 0;  // experts may be, all else not
+    prepared_size = whole_lines(std::max(Form::prepared_size(T, most_inputs), packed)) + kApart;
     attention_size = kApart + whole_lines(most([&](const Heads& of) {
       return std::max(Scratch::size(queries(of), of.D), FloatScratch::size(queries(of), of.D));
     }));
@@ -90,7 +93,6 @@ struct Workspace {
     take(cosine, model.num_ropes * rope_stride_);
     take(sine, model.num_ropes * rope_stride_);
     take(attended, T * padded(most_attended));
-    const int64_t X = model.num_experts, chosen_by_all = T * model.chosen_experts;
     take(feed_forward, std::max(T * padded(F), chosen_by_all * padded(model.feed_forward)));
     take(added, has_post_norms(model) ? T * E : 0);
     take(before, model.keeps_inputs ? T * E : 0);
@@ -99,10 +101,13 @@ struct Workspace {
     take(chances, chosen_by_all);
     take(chosen, chosen_by_all);
     take(routed, T * X);
-    gathered_rows = whole_lines(T * padded(E));
-    gathered_size = gathered_rows + whole_lines(std::max(Form::prepared_size(T, most_inputs),
-                                                         PackedInputs::size(T, most_inputs))) + kApart;
+    gathered_size = std::max(prepared_size, whole_lines(T * padded(E)) + kApart);
     take(gathered, X ? num_threads * gathered_size : 0);
+    // An eighth more, for tiles are filled up.
+    const int64_t of_pair = std::max(Form::prepared_size(1, model.feed_forward),
+                                     PackedInputs::size(1, model.feed_forward));
+    pair_size = whole_lines(of_pair * 9 / 8);
+    take(pairs, chosen_by_all * pair_size);
     take(prepared, preparing * prepared_size);
     take(attention, num_threads * attention_size);
     take(kept_chunks, kept_chunk_size * most([&](const Heads& of) {

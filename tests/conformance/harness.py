@@ -27,7 +27,7 @@ from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DraftRow, ReadingDrafter
+from foredraft.drafters.base import Drafter, DraftRow, Reading, ReadingDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.drafters.trained import shipped_head
 from foredraft.engine.request import GenerationResult
@@ -342,7 +342,7 @@ class Wrapped:
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         return self.inner.propose(rows)
 
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[int]:
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[Reading]:
         return cast(ReadingDrafter, self.inner).read(rows, most_tokens)
 
     def observe(self, observations: Sequence[RowStep]) -> None:
@@ -376,7 +376,7 @@ class Renumbered(Wrapped):
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         return self.inner.propose(self._renumbered(rows))
 
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[int]:
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[Reading]:
         return super().read(self._renumbered(rows), most_tokens)
 
     def _renumbered(self, rows: Sequence[DraftRow]) -> list[DraftRow]:

@@ -37,6 +37,7 @@ class MadeUp:
         round_ms: of one row and node, where each takes a forward; 0: none does.
         promise, is_guess: see `DrafterTraits`.
         read_ms: of a token of the prompt, with a model of its own; 0: it has none.
+        shared: first tokens of each prompt that it has read for another.
         reads_at_once: whether it reads in its first draft, and says so to nobody.
         join_ms: to begin to follow a row in the middle of its text.
         looks_ms: to look whether there is anything to read, in each step.
@@ -54,6 +55,7 @@ class MadeUp:
     reads_at_once: bool = False
     join_ms: float = 0.0
     looks_ms: float = 0.0
+    shared: int = 0
 
     def traits(self, name: str, round_share: float) -> DrafterTraits:
         share = round_share if self.round_ms else None
@@ -157,8 +159,10 @@ class Simulation:
                 mine["read_ms"] += drafter.looks_ms
                 if allowed.budget and row.request_id in self._unread:
                     self._unread.discard(row.request_id)
+                    num_read = len(row.tokens) - drafter.shared
                     kind = "draft_ms" if drafter.reads_at_once else "read_ms"
-                    mine[kind] += drafter.read_ms * len(row.tokens)
+                    mine[kind] += drafter.read_ms * num_read
+                    mine["num_read"] += 0 if drafter.reads_at_once else num_read
         sizes = [(record.num_tokens, record.context) for record in records]
         slower_drafting, slower_forward = self.slowness(self.num_steps)
         for name, depths in rounds.items():
@@ -167,14 +171,13 @@ class Simulation:
             mine["draft_ms"] *= slower_drafting
         forward = self.cost.ms(sizes) * slower_forward
         drafters = {name: StepTimes(**mine) for name, mine in by.items()}
-        drafting, following, reading, joining = (
+        drafting, following, *reading = (
             sum(getattr(each, part) for each in drafters.values())
-            for part in ("draft_ms", "learn_ms", "read_ms", "begin_ms")
+            for part in ("draft_ms", "learn_ms", "read_ms", "begin_ms", "num_read")
         )
-        record = StepRecord(
-            tuple(records),
-            StepTimes(drafting, forward, 0.0, following, reading, joining, drafters),
-        )
+        read_ms, joining, num_read = reading
+        times = StepTimes(drafting, forward, 0.0, following, read_ms, joining, drafters, num_read)
+        record = StepRecord(tuple(records), times)
         plain = self.cost.ms([(1, context) for _, context in sizes]) * slower_forward
         tokens = sum(len(each.committed) for each in records)
         self.spent_ms += record.times.total_ms

@@ -419,10 +419,12 @@ def test_the_first_reply_drafts_and_the_budget_is_learnt_in_it() -> None:
     assert done.run(40, 1).speedup > 1.3
 
 
-def test_looking_for_unread_tokens_is_not_taken_for_reading() -> None:
-    """The time of a step without anything to read would make reading dear for all later texts."""
+@pytest.mark.parametrize(("looks_ms", "shared"), [(0.1, 0), (1.2, 0), (0.0, 90)])
+def test_the_price_of_reading_is_of_the_tokens_that_were_read(looks_ms: float, shared: int) -> None:
+    """The time of a step without anything to read would make reading dear for all later texts, and
+    tokens that another text has read for this one would make it cheap."""
     model = chain(0.8, 2.0, read_ms=0.5, promise=(0.75, 0.7), is_guess=True)
-    model.looks_ms = 0.1
+    model.looks_ms, model.shared = looks_ms, shared
     experience = Experience()
     run = Simulation({"model": model}, experience=experience, prompt=100, round_share=0.2)
     run.run(400, 1)

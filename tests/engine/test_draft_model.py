@@ -150,6 +150,7 @@ def test_several_replies_read_their_prompt_once() -> None:
     running.run()
     read_early = [n for n in running.read if n > 4 * (BUDGET + 1)]
     assert sum(read_early) <= 205 + 4 * 2 * (BUDGET + 1)
+    assert sum(record.times.num_read for record in running.steps) == 204
 
 
 def test_the_next_turn_reads_what_is_new() -> None:
@@ -226,4 +227,5 @@ def test_time_spent_reading_is_told_apart() -> None:
     running.run()
     read = [record.times.read_ms / 1e3 for record in running.steps]
     assert read == [64, 64, 64, 64, 43, *[0] * (len(read) - 5)]
+    assert read == [record.times.num_read for record in running.steps]
     assert all(record.times.draft_ms <= 1e3 * (BUDGET + 1) for record in running.steps)

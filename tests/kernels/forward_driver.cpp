@@ -98,7 +98,7 @@ class MadeUp {
       if (has_experts) layer.router = router(made, E);
     }
     model.hidden = E, model.feed_forward = F, model.num_layers = kLayers, model.num_heads = H;
-    model.vocab = sizes.vocab, model.layers = layers_;
+    model.vocab = model.num_ids = sizes.vocab, model.layers = layers_;
     if (kind == kGemma4) {
       model.input_size = kTold, model.input_width = kLayers * kTold, model.input_norm = vector(kTold, 1);
       const int64_t width = model.input_width;

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.kernels.build import load_library
+from foredraft.kernels.instructions import available
 from foredraft.kernels.interface import FORM_PACKED, FORM_PLAIN
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
@@ -457,6 +459,39 @@ def test_parts_are_the_decoder_s_own(alone: Alone) -> None:
     ids_R = torch.tensor([5, 0, 17, 200, 5])
     assert torch.equal(parts.head_rows(ids_R), head_VE[ids_R].to(parts.dtype))
     assert torch.equal(parts.embed(ids_R), weights.embedding_VE[ids_R])
+
+
+MIXED = [
+    *(("qwen3-moe", torch.bfloat16, bits, None, 16) for bits in (None, 4, TILES)),
+    ("glm4-moe", torch.float32, 8, None, 16),
+    *(("gemma4-moe", torch.bfloat16, bits, None, 8) for bits in (None, 4)),
+]
+"""Three or four experts a token: their pairs are few up to ten or eight tokens."""
+
+
+@pytest.mark.parametrize(
+    "instructions", [None, *(pytest.param(one.name, marks=pytest.mark.slow) for one in available())]
+)
+@pytest.mark.parametrize("form", MIXED, ids=str)
+def test_experts_give_the_same_bits_in_any_company(
+    form: tuple[Any, ...],
+    instructions: str | None,
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inputs are made once, and gathered for experts that not all tokens chose."""
+    library = partial(load_library, instructions=instructions)
+    monkeypatch.setattr("foredraft.models.native.cpu.load_library", library)
+    name, *others = form
+    alone, tokens = Alone(checkpoints[name], *others), text(40)
+    expected = alone.logits(tokens)
+    for num_threads in (1, 2, 4):
+        target = alone.with_threads(num_threads)
+        for count in (*range(1, 17), 33, 40) if num_threads == 1 else (1, 4, 8, 11, 16, 33):
+            slot = target.cache.allocate()
+            found = step(target, slot, tokens[:1], TokenTree.chain(tokens[1:count]))
+            assert torch.equal(found, expected[:count]), (num_threads, count)
+            target.cache.free(slot)
 
 
 # ---------------------------------------------------------------------------------------- manners

@@ -17,7 +17,7 @@ from foredraft.cache.base import owner_of
 from foredraft.core.choices import Choice, DrawKey
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
-from foredraft.drafters.base import DraftRow
+from foredraft.drafters.base import DraftRow, Reading
 from foredraft.models.base import ScoreRow, Target, read
 
 
@@ -211,13 +211,9 @@ class DraftCache:
         """Whether the model can read a row's text and so many draft tokens."""
         return len(read_by(self._model, row)) + num_drafted <= self._model.max_context
 
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
-        """Read on in texts, in one forward of ``most_tokens`` at the most.
-
-        Returns:
-            How many tokens of each row are to be read before a draft; 0: it can be drafted for.
-        """
-        left, reads, unread = most_tokens, list[tuple[DraftRow, ScoreRow]](), list[int]()
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[Reading]:
+        """Read on in texts, in one forward of ``most_tokens`` at the most."""
+        left, reads, found = most_tokens, list[tuple[DraftRow, ScoreRow]](), list[Reading]()
         for row in rows:
             pending = self._unread(row) if self.has_room(row, 0) else []
             missing = max(0, len(pending) - 1)
@@ -226,13 +222,14 @@ class DraftCache:
                 slot, tokens = self.slot(row.request_id), pending[:num_read]
                 reads.append((row, ScoreRow(slot, tokens, wants_logits=False, source=row.source)))
             left -= num_read
-            unread.append(missing - num_read if missing - num_read > _FEW else 0)
+            num_left = missing - num_read
+            found.append(Reading(num_read, num_left if num_left > _FEW else 0))
         if reads:
             self._model.score([score_row for _, score_row in reads])
         for row, score_row in reads:
             self.keep(row.request_id, score_row.pending)
             self._cache.name(score_row.slot, self._slots[row.request_id].cached)
-        return unread
+        return found
 
     def catch_up(self, row: DraftRow) -> list[int]:
         """Drop what was rejected since the last draft; return what is to be read.

@@ -25,7 +25,7 @@ from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismat
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Reading
 from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.model.shortlist import FREQUENT, Shortlists
 from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
@@ -87,7 +87,7 @@ class DraftModelDrafter(StagedDrafter):
         self._cache.begin(row)
         super().begin(row)
 
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[Reading]:
         return self._cache.read(rows, most_tokens)
 
     def end(self, request_id: int) -> None:
@@ -190,7 +190,7 @@ class DraftTreeDrafter(BaseDrafter):
     def begin(self, row: DraftRow) -> None:
         self._cache.begin(row)
 
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[Reading]:
         for row in rows:
             self._keep_accepted(row)
         return self._cache.read(rows, most_tokens)

@@ -27,7 +27,7 @@ from foredraft.core.sampling import Law
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, ReadingDrafter
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Reading, ReadingDrafter
 from foredraft.drafters.model.cross_tokenizer.shared_vocabulary import (
     RestrictedModel,
     SharedVocabulary,
@@ -168,12 +168,12 @@ class CrossTokenizerDrafter(BaseDrafter):
         }
         return [answers.get(row.request_id, NO_PROPOSAL) for row in rows]
 
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[Reading]:
         """As the wrapped drafter, in its own tokens; nothing where there are none to ask for."""
         asked = {row.request_id: self._read_row(row) for row in rows}
         reading = [row for row in asked.values() if row is not None]
-        unread = iter(cast(ReadingDrafter, self._inner).read(reading, most_tokens))
-        return [0 if asked[row.request_id] is None else next(unread) for row in rows]
+        found = iter(cast(ReadingDrafter, self._inner).read(reading, most_tokens))
+        return [Reading() if asked[row.request_id] is None else next(found) for row in rows]
 
     def end(self, request_id: int) -> None:
         del self._transcripts[request_id]
