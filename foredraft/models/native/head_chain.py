@@ -154,7 +154,7 @@ class RecordedChain:
         return [lines[place :: shape.rows] for place in range(len(rows))]
 
     def _scored(self, line: Sequence[float]) -> ScoredTokens:
-        """Of a line of `_packed`."""
+        """Of a line of `listed`."""
         count = self._num_looked_at
         pairs = zip(map(int, line[:count]), line[count : 2 * count], strict=True)
         return ScoredTokens([pair for pair in pairs if pair[1] > -math.inf], line[-1])
@@ -198,7 +198,7 @@ class RecordedChain:
         own = [GridInputs.of(part, shape.own) for part in steps]
 
         def work() -> Tensor:
-            from foredraft.models.native.device_draws import drafted
+            from foredraft.models.native.device_draws import drafted, listed
 
             inputs_TE = self._inputs.text_inputs(text.token_ids, taps)
             turns = self._decoder.turns([text.positions, *[each.positions for each in own]])
@@ -215,16 +215,9 @@ class RecordedChain:
                     inputs_RE = self._inputs.own_inputs(tokens_R, state_RE.float())
                     grid = own[step], shape.own, self._layers, turns[step + 1]
                     state_RE = self._decoder.states(inputs_RE, *grid)
-            return self._packed(sums_KRV.flatten(0, 1))
+            return listed(sums_KRV.flatten(0, 1), self._names_V, self._num_looked_at)
 
         return work
-
-    def _packed(self, sums_NV: Tensor) -> Tensor:
-        """[N, 2 C + 1]: the best tokens, their sums, and the log of the sum of exp of all."""
-        best = sums_NV.topk(self._num_looked_at)
-        tokens_NC = self._names_V[best.indices].double()
-        total_N1 = sums_NV.logsumexp(1, keepdim=True)
-        return torch.cat((tokens_NC, best.values, total_N1), 1)
 
     def _numbers(self, shape: _Shape, rows: Sequence[ChainRow]) -> Array:
         """The inputs of all parts, one after another."""
