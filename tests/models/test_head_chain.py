@@ -42,6 +42,7 @@ LAWS = [
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_layers, "why_not_paged", lambda *_: None)
+    monkeypatch.setattr(draft_layers, "has_kernels", lambda _: True)
 
 
 def new_module(kind: str, target: NativeTarget) -> HeadModule:

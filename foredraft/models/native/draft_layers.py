@@ -26,7 +26,7 @@ from foredraft.models.base import HeadChain, HeadRow, HeadWeights, Join, ModelSh
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig, RotaryEmbedding
 from foredraft.models.native.cpu import FusedDecoder
-from foredraft.models.native.cuda import why_not_paged
+from foredraft.models.native.cuda import MAX_ROW_TOKENS, has_kernels, why_not_paged
 from foredraft.models.native.model import Decoder, EagerDecoder, HandedDecoder, layer_norm, rms_norm
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import INT8, Matrix, rows_of
@@ -328,7 +328,8 @@ def native_join(
     weight_EK: Tensor, table_VE: Tensor | None, eps: float, dtype: torch.dtype, fused: bool
 ) -> Join:
     """See `foredraft.models.base.HeadTarget.join`."""
-    new = FusedJoin if fused else PlainJoin
+    on_card = not fused and has_kernels(weight_EK.device)
+    new = FusedJoin if fused else CardJoin if on_card else PlainJoin
     return new(weight_EK.detach().to(dtype), table_VE, eps)
 
 
@@ -336,7 +337,8 @@ class PlainJoin:
     """By torch, where the weights are."""
 
     def __init__(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> None:
-        self._weight_EK, self._table_VE, self._eps = weight_EK, table_VE, eps
+        self._weight_EK, self._table_VE, self._eps = weight_EK.contiguous(), table_VE, eps
+        self._ones_K = weight_EK.new_ones(weight_EK.shape[1])
 
     @torch.no_grad()
     def __call__(self, states: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
@@ -347,6 +349,26 @@ class PlainJoin:
         if self._table_VE is None:
             return joined_TE
         return joined_TE + self._table_VE[torch.as_tensor(tokens, device=device)].float()
+
+
+class CardJoin(PlainJoin):
+    """Of one state of each of a few tokens by one kernel, norm and all, in the weights' dtype."""
+
+    @torch.no_grad()
+    def __call__(self, states: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
+        if len(states) > 1 or len(states[0]) > MAX_ROW_TOKENS:
+            return super().__call__(states, tokens)
+        from foredraft.models.native.triton_ops import Norm, linear
+
+        weight_EK, table_VE, parts_TE = self._weight_EK, self._table_VE, None
+        if table_VE is not None:
+            parts_TE = F.embedding(torch.as_tensor(tokens, device=weight_EK.device), table_VE)
+        return linear(
+            states[0].to(weight_EK).contiguous(),
+            weight_EK,
+            norm=Norm(self._ones_K, self._eps),
+            residual_NM=parts_TE,
+        )
 
 
 class FusedJoin:

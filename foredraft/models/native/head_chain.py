@@ -212,7 +212,7 @@ class RecordedChain:
                     *(logits_RV, keys[step], self._names_V, sums_KRV[step], shape.has_cuts)
                 )
                 if step + 1 < shape.steps:
-                    inputs_RE = self._inputs.own_inputs(tokens_R, state_RE.float())
+                    inputs_RE = self._inputs.own_inputs(tokens_R, state_RE)
                     grid = own[step], shape.own, self._layers, turns[step + 1]
                     state_RE = self._decoder.states(inputs_RE, *grid)
             return listed(sums_KRV.flatten(0, 1), self._names_V, self._num_looked_at)
