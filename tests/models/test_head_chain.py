@@ -58,6 +58,14 @@ def new_module(kind: str, target: NativeTarget) -> HeadModule:
     return module.to(DEVICE).eval()
 
 
+@pytest.mark.parametrize("kind", ["hidden_head", "eagle"])
+def test_a_round_of_a_head_in_8_bits_equals_steps(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_layers, "packs_on_card", lambda *_: True)
+    test_a_round_equals_steps(kind, LAWS[1])
+
+
 @pytest.mark.parametrize("params", LAWS, ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("kind", ["hidden_head", "eagle"])
 def test_a_round_equals_steps(kind: str, params: SamplingParams) -> None:
