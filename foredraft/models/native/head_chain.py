@@ -146,8 +146,7 @@ class RecordedChain:
         found.numbers.fill(self._numbers(shape, rows))
         for place, row in enumerate(rows):
             at = slice(place * TILE, place * TILE + len(row.following))
-            for buffer_TE, tap_TE in zip(found.taps, row.taps, strict=True):
-                buffer_TE[at].copy_(tap_TE)
+            torch._foreach_copy_([buffer_TE[at] for buffer_TE in found.taps], [*row.taps])
         lines = [self._scored(line) for line in found.replay().tolist()]  # the one transfer
         for row in rows:
             layers.hold(row.slot, row.start + len(row.following))
