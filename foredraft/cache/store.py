@@ -143,8 +143,9 @@ class BlockStore:
 
     def move(self, table: Sequence[int], sources: Sequence[int], first: int) -> None:
         """Copy the entries ``sources`` of a slot to ``first`` and following; ranges may overlap."""
-        source = self.addresses(table, sources)
-        target = self.addresses(table, range(first, first + len(sources)))
+        count = len(sources)
+        blocks, offsets = self.addresses(table, [*sources, *range(first, first + count)])
+        source, target = (blocks[:count], offsets[:count]), (blocks[count:], offsets[count:])
         for store in self._all:
             store[target[0], :, :, target[1]] = store[source[0], :, :, source[1]]
 

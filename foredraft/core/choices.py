@@ -278,8 +278,8 @@ def _num_looked_at(count: int) -> int:
 
 def _best(scored: Scored, count: int, trust: float) -> list[Choice]:
     chances = _softmax([trust * score for _, score in scored])
-    pairs = zip(scored, chances, strict=True)
-    return [Choice(token, chance) for (token, _), chance in pairs][:count]
+    pairs = zip(scored[:count], chances, strict=False)
+    return [Choice(token, chance) for (token, _), chance in pairs]
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:

@@ -138,11 +138,18 @@ class RowStep(NamedTuple):
 
     def hidden(self, layer: int) -> Tensor:
         """Outputs [end - context, E] of a tapped layer for the tokens that stay: read, accepted."""
+        return self.hidden_of((layer,))[0]
+
+    def hidden_of(self, layers: Sequence[int]) -> list[Tensor]:
+        """`hidden` of several layers, which need the tokens' numbers once on their device."""
         nodes = [self.num_read + node for node in self.path]
-        end = self.num_read + len(nodes)
+        end, taps = self.num_read + len(nodes), [self.taps[layer] for layer in layers]
         if nodes == [*range(self.num_read, end)]:
-            return self.taps[layer][:end]
-        return self.taps[layer][torch.tensor([*range(self.num_read), *nodes])]
+            return [tap_TE[:end] for tap_TE in taps]
+        kept_T = torch.tensor([*range(self.num_read), *nodes])
+        if taps:
+            kept_T = kept_T.to(taps[0].device)
+        return [tap_TE.index_select(0, kept_T) for tap_TE in taps]
 
 
 @dataclass(frozen=True)

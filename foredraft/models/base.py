@@ -614,7 +614,7 @@ class Join(Protocol):
     """Joins states and a token to the input of a head's layer."""
 
     def __call__(self, states: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
-        """Float32 [T, E] of states [T, E] each and one token for each row."""
+        """[T, E], float32 on the CPU, of states [T, E] each and one token for each row."""
 
 
 class HeadTarget(Target, Protocol):

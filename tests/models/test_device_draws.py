@@ -72,3 +72,18 @@ def test_rows_that_are_not_finite_have_no_draw() -> None:
     found = draw(logits_NV, [DrawKey(1, 2, 1.0, 10, 0.9, 0.1)] * 4)
     assert found[:3] == [None] * 3
     assert found[3] is not None
+
+
+@pytest.mark.parametrize("vocab", [5, 512, 1300])
+def test_the_best_sums_of_a_row_are_listed(vocab: int) -> None:
+    from foredraft.models.native.device_draws import listed
+
+    sums_NV = 300 * torch.randn(3, vocab, dtype=torch.float64)
+    sums_NV[1, 1:] = -math.inf
+    sums_NV[2] = sums_NV[2].sign()
+    names_V, count = torch.arange(vocab) * 3, min(16, vocab)
+    lines = listed(sums_NV.to(DEVICE), names_V.to(DEVICE), count).cpu()
+    best = sums_NV.sort(dim=1, descending=True, stable=True)
+    assert lines[:, :count].tolist() == names_V[best.indices[:, :count]].tolist()
+    torch.testing.assert_close(lines[:, count:-1], best.values[:, :count], rtol=1e-8, atol=0)
+    torch.testing.assert_close(lines[:, -1], sums_NV.logsumexp(1), rtol=0, atol=1e-4)

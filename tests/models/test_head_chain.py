@@ -42,6 +42,7 @@ LAWS = [
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_layers, "why_not_paged", lambda *_: None)
+    monkeypatch.setattr(draft_layers, "has_kernels", lambda _: True)
 
 
 def new_module(kind: str, target: NativeTarget) -> HeadModule:
@@ -55,6 +56,14 @@ def new_module(kind: str, target: NativeTarget) -> HeadModule:
     assert module.output_ids_R is not None
     module.output_ids_R.mul_(2)
     return module.to(DEVICE).eval()
+
+
+@pytest.mark.parametrize("kind", ["hidden_head", "eagle"])
+def test_a_round_of_a_head_in_8_bits_equals_steps(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_layers, "packs_on_card", lambda *_: True)
+    test_a_round_equals_steps(kind, LAWS[1])
 
 
 @pytest.mark.parametrize("params", LAWS, ids=["greedy", "sampled", "filtered"])

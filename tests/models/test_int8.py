@@ -137,7 +137,7 @@ def test_int8_is_there_on_gpus_that_have_the_kernels(monkeypatch: pytest.MonkeyP
     directory = made("llama")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    has_kernels = "foredraft.models.native.cuda._has_kernels"
+    has_kernels = "foredraft.models.native.cuda.has_kernels"
     monkeypatch.setattr(has_kernels, lambda device: False)
     with pytest.raises(ConfigError, match="on CPU with the fused kernel"):
         plan_of(directory, weights="int8", device="cuda")

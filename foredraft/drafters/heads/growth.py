@@ -38,7 +38,7 @@ _LEAST = 0.04
 """Nodes below this probability are not expanded."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Node:
     """A token of the growing tree.
 
@@ -150,16 +150,15 @@ class Growth:
     def build(self) -> Proposal:
         """The nodes that are worth their time."""
         self._follow_guide()
-        values = self._values()
-        size = self._worth.best_num_nodes(values, self.num_rounds)
         # No child is likelier than its parent, and of equal ones the parent was there first.
-        kept = sorted(range(len(self._nodes)), key=lambda n: -self._nodes[n].chance)[:size]
-        grown = TokenTree(
-            tuple(node.token for node in self._nodes), tuple(node.parent for node in self._nodes)
-        )
-        chances = tuple(self._nodes[n].chance for n in kept)
-        authors = tuple("copy" if self._nodes[n].is_copy else "head" for n in kept)
-        return Proposal.chosen(grown.subset(kept), chances, authors)
+        order = sorted(range(len(self._nodes)), key=lambda n: -self._nodes[n].chance)
+        best = [self._nodes[n] for n in order[: self.row.budget]]
+        kept = best[: self._worth.best_num_nodes([node.chance for node in best], self.num_rounds)]
+        places = {n: place for place, n in enumerate(order[: len(kept)])}
+        parents = tuple(places.get(node.parent, ROOT) for node in kept)
+        tree = TokenTree(tuple(node.token for node in kept), parents)
+        authors = tuple("copy" if node.is_copy else "head" for node in kept)
+        return Proposal.chosen(tree, tuple(node.chance for node in kept), authors)
 
     def _follow_guide(self) -> None:
         """Add the guide's successors below the leaves, while they may be worth a node."""

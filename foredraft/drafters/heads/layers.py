@@ -123,6 +123,8 @@ class JoinedTokens:
         self._parts, self._eps, vocab_size = target.parts, eps, target.vocab_size
         self._weight_EE = weight_EE.detach().to(self._parts.device, self._parts.dtype)
         self.table_VE: Tensor | None = None
+        on_card = self._parts.device.type != "cpu"
+        self._join = target.join(self._weight_EE, None, eps) if on_card else None
         if 2 * vocab_size * len(weight_EE) <= _TABLE_BYTES:
             recipe, parts = recipe_of(sys.modules[__name__], self._weight_EE, eps), self._parts
             self.table_VE = parts.kept("joined-tokens", recipe, lambda: self._of_all(vocab_size))
@@ -132,7 +134,9 @@ class JoinedTokens:
         return torch.cat([self._of(ids_T).bfloat16() for ids_T in pieces])
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Float32 [T, E]."""
+        """[T, E]; float32 on the CPU."""
+        if self._join is not None:
+            return self._join([self._parts.embed(torch.as_tensor(tokens))], ())
         return self._of(torch.as_tensor(tokens)).float()
 
     @torch.no_grad()
@@ -168,12 +172,12 @@ class Joined:
         self._join = target.join(weight, table_VE, eps)
 
     def __call__(self, states: Sequence[Tensor], tokens: Sequence[int] = ()) -> Tensor:
-        """Float32 [T, R], from states [T, E] as many as there are norms, and T tokens."""
+        """[T, R], float32 on the CPU, of as many states [T, E] as norms, and T tokens."""
         joined = self._join(states, tokens)
         if self._tokens is None or self._tokens.table_VE is not None:  # they are in it
             return joined
         return joined + self._tokens(tokens)
 
     def of_one(self, states_NE: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Float32 [N, R] from a single state [N, E] of each token."""
+        """[N, R] from a single state [N, E] of each token."""
         return self([states_NE], tokens)

@@ -982,7 +982,7 @@ def _unusual_layers(config: DecoderConfig) -> str | None:
 
 def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
     """What of a model or a device the kernels do not know; None: nothing."""
-    if not _has_kernels(device):
+    if not has_kernels(device):
         return "it takes a Hopper or Blackwell GPU, and Triton"
     if reason := _unusual_layers(config):
         return reason
@@ -1001,6 +1001,6 @@ def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
     return None
 
 
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
     """Whether Triton is there, and the shared memory that the tiles take: Hopper, or its heir."""
     return has_triton(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)

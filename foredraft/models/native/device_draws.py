@@ -29,8 +29,10 @@ from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Array
 from foredraft.core.sampling import Law
 
-_CHUNK = 1024
-"""Tokens of a program that adds noise."""
+_CHUNK = 256
+"""Tokens of a program that adds noise: few, for the doubles of one row are to fill a GPU."""
+_LIST = 512
+"""Sums of a program that lists the best ones: of one warp, whose lanes need not wait."""
 _BLOCK = 8192
 """Tokens that filters look at together."""
 
@@ -106,7 +108,9 @@ def _noise_kernel(
     logit = tl.load(logits + row.to(tl.int64) * vocab + at, mask=at < vocab, other=float("-inf"))
     if HAS_CUTS:
         logit = tl.where(logit < tl.load(cuts + row), float("-inf"), logit)
-    scale, base = tl.load(scales + row), tl.load(largest + row).to(tl.float64)
+    scale, base = tl.load(scales + row), tl.zeros((), tl.float64)
+    if HAS_CUTS or not HAS_NAMES:
+        base = tl.load(largest + row).to(tl.float64)
     score = logit.to(tl.float64)
     if scale > 0.0:
         seed, position, name = tl.load(keys + row), tl.load(keys + num_rows + row), at
@@ -150,6 +154,80 @@ def _winner_kernel(
     if HAS_CUTS:
         cut = tl.load(cuts + row).to(tl.int32, bitcast=True).to(tl.int64)
         tl.store(found + 2 * num_rows + row, cut)
+
+
+@triton.jit
+def _exp_below(x, most):
+    """e^(x - most), 0 where the number is minus infinity."""
+    return tl.where(x > float("-inf"), tl.exp((x - most).to(tl.float32)), 0.0)
+
+
+@triton.jit
+def _best_keys(keys, target, COUNT: tl.constexpr):
+    """Store the largest of distinct whole numbers, in falling order."""
+    least: tl.constexpr = -(1 << 63)
+    for place in range(COUNT):
+        best = tl.max(keys, 0)
+        tl.store(target + place, best)
+        keys = tl.where(keys == best, least, keys)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _list_kernel(sums, keys, tops, weights, vocab, COUNT: tl.constexpr, CHUNK: tl.constexpr):
+    """Keys of the best sums of a chunk, its largest sum, and the sum of exp below it.
+
+    A key is a sum's place in the order of doubles, its last 20 bits those of the token, reversed.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(sums + row * vocab + at, mask=at < vocab, other=float("-inf"))
+    bits = x.to(tl.int64, bitcast=True)
+    order = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    key = (order >> 20 << 20) | (0xFFFFF - at).to(tl.int64)
+    least: tl.constexpr = -(1 << 63)
+    place = row * tl.num_programs(1) + chunk
+    most = tl.max(x, 0)
+    tl.store(tops + place, most)
+    tl.store(weights + place, tl.sum(_exp_below(x, most), 0))
+    _best_keys(tl.where(at < vocab, key, least), keys + place * COUNT, COUNT)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _line_kernel(
+    keys,
+    tops,
+    weights,
+    names,
+    best,
+    lines,
+    num_chunks,
+    COUNT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LISTED: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """A line of `listed`."""
+    row = tl.program_id(0).to(tl.int64)
+    at, least = tl.arange(0, LISTED), tl.full((), -(1 << 63), tl.int64)
+    count = num_chunks * COUNT
+    key = tl.load(keys + row * count + at, mask=at < count, other=least)
+    _best_keys(key, best + row * COUNT, COUNT)
+    tl.debug_barrier()
+    at = tl.arange(0, PADDED)
+    key = tl.load(best + row * COUNT + at, mask=at < COUNT, other=0)
+    token = 0xFFFFF - (key & 0xFFFFF)
+    bits = (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)) >> 20 << 20
+    value = bits.to(tl.float64, bitcast=True)
+    name = tl.load(names + token, mask=at < COUNT, other=0)
+    line = lines + row * (2 * COUNT + 1)
+    tl.store(line + at, name.to(tl.float64), mask=at < COUNT)
+    tl.store(line + COUNT + at, value, mask=at < COUNT)
+    at = tl.arange(0, CHUNKS)
+    top = tl.load(tops + row * num_chunks + at, mask=at < num_chunks, other=float("-inf"))
+    weight = tl.load(weights + row * num_chunks + at, mask=at < num_chunks, other=0.0)
+    most = tl.max(top, 0)
+    total = tl.sum(weight * _exp_below(top, most), 0)
+    tl.store(line + 2 * COUNT, most + tl.log(total).to(tl.float64))
 
 
 @triton.jit
@@ -333,13 +411,44 @@ def drafted(
         sums_NR: float64; filled with the sums of logits, scaled, and noise: of greedy rows, logits.
     """
     keys, cuts_N = _Keys.of(numbers, len(logits_NR)), None
-    largest_N = logits_NR.new_zeros(len(logits_NR))
+    largest_N = logits_NR  # it is not looked at
     if has_cuts:
         largest_N = logits_NR.amax(dim=1)
         cuts_N = _cuts(logits_NR, largest_N, keys)
     found_N = names_R.new_empty(len(logits_NR))
     _draw(logits_NR, largest_N, names_R, cuts_N, keys, found_N, names_R, sums_NR)
     return found_N
+
+
+def listed(sums_NR: Tensor, names_R: Tensor, count: int) -> Tensor:
+    """Of each row the ``count`` best tokens, their sums, and the log of the sum of exp of all.
+
+    Nothing is asked of the device. Sums come in 32 bits of fraction.
+
+    Args:
+        sums_NR: see `drafted`; R at most 2^20.
+        names_R: see `drafted`.
+
+    Returns:
+        float64 [N, 2 count + 1].
+    """
+    num_rows, vocab = sums_NR.shape
+    chunks = triton.cdiv(vocab, _LIST)
+    keys = names_R.new_empty((num_rows, chunks, count))
+    tops_NC = sums_NR.new_empty((num_rows, chunks))
+    weights_NC = sums_NR.new_empty((num_rows, chunks), dtype=torch.float32)
+    _list_kernel[(num_rows, chunks)](
+        *(sums_NR, keys, tops_NC, weights_NC, vocab), COUNT=count, CHUNK=_LIST, num_warps=1
+    )
+    lines = sums_NR.new_empty((num_rows, 2 * count + 1))
+    _line_kernel[(num_rows,)](
+        *(keys, tops_NC, weights_NC, names_R, names_R.new_empty((num_rows, count)), lines, chunks),
+        COUNT=count,
+        CHUNKS=triton.next_power_of_2(chunks),
+        LISTED=triton.next_power_of_2(chunks * count),
+        PADDED=triton.next_power_of_2(count),
+    )
+    return lines
 
 
 class _Keys(NamedTuple):

@@ -26,10 +26,10 @@ from foredraft.models.base import HeadChain, HeadRow, HeadWeights, Join, ModelSh
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig, RotaryEmbedding
 from foredraft.models.native.cpu import FusedDecoder
-from foredraft.models.native.cuda import why_not_paged
+from foredraft.models.native.cuda import MAX_ROW_TOKENS, PagedDecoder, has_kernels, why_not_paged
 from foredraft.models.native.model import Decoder, EagerDecoder, HandedDecoder, layer_norm, rms_norm
 from foredraft.models.native.plan import ForwardPlan
-from foredraft.models.native.quant import INT8, Matrix, rows_of
+from foredraft.models.native.quant import INT8, rows_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 if TYPE_CHECKING:
@@ -118,9 +118,10 @@ NO_LAYERS = DecoderConfig(
 class NativeHeadRunner:
     """See `foredraft.models.base.HeadRunner`.
 
-    On CPU the matrices are rounded to 8 bits where the fused kernel runs them: a draft may be a
-    little worse for it, never wrong, and takes little more than half the time. A layer whose
-    queries, keys and values are handed in runs in plain torch.
+    The matrices are rounded to 8 bits where the fused kernel runs them on a CPU, and where kernels
+    of a GPU run large ones: a draft may be a little worse for it, never wrong, and takes little
+    more than half the time. Elsewhere a layer whose queries, keys and values are handed in runs in
+    plain torch.
 
     Args:
         config: of a model of the layers.
@@ -160,10 +161,16 @@ class NativeHeadRunner:
             dtype: of the weights that are not packed.
         """
         config, is_handed = head_config(head), _is_handed(head)
-        fused = fused and not is_handed
-        weights = _decoder_weights(head, dtype, packed=fused)
-        handed = HandedDecoder(config, weights, head.norm_E is not None) if is_handed else None
-        return cls(config, weights, layers, fused, handed)
+        fused, packs = fused and not is_handed, packs_on_card(head, config, dtype)
+        pack = _rounded_on_card if packs else _rounded if fused else None
+        weights = _decoder_weights(head, dtype, pack)
+        decoder: Decoder | None = None
+        if is_handed:
+            handed = _HandedOnCard if packs else HandedDecoder
+            decoder = handed(config, weights, head.norm_E is not None)
+        elif packs:
+            decoder = PagedDecoder(config, weights)
+        return cls(config, weights, layers, fused, decoder)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         if self._last < 0:
@@ -199,6 +206,23 @@ class NativeHeadRunner:
         normed_TE = inputs_TE.to(self._device, self._input_dtype)
         normed_TE = rms_norm(normed_TE, self._norm_E, self._norm_eps).to(self._input_dtype)
         return inputs_TE.float(), self._decoder.logits(normed_TE)
+
+
+_PACKED_FROM = 1 << 25
+"""Numbers of a head on a GPU: smaller ones are read faster than their inputs are prepared."""
+
+
+class _HandedOnCard(HandedDecoder, PagedDecoder):
+    """With matrices in few bits."""
+
+
+def packs_on_card(head: HeadWeights, config: DecoderConfig, dtype: torch.dtype) -> bool:
+    """Whether a GPU's kernels run a head in 8 bits: a large one of 16."""
+    if not head.layers or not all(map(_attends, head.layers)) or dtype.itemsize > 2:
+        return False
+    count = sum(x.numel() for layer in head.layers for x in layer.values())
+    is_large = count + head.output_RE.numel() >= _PACKED_FROM
+    return is_large and why_not_paged(config, head.output_RE.device) is None
 
 
 def _add_row(plan: ForwardPlan, row: HeadRow, first: int, skipped: int) -> None:
@@ -300,9 +324,23 @@ def _is_handed(head: HeadWeights) -> bool:
     return any(_attends(layer) and "qkv.weight" not in layer for layer in head.layers)
 
 
-def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> DecoderWeights:
-    def matrix(weight: Tensor, num_parts: int = 1) -> Matrix:
-        return INT8.of_weight(weight.float(), num_parts) if packed else weight.to(dtype)
+def _rounded(weight: Tensor, num_parts: int) -> Any:
+    return INT8.of_weight(weight.float(), num_parts)
+
+
+def _rounded_on_card(weight: Tensor, _: int) -> Any:
+    from foredraft.models.native.triton_packed import CardMatrix
+
+    return CardMatrix.rounded(INT8, weight)
+
+
+def _decoder_weights(
+    head: HeadWeights, dtype: torch.dtype, pack: Callable[[Tensor, int], Any] | None
+) -> DecoderWeights:
+    """Args: pack: brings a matrix of some parts into few bits; None: they stay as they are."""
+
+    def matrix(weight: Tensor, num_parts: int = 1) -> Any:
+        return pack(weight, num_parts) if pack else weight.to(dtype)
 
     nothing = torch.empty(0, 0, dtype=dtype, device=head.output_RE.device)
     layers = tuple(
@@ -328,7 +366,8 @@ def native_join(
     weight_EK: Tensor, table_VE: Tensor | None, eps: float, dtype: torch.dtype, fused: bool
 ) -> Join:
     """See `foredraft.models.base.HeadTarget.join`."""
-    new = FusedJoin if fused else PlainJoin
+    on_card = not fused and has_kernels(weight_EK.device)
+    new = FusedJoin if fused else CardJoin if on_card else PlainJoin
     return new(weight_EK.detach().to(dtype), table_VE, eps)
 
 
@@ -336,7 +375,8 @@ class PlainJoin:
     """By torch, where the weights are."""
 
     def __init__(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> None:
-        self._weight_EK, self._table_VE, self._eps = weight_EK, table_VE, eps
+        self._weight_EK, self._table_VE, self._eps = weight_EK.contiguous(), table_VE, eps
+        self._ones_K = weight_EK.new_ones(weight_EK.shape[1])
 
     @torch.no_grad()
     def __call__(self, states: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
@@ -347,6 +387,26 @@ class PlainJoin:
         if self._table_VE is None:
             return joined_TE
         return joined_TE + self._table_VE[torch.as_tensor(tokens, device=device)].float()
+
+
+class CardJoin(PlainJoin):
+    """Of one state of each of a few tokens by one kernel, norm and all, in the weights' dtype."""
+
+    @torch.no_grad()
+    def __call__(self, states: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
+        if len(states) > 1 or len(states[0]) > MAX_ROW_TOKENS:
+            return super().__call__(states, tokens)
+        from foredraft.models.native.triton_ops import Norm, linear
+
+        weight_EK, table_VE, parts_TE = self._weight_EK, self._table_VE, None
+        if table_VE is not None:
+            parts_TE = F.embedding(torch.as_tensor(tokens, device=weight_EK.device), table_VE)
+        return linear(
+            states[0].to(weight_EK).contiguous(),
+            weight_EK,
+            norm=Norm(self._ones_K, self._eps),
+            residual_NM=parts_TE,
+        )
 
 
 class FusedJoin:

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.layers import StoredLayers
-from foredraft.cache.store import Entries
+from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.choices import NUM_LOOKED_AT
-from foredraft.core.draws import Array
 from foredraft.models.base import ChainRow, ScoredTokens
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.cuda import (
@@ -79,8 +78,40 @@ class _Shape:
         return [text, *[own] * (self.steps - 1), *[6 * self.rows] * self.steps]
 
 
+class _Numbers:
+    """The inputs of all parts, one after another.
+
+    Attributes:
+        every: all of them; others are views of it.
+        text, own: kinds of the text's inputs [8, N], and of each step's [K - 1, 8, R].
+        tables: of both, [., R, M].
+        keys: of each step [K, 6, R].
+    """
+
+    def __init__(self, shape: _Shape, store: BlockStore) -> None:
+        steps, sizes = shape.steps - 1, shape.sizes(shape.context // store.block_size)
+        self.every = np.zeros(sum(sizes), np.int64)
+        ends, views = np.cumsum(sizes), []
+        text, own = self.every[None, : ends[0]], self.every[ends[0] : ends[steps]]
+        for part, bucket in ((text, shape.text), (own.reshape(steps, -1), shape.own)):
+            size, tokens = bucket.size, bucket.tokens
+            kinds = part[:, : 8 * size].reshape(len(part), 8, size)
+            kinds[:, 2] = store.num_blocks  # scratch
+            paths = part[:, 8 * size :][:, : size * tokens]
+            paths.reshape(len(part), size, -1)[:] = np.arange(tokens)
+            views += [kinds, part[:, size * (8 + tokens) :].reshape(len(part), bucket.rows, -1)]
+        texts, text_tables, self.own, own_tables = views
+        self.text, self.tables = texts[0], (text_tables, own_tables)
+        self.keys = self.every[ends[steps] :].reshape(shape.steps, 6, shape.rows)
+        self._empty = self.every.copy()
+
+    def clear(self) -> None:
+        self.every[:] = self._empty
+
+
 @dataclass(frozen=True)
 class _Round:
+    here: _Numbers
     numbers: Pinned
     taps: Sequence[Tensor]
     replay: Callable[[], Tensor]
@@ -143,18 +174,18 @@ class RecordedChain:
             layers.reserve(row.slot, row.start, row.start + len(row.following) + num_steps - 1)
         shape = self._shape(rows, num_steps)
         found = self._round(shape)
-        found.numbers.fill(self._numbers(shape, rows))
+        self._fill(found.here, shape, rows)
+        found.numbers.fill(found.here.every)
         for place, row in enumerate(rows):
             at = slice(place * TILE, place * TILE + len(row.following))
-            for buffer_TE, tap_TE in zip(found.taps, row.taps, strict=True):
-                buffer_TE[at].copy_(tap_TE)
+            torch._foreach_copy_([buffer_TE[at] for buffer_TE in found.taps], [*row.taps])
         lines = [self._scored(line) for line in found.replay().tolist()]  # the one transfer
         for row in rows:
             layers.hold(row.slot, row.start + len(row.following))
         return [lines[place :: shape.rows] for place in range(len(rows))]
 
     def _scored(self, line: Sequence[float]) -> ScoredTokens:
-        """Of a line of `_packed`."""
+        """Of a line of `listed`."""
         count = self._num_looked_at
         pairs = zip(map(int, line[:count]), line[count : 2 * count], strict=True)
         return ScoredTokens([pair for pair in pairs if pair[1] > -math.inf], line[-1])
@@ -179,16 +210,16 @@ class RecordedChain:
 
     def _record(self, shape: _Shape) -> _Round:
         num_blocks = shape.context // self._layers.store.block_size
-        empty = self._numbers(shape, ())
-        numbers = Pinned(len(empty), self._device)
-        numbers.fill(empty)
+        here = _Numbers(shape, self._layers.store)
+        numbers = Pinned(len(here.every), self._device)
+        numbers.fill(here.every)
         size = (shape.rows * TILE, self._hidden_size)
         taps = [
             torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(self._num_taps)
         ]
         parts = torch.split(numbers.there, shape.sizes(num_blocks))
         work = self._work(shape, parts, taps)
-        return _Round(numbers, taps, self._recorder.record(work))
+        return _Round(here, numbers, taps, self._recorder.record(work))
 
     def _work(
         self, shape: _Shape, parts: Sequence[Tensor], taps: Sequence[Tensor]
@@ -198,7 +229,7 @@ class RecordedChain:
         own = [GridInputs.of(part, shape.own) for part in steps]
 
         def work() -> Tensor:
-            from foredraft.models.native.device_draws import drafted
+            from foredraft.models.native.device_draws import drafted, listed
 
             inputs_TE = self._inputs.text_inputs(text.token_ids, taps)
             turns = self._decoder.turns([text.positions, *[each.positions for each in own]])
@@ -212,57 +243,39 @@ class RecordedChain:
                     *(logits_RV, keys[step], self._names_V, sums_KRV[step], shape.has_cuts)
                 )
                 if step + 1 < shape.steps:
-                    inputs_RE = self._inputs.own_inputs(tokens_R, state_RE.float())
+                    inputs_RE = self._inputs.own_inputs(tokens_R, state_RE)
                     grid = own[step], shape.own, self._layers, turns[step + 1]
                     state_RE = self._decoder.states(inputs_RE, *grid)
-            return self._packed(sums_KRV.flatten(0, 1))
+            return listed(sums_KRV.flatten(0, 1), self._names_V, self._num_looked_at)
 
         return work
 
-    def _packed(self, sums_NV: Tensor) -> Tensor:
-        """[N, 2 C + 1]: the best tokens, their sums, and the log of the sum of exp of all."""
-        best = sums_NV.topk(self._num_looked_at)
-        tokens_NC = self._names_V[best.indices].double()
-        total_N1 = sums_NV.logsumexp(1, keepdim=True)
-        return torch.cat((tokens_NC, best.values, total_N1), 1)
-
-    def _numbers(self, shape: _Shape, rows: Sequence[ChainRow]) -> Array:
-        """The inputs of all parts, one after another."""
+    def _fill(self, here: _Numbers, shape: _Shape, rows: Sequence[ChainRow]) -> None:
         from foredraft.models.native.device_draws import key_numbers
 
-        store, steps = self._layers.store, shape.steps - 1
-        sizes = shape.sizes(shape.context // store.block_size)
-        numbers = np.zeros(sum(sizes), np.int64)
-        ends = np.cumsum(sizes)
-        text, own = numbers[None, : ends[0]], numbers[ends[0] : ends[steps]].reshape(steps, -1)
-        for part, bucket in ((text, shape.text), (own, shape.own)):
-            part[:, 2 * bucket.size : 3 * bucket.size] = store.num_blocks  # scratch
-            paths = part[:, 8 * bucket.size :][:, : bucket.size * bucket.tokens]
-            paths.reshape(len(part), bucket.size, -1)[:] = np.arange(bucket.tokens)
+        here.clear()
+        block_size, steps = self._layers.store.block_size, shape.steps - 1
         for place, row in enumerate(rows):
-            first, count = place * TILE, len(row.following)
+            count = len(row.following)
+            tokens = slice(place * TILE, place * TILE + count)
             positions = np.arange(row.start, row.start + count + steps)
             entries = positions - self._layers.first(row.slot)
             table = np.frombuffer(self._layers.table(row.slot), np.int32)
-            where = positions, table[entries // store.block_size], entries % store.block_size
-            for kind, found in ((1, where[0]), (2, where[1]), (3, where[2]), (7, entries + 1)):
-                text[0, kind * shape.text.size + first :][:count] = found[:count]
-                own[:, kind * shape.rows + place] = found[count:]
-            text[0, first : first + count] = row.following
-            text[0, 4 * shape.text.size + place] = first + count - 1
-            text[0, 6 * shape.text.size + place] = entries[0]
-            own[:, 6 * shape.rows + place] = entries[count:]
-            for part, bucket in ((text, shape.text), (own, shape.own)):
-                tables = part[:, bucket.size * (8 + bucket.tokens) :]
-                tables = tables.reshape(len(part), bucket.rows, -1)
+            blocks, offsets = np.divmod(entries, block_size)
+            where = ((1, positions), (2, table[blocks]), (3, offsets), (7, entries + 1))
+            for kind, found in where:
+                here.text[kind, tokens] = found[:count]
+                here.own[:, kind, place] = found[count:]
+            here.text[0, tokens] = row.following
+            here.text[4, place] = tokens.stop - 1
+            here.text[6, place] = entries[0]
+            here.own[:, 6, place] = entries[count:]
+            for tables in here.tables:
                 tables[:, place] = table[-1]
                 tables[:, place, : len(table)] = table[: tables.shape[2]]
-        if rows:
-            padded = [*rows, *[rows[-1]] * (shape.rows - len(rows))]
-            keys = numbers[ends[steps] :].reshape(shape.steps, 6, shape.rows)
-            keys[:] = key_numbers([row.key for row in padded]).reshape(6, shape.rows)
-            keys[:, 1] += np.arange(shape.steps)[:, None]
-        return numbers
+        padded = [*rows, *[rows[-1]] * (shape.rows - len(rows))]
+        here.keys[:] = key_numbers([row.key for row in padded]).reshape(6, shape.rows)
+        here.keys[:, 1] += np.arange(shape.steps)[:, None]
 
 
 class _Layers(PagedDecoder):

@@ -597,6 +597,16 @@ class CardMatrix(PackedMatrix):
         return made
 
     @classmethod
+    def rounded(cls, form: Form, weight_RK: Tensor) -> CardMatrix:
+        """Round a matrix where it is, some rows at a time."""
+        assert form.rounded is not None
+        made = cls.empty(form, *weight_RK.shape, weight_RK.device)
+        for first in range(0, len(weight_RK), _ROUNDED):
+            rows = slice(first, min(first + _ROUNDED, len(weight_RK)))
+            made._put(rows, form.rounded(weight_RK[rows].float()))
+        return made
+
+    @classmethod
     def empty(cls, form: Form, num_rows: int, num_inputs: int, device: torch.device) -> CardMatrix:
         """One without numbers, for what comes in a form."""
         chunks = -(-num_inputs // (4 * CHUNK)) * 4
@@ -637,6 +647,8 @@ class CardMatrix(PackedMatrix):
             self.minima[:, rows] = minima_RB.T
 
 
+_ROUNDED = 4096
+"""Rows that are rounded at once."""
 _LEAST_TILE, _MOST_TILES = 32, 16
 """Outputs and token tiles."""
 _PROGRAMS, _GATED_PROGRAMS = 512, 256
