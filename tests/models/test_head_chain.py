@@ -58,6 +58,8 @@ def new_module(kind: str, target: NativeTarget) -> HeadModule:
     return module.to(DEVICE).eval()
 
 
+# Heads in 8 bits are of models in 16; in 32 a card's compiler takes minutes for their products.
+@pytest.mark.skipif(DEVICE == "cuda", reason="float32, shown by the interpreter")
 @pytest.mark.parametrize("kind", ["hidden_head", "eagle"])
 def test_a_round_of_a_head_in_8_bits_equals_steps(
     kind: str, monkeypatch: pytest.MonkeyPatch

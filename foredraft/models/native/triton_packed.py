@@ -600,9 +600,10 @@ class CardMatrix(PackedMatrix):
     def rounded(cls, form: Form, weight_RK: Tensor) -> CardMatrix:
         """Round a matrix where it is, some rows at a time."""
         assert form.rounded is not None
-        made = cls.empty(form, *weight_RK.shape, weight_RK.device)
-        for first in range(0, len(weight_RK), _ROUNDED):
-            rows = slice(first, min(first + _ROUNDED, len(weight_RK)))
+        num_rows, num_inputs = weight_RK.shape
+        made = cls.empty(form, num_rows, num_inputs, weight_RK.device)
+        for first in range(0, num_rows, _ROUNDED):
+            rows = slice(first, min(first + _ROUNDED, num_rows))
             made._put(rows, form.rounded(weight_RK[rows].float()))
         return made
 
