@@ -152,8 +152,9 @@ def _yarn_amplitude(fields: RopeFields, factor: float) -> float:
     return scale(1.0)
 
 
-ACTIVATIONS = {name: name for name in ("silu", "relu2", "clipped_silu", "xielu")}
-ACTIVATIONS["gelu_pytorch_tanh"] = "gelu_tanh"
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"} | {
+    name: name for name in ("silu", "relu2", "clipped_silu", "xielu")
+}
 """Activations by their names in ``config.json``."""
 
 _MOST_LAYERS = 100_000
