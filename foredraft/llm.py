@@ -12,6 +12,7 @@ from os import PathLike
 from typing import Any, cast, overload
 
 from foredraft.auto import FOR_PREDICTIONS
+from foredraft.cache.base import NO_MEMORY
 from foredraft.cache.memory import CacheMemory
 from foredraft.control.base import Controller
 from foredraft.control.experience import Experience
@@ -207,8 +208,12 @@ class LLM:
         """Where steps run as recordings, make them: a reply would wait for each."""
         if (steps := self.target.capabilities.recorded) is not None:
             self.policy.most_drafted = steps.most_drafted
-            with self.engine.lock:
-                steps.record(sorted({t for d in self.policy.drafters.values() for t in d.taps}))
+            taps = sorted({tap for each in self.policy.drafters.values() for tap in each.taps})
+            try:
+                with self.engine.lock:
+                    steps.record(taps)
+            except NO_MEMORY as error:  # such as of a full cache: made when they are met
+                _log.info("not all steps are recorded beforehand: %s", error)
 
     @property
     def controller(self) -> Controller:

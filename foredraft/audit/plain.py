@@ -231,5 +231,8 @@ def difference_of(
 
 
 def shortened(prompt: Prompt, turn: int) -> Prompt:
-    """A prompt without its beginning, so that it is another at each turn; half of it stays."""
-    return prompt[min(_CUT * turn, len(prompt) // 2) :]
+    """A prompt without its end, so that another text follows at each turn; half of it stays.
+
+    Its beginning does, too: servers then go on from entries that they have kept.
+    """
+    return prompt[: len(prompt) - min(_CUT * turn, len(prompt) // 2)]

@@ -351,7 +351,7 @@ class AdaptiveBudget:
             return True
         if not self._planner.keeps_text(name) or (plan.budgets and not plan.is_trial):
             return False
-        return self.ledger.left_ms(plan.plain_ms) > (self._times.round_ms(name, 1) or 0.0)
+        return self.ledger.left_ms(plan.plain_ms) > self._times.follow_ms(name, 1)
 
 
 def _by_drafter(

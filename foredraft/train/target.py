@@ -140,13 +140,13 @@ class TrainingTarget:
         attending = [i for i, each in enumerate(layers) if each.kind.attends]
         rows = config.qkv_rows(USUAL_KIND)
         usual = [i for i in attending if config.qkv_rows(layers[i].kind) == rows]
-        if not usual:
+        own = [i for i, each in enumerate(layers) if each.kind.feeds and each.num_experts == most]
+        if not usual or not own:
             raise CapabilityError(
-                f"a head begins as a layer of its model that attends, and none of "
-                f"{config.model_type} does; draft with 'suffix' or 'self_draft'"
+                f"a head begins as layers of its model that attend and feed forward, and "
+                f"{config.model_type} has not both here; draft with 'suffix' or 'self_draft'"
             )
         nearest = nearest_of(usual)
-        own = [i for i, each in enumerate(layers) if each.kind.feeds and each.num_experts == most]
         fed = nearest_of([i for i in own if layers[i].kind.source is None])
         gate_up = as_tensor(fed.gate_up_weight, torch.float32)
         if not config.family.is_gated:

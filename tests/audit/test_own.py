@@ -178,7 +178,7 @@ def test_a_context_is_evidence_once() -> None:
     prompt = tuple(range(20))
     again = [shortened(prompt, turn) for turn in range(5)]
     assert [len(each) for each in again] == [20, 17, 14, 11, 10]
-    assert all(each == prompt[-len(each) :] for each in again)
+    assert all(each == prompt[: len(each)] for each in again)
 
 
 def test_too_little_time_is_inconclusive_and_says_what_is_missing() -> None:

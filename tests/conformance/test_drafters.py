@@ -35,7 +35,6 @@ from tests.engine.helpers import drain, engine_of
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
 """Ragged, some of them repetitive; ids fit every kind's vocabulary."""
-TEMPERATURES = (0.0, pytest.param(0.7, marks=pytest.mark.slow), 1.0)
 MAX_TOKENS = 16
 OFTEN = ("table", "native-fused-bf16")
 """Drafters that run by default over a whole grid: exact numbers, and the most used ones."""
@@ -53,9 +52,13 @@ def plain_text(kind: str, params: SamplingParams) -> list[tuple[int, ...]]:
     return plain(kind_of(kind).new_target(), PROMPTS, params)
 
 
-def is_slow(kind: str, temperature: float, coupling: str) -> bool:
-    """At temperature 0 drafts are chosen, just as they are at 1 when the coupling is "seeded"."""
-    return temperature == 0.0 and (coupling == "drawn" or kind not in OFTEN)
+def is_slow(kind: str, temperature: float, coupling: str = "seeded") -> bool:
+    """At temperature 0 drafts are chosen, just as they are at 1 when the coupling is "seeded".
+
+    How drafts are chosen and drawn does not depend on the kind of model.
+    """
+    is_other = temperature == 0.0 or coupling == "drawn"
+    return temperature == 0.7 or (is_other and kind not in OFTEN)
 
 
 def with_marks(kind: str, *case: object, slow: bool = False) -> ParameterSet:
@@ -65,8 +68,15 @@ def with_marks(kind: str, *case: object, slow: bool = False) -> ParameterSet:
 
 
 KINDS_AND_SAMPLINGS = [
-    with_marks(*case, slow=is_slow(*case))
+    with_marks(*case, slow=is_slow(*case) or case[1:] == (0.0, "drawn"))
     for case in itertools.product(KINDS, (0.0, 1.0), ("seeded", "drawn"))
+]
+KINDS_AND_COUPLINGS = [
+    with_marks(kind, coupling, slow=is_slow(kind, 1.0, coupling))
+    for kind, coupling in itertools.product(KINDS, ("seeded", "drawn"))
+]
+KINDS_AND_TEMPERATURES = [
+    with_marks(*case, slow=is_slow(*case)) for case in itertools.product(KINDS, (0.0, 0.7, 1.0))
 ]
 
 
@@ -103,7 +113,7 @@ def check_text(name: str, kind: str, temperature: float, lengths: Iterable[int])
         assert [r.token_ids for r in together] == expected
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(("kind", "temperature"), KINDS_AND_TEMPERATURES)
 def test_text_is_the_plain_runs(name: str, kind: str, temperature: float) -> None:
     """Token for token, whatever the number of draft tokens, alone and in a ragged batch."""
     lengths = {"table": range(9), "native-fused-bf16": (0, 1, 2, 4, 8)}
@@ -133,13 +143,13 @@ def test_what_it_says_of_itself_is_true(name: str) -> None:
     assert drafter.traits.continues == hasattr(drafter, "propose_after")
 
 
-@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+@pytest.mark.parametrize(("kind", "coupling"), KINDS_AND_COUPLINGS)
 def test_it_keeps_to_its_budget(name: str, kind: str, coupling: str) -> None:
     setup = set_up(name, kind_of(kind))
     check_budget(setup.drafter, setup.target, PROMPTS, sampling(1.0, coupling=coupling))
 
 
-@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+@pytest.mark.parametrize(("kind", "coupling"), KINDS_AND_COUPLINGS)
 def test_it_forgets_what_is_over(name: str, kind: str, coupling: str) -> None:
     check_forgets(set_up(name, kind_of(kind)), PROMPTS, sampling(1.0, coupling=coupling), 3)
 
@@ -165,7 +175,7 @@ def test_a_rejected_branch_leaves_nothing(
         assert result.stats.rejected > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("kind", "temperature"), KINDS_AND_TEMPERATURES)
 def test_it_survives_being_wrong_all_the_time(name: str, kind: str, temperature: float) -> None:
     params = sampling(temperature)
     prompt, expected = PROMPTS[2], plain_text(kind, params)[2]
@@ -177,7 +187,7 @@ def test_it_survives_being_wrong_all_the_time(name: str, kind: str, temperature:
     assert result.stats.steps == len(expected)
 
 
-@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+@pytest.mark.parametrize(("kind", "coupling"), KINDS_AND_COUPLINGS)
 def test_a_cancelled_request_can_be_started_again(name: str, kind: str, coupling: str) -> None:
     params = sampling(1.0, coupling=coupling)
     setup = set_up(name, kind_of(kind))
@@ -198,7 +208,7 @@ def test_a_cancelled_request_can_be_started_again(name: str, kind: str, coupling
     assert is_empty(setup.target.cache)
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(("kind", "temperature"), KINDS_AND_TEMPERATURES)
 def test_drawn_drafts_are_fixed_by_the_seed(name: str, kind: str, temperature: float) -> None:
     """Another text than the plain run's, but one that the seed repeats."""
     params = sampling(temperature, coupling="drawn")

@@ -18,6 +18,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma4TextConfig,
+    NemotronHConfig,
     PreTrainedConfig,
 )
 from transformers.utils import logging as hf_logging
@@ -35,6 +36,7 @@ from foredraft.models.base import ScoreRow, Target
 from foredraft.models.families import FAMILIES
 from foredraft.models.native.config import read_config, why_not_native
 from foredraft.models.native.cpu import FusedDecoder
+from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import (
     DecoderWeights,
@@ -634,9 +636,22 @@ def test_a_familys_own_name_of_epsilon_counts(name: str, tmp_path: Path) -> None
 def test_layers_of_nemotron_are_read_as_they_are_published(tmp_path: Path) -> None:
     """transformers 5 lists them, and the hub has a letter of each."""
     named = {"layers_block_type": None, "hybrid_override_pattern": "ME*", "num_hidden_layers": 3}
-    path = changed("nemotron_h", named, tmp_path)
-    assert read_config(path) == read_config(directory("nemotron_h"))
+    for more in ({"layer_types": None}, {"hybrid_override_pattern": [*"ME*"]}, {}):
+        path = changed("nemotron_h", named | more, tmp_path)
+        assert read_config(path) == read_config(directory("nemotron_h"))
     assert check_logits(path, NativeTarget.load(path, new_decoder=FusedDecoder), named)
+
+
+@pytest.mark.parametrize("decoder", [FusedDecoder, EagerDecoder])
+@pytest.mark.parametrize("kinds", [["mlp", "full_attention"], ["mlp", "mlp"]])
+def test_nemotron_without_states(kinds: list[str], decoder: Any, tmp_path: Path) -> None:
+    usual = NATIVE_CONFIGS["nemotron-h"]().to_dict()
+    own = {"layers_block_type": kinds, "num_hidden_layers": 2}
+    save_checkpoint(tmp_path, NemotronHConfig(**usual | own))
+    llm = LLM(NativeTarget.load(tmp_path, new_decoder=decoder), None, LoadOptions(drafter="suffix"))
+    results = llm.generate([[5, 6, 5, 6, 5]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(results[0].token_ids) == 8
+    assert llm.target.weights.bits == 8 * llm.target.weights.dtype.itemsize
 
 
 @pytest.mark.parametrize(
@@ -660,7 +675,7 @@ def test_layers_of_nemotron_that_are_not_known_are_refused(
 
 def test_a_head_of_a_model_that_attends_nowhere_is_refused() -> None:
     source = TrainingTarget(new_target("mamba2", "float32"), "mamba2", "its weights")
-    with pytest.raises(CapabilityError, match="none of mamba2 does"):
+    with pytest.raises(CapabilityError, match="mamba2 has not both"):
         source.layer(-1)
 
 

@@ -84,6 +84,15 @@ def test_an_adapter_is_merged_into_its_model(
     )
 
 
+def test_an_adapter_of_a_model_whose_parts_have_other_names(tmp_path: Path) -> None:
+    folder, merged = adapter_of(tmp_path, "mamba2", ("out_proj",))
+    options = LoadOptions(model=str(folder), drafter="none", dtype="float32")
+    target = load_target(plan_models(options)[0])
+    assert isinstance(target, NativeTarget)
+    output = merged["backbone.layers.1.mixer.out_proj.weight"].float()
+    assert torch.equal(as_tensor(target.weights.layers[1].output_weight, torch.float32), output)
+
+
 def test_its_texts_are_those_of_the_merged_model(tmp_path: Path) -> None:
     folder, merged = adapter_of(tmp_path)
     whole = tmp_path / "whole"

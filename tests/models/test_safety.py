@@ -101,8 +101,8 @@ def test_unreadable_config(checkpoint: Path, content: bytes) -> None:
         Checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize("model_type", [{}, {"model_type": "own"}])
-def test_remote_code_is_refused_and_named(checkpoint: Path, model_type: dict[str, str]) -> None:
+@pytest.mark.parametrize("model_type", [{}, {"model_type": "own"}, {"model_type": ["llama"]}])
+def test_remote_code_is_refused_and_named(checkpoint: Path, model_type: dict[str, Any]) -> None:
     content = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}} | model_type
     (checkpoint / "config.json").write_text(json.dumps(content))
     with pytest.raises(ModelLoadError, match=r"modeling_own\.Own.*never runs code"):

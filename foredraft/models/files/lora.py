@@ -23,7 +23,7 @@ from foredraft.models.files.tensors import FLOATS, LoraPlace, StoredTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OF_THE_ADAPTER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "megatron_config"), False),
     **dict.fromkeys(("modules_to_save", "trainable_token_indices", "layer_replication"), None),
@@ -85,7 +85,7 @@ def with_adapter(
     """
     config, merged = read_json(directory / CONFIG), dict(tensors)
     for name in own:
-        stem, found, _ = name.removeprefix(_PREFIX).partition(".lora_A.")
+        stem, found, _ = name.removeprefix(PREFIX).partition(".lora_A.")
         if not found:
             if ".lora_B." in name:
                 continue
@@ -100,8 +100,8 @@ def with_adapter(
             )
         scale = _scale(config, stem, first.shape[0])
         place = LoraPlace(
-            replace(first, name=name),
-            replace(second, name=name.replace(".lora_A.", ".lora_B.")),
+            replace(first, name=first.name or name),
+            replace(second, name=second.name or name.replace(".lora_A.", ".lora_B.")),
             scale,
         )
         merged[f"{stem}.weight"] = replace(target, lora=place)

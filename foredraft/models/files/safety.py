@@ -61,7 +61,9 @@ class Checkpoint:
         parts = _TEXT_PARTS if isinstance(self.config.get("text_config"), dict) else _BACKBONES
         self.tensors = dict(_renamed(parts, *item) for item in self.tensors.items())
         if (directory / lora.CONFIG).is_file() and (directory / lora.WEIGHTS).is_file():
+            parts = {lora.PREFIX + part: plain for part, plain in parts.items()}
             own = _tensors_of(directory / lora.WEIGHTS)
+            own = dict(_renamed(parts, *item) for item in own.items())
             self.tensors = lora.with_adapter(directory, self.tensors, own)
 
     @classmethod
@@ -151,7 +153,7 @@ def _is_known(model_type: object) -> bool:
     """Whether transformers has the model itself, whatever code comes with a checkpoint."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return model_type in CONFIG_MAPPING_NAMES
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING_NAMES
 
 
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:

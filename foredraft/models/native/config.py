@@ -500,7 +500,9 @@ def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
     heeded = {
         key: value for key, value in raw.items() if key not in _OPTIONAL or key in family.reads
     }
-    if isinstance(pattern := heeded.get("hybrid_override_pattern"), str):
+    if heeded.get("layer_types", ()) is None:
+        del heeded["layer_types"]
+    if isinstance(pattern := heeded.get("hybrid_override_pattern"), str | list):
         heeded["layers_block_type"] = heeded.get("layers_block_type") or [*pattern]
     if heeded.get("rope_scaling") == {}:  # stands above rope_parameters where it says anything
         del heeded["rope_scaling"]
@@ -675,7 +677,8 @@ def _is_recurrent(family: Family, fields: DecoderFields, index: int) -> bool:
 
 
 def _recurrent(family: Family, fields: DecoderFields) -> Recurrent | None:
-    if family.recurrent is None:
+    layers = range(min(fields.num_hidden_layers, _MOST_LAYERS))
+    if not family.mixes_beside and not any(_is_recurrent(family, fields, i) for i in layers):
         return None
     if family.recurrent == "short_conv":
         return Recurrent("short_conv", fields.conv_L_cache, fields.hidden_size)

@@ -672,10 +672,14 @@ def padded_context(seen: int, block_size: int) -> int:
     return context
 
 
-def usual_contexts(block_size: int) -> list[int]:
-    """The contexts of recordings that are made before a request comes."""
-    found = {padded_context(_CONTEXT_STEP**power * _MIN_CONTEXT, block_size) for power in range(3)}
-    return sorted(found)
+def usual_contexts(block_size: int, most: int) -> list[int]:
+    """The contexts of recordings that are made before a request comes.
+
+    Args:
+        most: entries of a text.
+    """
+    seen = (min(most, _CONTEXT_STEP**power * _MIN_CONTEXT) for power in range(3))
+    return sorted({padded_context(each, block_size) for each in seen})
 
 
 def _is_chain(plan: ForwardPlan) -> bool:
@@ -717,14 +721,14 @@ class PagedDecoder(GraphedDecoder):
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
         return paged_bucket(plan, block_size, taps, self._least)
 
-    def record(self, cache: KVCache, taps: Sequence[int]) -> None:
+    def record(self, cache: KVCache, taps: Sequence[int], contexts: Sequence[int]) -> None:
         """Record the usual steps of one request, with these taps, before a reply waits for it.
 
         Args:
             cache: has its memory already, which all recordings then hold.
         """
         self._taps |= {*taps}
-        for context in usual_contexts(cache.store.block_size):
+        for context in contexts:
             for tokens, is_chain in self._usual_steps:
                 bucket = Bucket(1, tokens, context, tuple(sorted(self._taps)), is_chain)
                 self._graph(bucket, cache, grid_inputs(ForwardPlan(), bucket, cache))

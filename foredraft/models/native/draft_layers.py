@@ -193,6 +193,8 @@ class NativeHeadRunner:
         attends = self._last >= 0 and not self._parts[1].no_attention
         if not attends or why_not_paged(self._parts[0], self._device) is not None:
             return None
+        if len(ids_R) > _MOST_LISTED:
+            return None
         from foredraft.models.native.head_chain import RecordedChain
 
         parts = *self._parts, self.layers, inputs, ids_R, num_taps, self._decoder
@@ -208,6 +210,8 @@ class NativeHeadRunner:
         return inputs_TE.float(), self._decoder.logits(normed_TE)
 
 
+_MOST_LISTED = 1 << 20
+"""Output rows of a round: see `device_draws.listed`."""
 _PACKED_FROM = 1 << 25
 """Numbers of a head on a GPU: smaller ones are read faster than their inputs are prepared."""
 

@@ -35,7 +35,6 @@ from foredraft.models.native.cuda import (
     padded_context,
     power_of_two,
     storage_of,
-    usual_contexts,
 )
 from foredraft.models.native.model import Decoder, HandedDecoder
 from foredraft.models.native.weights import DecoderWeights
@@ -153,10 +152,10 @@ class RecordedChain:
         self._rounds: dict[_Shape, _Round] = {}
         self._storage: tuple[object, ...] = ()
 
-    def record(self) -> None:
+    def record(self, contexts: Sequence[int]) -> None:
         """Record the usual rounds of one request before a reply waits for them."""
         self._layers.hold_blocks()
-        for context in usual_contexts(self._layers.store.block_size):
+        for context in contexts:
             for num_steps in _USUAL_STEPS:
                 self._round(_Shape(1, num_steps, context, has_cuts=False))
 

@@ -15,8 +15,9 @@ V vocabulary, N wanted logits, Q columns of queries, keys and values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -503,14 +504,21 @@ def _rows_of(store: BlockStore, cache: Entries, plan: ForwardPlan, row: range) -
     return store.rows(cache.table(plan.slot(row))[:num_blocks])
 
 
-def masked_attention(device: torch.device) -> AbstractContextManager[None]:
+_CHOICE = threading.RLock()
+"""Of whoever chooses kernels of attention: torch has one choice for the process."""
+
+
+@contextmanager
+def masked_attention(device: torch.device) -> Iterator[None]:
     """On a GPU, attention by kernels whose choice does not fall otherwise from run to run.
 
     cuDNN's are left out: they build a plan for each new length of a prompt, 45 ms on an H200.
     """
     if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        yield
+        return
+    with _CHOICE, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
 
 
 def capped_attention(

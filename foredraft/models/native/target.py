@@ -29,7 +29,13 @@ from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.copy import Copies, NativeLowBitCopy
-from foredraft.models.native.cuda import TILE, PagedDecoder, RecordedDraws, has_triton
+from foredraft.models.native.cuda import (
+    TILE,
+    PagedDecoder,
+    RecordedDraws,
+    has_triton,
+    usual_contexts,
+)
 from foredraft.models.native.draft_layers import (
     NativeHeadRunner,
     NativeParts,
@@ -172,16 +178,19 @@ class NativeTarget:
 
     def record(self, taps: Sequence[int]) -> None:
         assert isinstance(self.decoder, PagedDecoder)
+        contexts = usual_contexts(self.cache.store.block_size, self.max_context)
         slot = self.cache.allocate()
-        self.cache.reserve(slot, 1)  # recordings hold the address of the memory that this takes
-        self.decoder.record(self.cache, taps)
-        for runner in self._head_runners:
-            if runner.chain is not None:
-                runner.chain.record()
-        if self._draws is not None:
-            self._draws.record(self.vocab_size)
+        try:
+            self.cache.reserve(slot, 1)  # recordings hold the address of the memory this takes
+            self.decoder.record(self.cache, taps, contexts)
+            for runner in self._head_runners:
+                if runner.chain is not None:
+                    runner.chain.record(contexts)
+            if self._draws is not None:
+                self._draws.record(self.vocab_size)
+        finally:
+            self.cache.free(slot)
         draws.library()  # compiled where it is new: nodes of a tree are drawn on the host
-        self.cache.free(slot)
 
     @property
     def parts(self) -> NativeParts:
@@ -191,7 +200,8 @@ class NativeTarget:
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
         packed = self.decoder.reads_packed
         runner = NativeHeadRunner.of_head(weights, layers, self.weights.dtype, packed)
-        self._head_runners.add(runner)
+        # Another set, as steps may be recorded meanwhile.
+        self._head_runners = WeakSet((*self._head_runners, runner))
         return runner
 
     @property

@@ -265,7 +265,8 @@ class DecoderWeights:
     @property
     def bits(self) -> int:
         """Of a weight of the layers; those of embeddings and head may be more."""
-        matrix = self.layers[0].output_weight
+        mixing = (each.output_weight for each in self.layers if each.kind.mixes)
+        matrix = next(mixing, self.last_matrix)
         if isinstance(matrix, PackedMatrix):
             return matrix.bits
         return 8 * matrix.dtype.itemsize
