@@ -362,7 +362,7 @@ class ServerAudit:
     def _probed(self, share: float, **sampling: Any) -> Iterator[tuple[Place, Probe]]:
         """Places of replies with their probes, until a share of the requests is spent."""
         most, size = int(self._server.max_requests * share), len(self._prompts)
-        known = set[tuple[str, str]]()
+        known = set[tuple[str, str]]()  # greedy tokens: whatever the seed, they are evidence once
         first, number, num_blind = self._num_requests, 0, 0
         while not self._is_over(most):
             at_once = min(self._server.in_flight, most - self._num_requests)
@@ -385,10 +385,10 @@ class ServerAudit:
                 for place in places:
                     if self._is_over(most):
                         return
-                    token = place.before, place.token
-                    if token in known and sampling["temperature"] == 0.0:
-                        continue  # whatever the seed, and evidence once
-                    known.add(token)
+                    if sampling["temperature"] == 0.0:
+                        if (token := (place.before, place.token)) in known:
+                            continue
+                        known.add(token)
                     probe = self._plain.probe(place, seed=request["seed"] + _OTHER_SEED, **sampling)
                     if probe is None:
                         self._not_audited += 1

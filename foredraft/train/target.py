@@ -128,7 +128,7 @@ class TrainingTarget:
         experts those of the nearest mixture.
 
         Raises:
-            CapabilityError: no layer attends.
+            CapabilityError: no layer attends, or none has a feed-forward part.
         """
         layers, config = self._weights.layers, self._target.config
         layer = layers[index]

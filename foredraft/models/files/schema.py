@@ -131,7 +131,9 @@ class RopeFields(_Schema):
 
 
 _NEEDED_OF_ROPE = {
-    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }

@@ -152,8 +152,12 @@ def _yarn_amplitude(fields: RopeFields, factor: float) -> float:
     return scale(1.0)
 
 
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"} | {
-    name: name for name in ("silu", "relu2", "clipped_silu", "xielu")
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+    "clipped_silu": "clipped_silu",
+    "xielu": "xielu",
 }
 """Activations by their names in ``config.json``."""
 

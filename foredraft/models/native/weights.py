@@ -170,12 +170,17 @@ class LayerWeights:
     def matrices(self) -> dict[str, tuple[Stack, int]]:
         """By field: a matrix, and how many lie one below the other in it."""
         parts = {
-            **dict.fromkeys(("qkv_weight", "output_weight"), 1),
+            "qkv_weight": 1,
+            "output_weight": 1,
             "gate_up_weight": self.num_gate_parts,
             "down_weight": self.num_experts,
-            **dict.fromkeys(("beside_in", "beside_out"), 1),
+            "beside_in": 1,
+            "beside_out": 1,
             "dense_gate_up": 2,
-            **dict.fromkeys(("dense_down", "input_weight", "input_gate", "input_output"), 1),
+            "dense_down": 1,
+            "input_weight": 1,
+            "input_gate": 1,
+            "input_output": 1,
         }
         found = ((name, getattr(self, name), count) for name, count in parts.items())
         return {name: (one, n) for name, one, n in found if one is not None and one.shape[0]}
