@@ -124,6 +124,7 @@ $(CLIENTS)/.installed: pyproject.toml
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@! git grep -nE '^(<{7}|>{7}) '  # marks of a merge
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy

@@ -7,6 +7,8 @@ plan is compared with plain decoding. Where nothing pays, drafters are sent away
 costs time, too. They come back for short trials, ever more rarely as long as these fail. All of it
 lives within what a `Ledger` leaves.
 
+While all steps draft, how long a plain one takes is not seen. Where that may decide, one is run.
+
 It looks at records of past steps only. So no budget depends on a token that is drafted under it,
 which drawn drafts need (docs/understand/verify.md#non-anticipation). docs/understand/control.md
 has the whole story.
@@ -35,6 +37,8 @@ _EVERY, _EVERY_PLAIN = 8, 32
 """Steps between two plans, at most: while rows draft, and while nothing is learnt."""
 _LOOKED_AT = 64
 """Steps between two comparisons of first tokens with what was measured."""
+_LEAST_DRAFTING = 16
+"""Steps between two that are run without drafts for their time alone, at least."""
 _LATER_SHARE = 0.3
 """Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
 _MOST_FIRST_TIMES, _MOST_FIRST_PROMPTS = 8, 2
@@ -85,7 +89,7 @@ class AdaptiveBudget:
         self._planned_for: tuple[int, ...] = ()
         self._left, self._every = 0, 1
         self._context = 64
-        self._num_steps = self._num_drafting = 0
+        self._num_steps = self._num_drafting = self._plain_at = 0
         self._told: set[tuple[str, str]] = set()  # drafter and noise
         self._followed: dict[int, str] = {}  # by request: the drafter in its last step
         self._has_drafted: set[int] = set()  # requests with their drafter of now
@@ -117,7 +121,19 @@ class AdaptiveBudget:
                 self._every = 1
             self._left = TRIAL_STEPS if plan.is_trial else self._every
             self._plan, self._planned_for = plan, ids
+        if self._times_plain(plan):
+            self._left = 0
+            plan = replace(plan, budgets={}, reason="plain decoding is timed")
         return [self._allowance(row, plan) for row in rows]
+
+    def _times_plain(self, plan: Plan) -> bool:
+        """Whether a step is to show how long one without drafts takes, while all others draft."""
+        if self._num_steps < self._plain_at + _LEAST_DRAFTING:
+            return False
+        if not self._planner.is_in_doubt(plan):
+            return False
+        self._plain_at = self._num_steps
+        return True
 
     def observe(self, record: StepRecord) -> None:
         rows = [row for row in record.rows if self._acceptance.knows(row.request_id)]

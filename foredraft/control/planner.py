@@ -6,6 +6,7 @@ docs/understand/control.md has the whole story.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
 _MOST_ROWS = 1 << 20
 _LONGEST_WAIT = 64
 """New requests between two chances of a drafter that does not seem to pay, at most."""
+_DEVIATIONS = 1.0
+"""Plain decoding is timed again where it would be faster if times were off by so much."""
 _UNKNOWN, _UNKNOWN_HEAD = 0.02, 0.2
 """Assumed drafting time of a row, in plain steps, before any is measured: of drafters that copy
 text, and of trained ones."""
@@ -438,6 +441,15 @@ class Planner:
             is_trial=True,
             reason="nothing pays: a few other requests try again",
         )
+
+    def is_in_doubt(self, plan: Plan) -> bool:
+        """Whether plain decoding may be faster than a plan: it would be, with one deviation of what
+        is known of the ratio of their times."""
+        if plan.pooled is None or not plan.budgets:
+            return False
+        num_rows = max(1, round(plan.plain_rate * plan.plain_ms))
+        doubt = self._cost.doubt(num_rows, num_rows + max(1, round(plan.pooled.nodes)))
+        return math.log(plan.pooled.rate / plan.plain_rate) < _DEVIATIONS * doubt
 
     def can_pay(self, plan: Plan) -> bool:
         """Whether another step of a plan may be lost."""

@@ -13,17 +13,19 @@ entries are read once, and multiplied once a token.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from foredraft.core.errors import ConfigError
 
 _SHARPNESS = 6.0
-_STEP = 0.1
-_SHARE_STEP = 0.03
-_MOST = 0.3
+_MOST_TOKENS = 1024
+"""Of a step, roughly."""
 
 Times = tuple[tuple[int, float], ...]
 """(tokens, milliseconds), by rising tokens."""
@@ -103,21 +105,12 @@ class Roofline:
         return cls(times[0][1], max(0.0, last - large * token_ms), token_ms)
 
     def ms(self, num_tokens: int) -> float:
-        read, multiply = self._parts(num_tokens)
-        return float(max(1e-6, (read + multiply) ** (1.0 / _SHARPNESS)))
+        return float(max(1e-6, sum(self._parts(num_tokens)) ** (1.0 / _SHARPNESS)))
 
-    def moved(self, num_tokens: int, ms: float) -> Roofline:
-        """A little closer to the observation, mostly in the part that bounds the forward."""
+    def reading(self, num_tokens: int) -> float:
+        """How much the reading of weights bounds a forward, 0 to 1."""
         read, multiply = self._parts(num_tokens)
-        change = max(-_MOST, min(_MOST, ms / self.ms(num_tokens) - 1.0)) * _STEP
-        share = read / max(read + multiply, 1e-30)
-        slower = 1.0 + change * (1.0 - share)
-        return replace(
-            self,
-            read_ms=self.read_ms * (1.0 + change * share),
-            base_ms=self.base_ms * slower,
-            token_ms=self.token_ms * slower,
-        )
+        return read / max(read + multiply, 1e-30)
 
     def _parts(self, num_tokens: int) -> tuple[float, float]:
         """Both to the power of p."""
@@ -145,80 +138,73 @@ class Attention:
 _PROMPT_MS, _LEAST_PROMPT, _NEARLY = 500.0, 64, 1.1
 """A step that reads a prompt takes so long at most, unless it has no more tokens than these. More
 tokens are worth waiting for where each of them takes so many times less."""
-_FIRST = 4
-"""Steps of a size that may correct it."""
-_KNOWN = 8
-"""Steps of one token after which their time is known."""
-_MUCH_LESS = 0.75
-"""Steps below this fraction of the expected time correct it; smaller differences are noise."""
+_FIRST = 0.2, 0.2, 0.1
+"""How far times may be from those measured at load, in logarithms: at all sizes alike, where the
+reading of weights bounds a forward, and at each size beside the others."""
+_WANDERS = 0.04, 0.02, 0.01
+"""How far they may wander in one step."""
+_NOISE = 0.12
+"""Of the time of a single step."""
+_REACH = 1.5
+"""Doublings of tokens over which times differ alike."""
+_SLOWER, _FASTER = 0.2, 1.0
+"""A step moves estimates as if it had been longer, or shorter, by this at most: much longer ones
+are the machine's doing, and none is shorter than it can be."""
 
 
-class _Corrections:
-    """Corrects load-time measurements that were taken while other processes used the CPU.
+class _Drift:
+    """Logarithm of the ratio of times now to measured ones, by size: a Kalman filter.
 
-    For each power-of-two bucket of tokens, the first steps that run faster than predicted lower the
-    prediction at once, also for buckets in between that have no data yet. Later steps, slower steps
-    and all steps of one token, which always come soon, are followed by `Roofline.moved`.
-    """
+    Steps of some sizes say something of the others: the whole machine has become slower, or its
+    memory, or a size beside its neighbours. A size that was not run for long is in doubt, and one
+    step of it counts for much (R. E. Kalman, A New Approach to Linear Filtering and Prediction
+    Problems, 1960; the covariance by size is that of a Gaussian process).
 
-    def __init__(self) -> None:
-        self._factors: dict[int, float] = {}
-        self._counts: Counter[int] = Counter()
-
-    @property
-    def were_made(self) -> bool:
-        return any(factor < 1.0 for factor in self._factors.values())
-
-    def of(self, num_tokens: int) -> float:
-        bucket = (num_tokens - 1).bit_length()
-        if not bucket or not self._factors:
-            return 1.0
-        below = max((each for each in self._factors if each <= bucket), default=None)
-        above = min((each for each in self._factors if each >= bucket), default=None)
-        return min(self._factors[each] for each in (below, above) if each is not None)
-
-    def takes(self, num_tokens: int, ratio: float) -> bool:
-        """Take in a step's ``ratio`` of measured to expected time; True: it was a correction."""
-        bucket = (num_tokens - 1).bit_length()
-        if not bucket or self._counts[bucket] >= _FIRST:
-            return False
-        self._counts[bucket] += 1
-        factor = self.of(num_tokens)
-        is_usual = factor == 1.0 and ratio > _MUCH_LESS
-        self._factors[bucket] = 1.0 if is_usual else min(1.0, factor * ratio)
-        return not is_usual
-
-
-class _Shares:
-    """Ratio of measured to roofline time by size, for staircases that the roofline cannot express.
-
-    They were measured once, perhaps beside a busy neighbour. A ratio is updated by the error of its
-    size minus the current error of all sizes; an error common to all sizes is left to the roofline.
+    Shape legend: K sizes.
 
     Args:
-        measured: by rising tokens.
+        sizes: numbers of tokens, rising.
+        reading: how much the reading of weights bounds a forward of each size, 0 to 1.
     """
 
-    def __init__(self, measured: Times) -> None:
-        self._points = measured
-        self._usual = 0.0
+    def __init__(self, sizes: Sequence[int], reading: Sequence[float]) -> None:
+        self._at_K = np.log2(sizes)
+        near_KK = np.exp(-0.5 * (np.subtract.outer(self._at_K, self._at_K) / _REACH) ** 2)
+        parts_3KK = np.stack((np.ones_like(near_KK), np.outer(reading, reading), near_KK))
+        self._ratio_K = np.zeros(len(sizes))
+        self._doubt_KK = np.tensordot(np.square(_FIRST), parts_3KK, 1)
+        self._step_KK = np.tensordot(np.square(_WANDERS), parts_3KK, 1)
 
     def of(self, num_tokens: int) -> float:
-        last, share = self._points[-1]
-        return share if num_tokens >= last else interpolated(self._points, num_tokens)
+        """Time now over the measured one."""
+        return math.exp(np.interp(math.log2(num_tokens), self._at_K, self._ratio_K))
 
-    def observe(self, num_tokens: int, change: float) -> None:
-        """A forward of ``num_tokens`` tokens took ``1 + change`` times the predicted time."""
-        change = max(-_MOST, min(_MOST, change))
-        self._usual += _STEP * (change - self._usual)
-        moved = _SHARE_STEP * (change - self._usual)
-        sizes = [size for size, _ in self._points]
-        below = max((size for size in sizes if size <= num_tokens), default=sizes[0])
-        above = min((size for size in sizes if size >= num_tokens), default=below)
-        self._points = tuple(
-            (size, share * (1.0 + moved) if size in (below, above) else share)
-            for size, share in self._points
-        )
+    def doubt(self, num_tokens: int, others: int) -> float:
+        """Standard deviation of the logarithm of the ratio of two sizes' times."""
+        weights_K = self._weights_K(num_tokens) - self._weights_K(others)
+        return math.sqrt(max(0.0, float(weights_K @ self._doubt_KK @ weights_K)))
+
+    def observe(self, num_tokens: int, ratio: float) -> None:
+        """A step took so many times what it would have taken by the estimate so far."""
+        self._doubt_KK += self._step_KK
+        weights_K = self._weights_K(num_tokens)
+        shared_K = self._doubt_KK @ weights_K
+        variance = float(weights_K @ shared_K) + _NOISE**2
+        change = max(-_FASTER, min(_SLOWER, math.log(ratio)))
+        self._ratio_K += shared_K * (change / variance)
+        self._doubt_KK -= np.outer(shared_K, shared_K / variance)
+
+    def _weights_K(self, num_tokens: int) -> npt.NDArray[Any]:
+        """Of each size in what is said of this number of tokens."""
+        at, (last,) = math.log2(num_tokens), self._at_K.shape
+        weights_K = np.zeros(last)
+        after = int(np.searchsorted(self._at_K, at))
+        if after in (0, last):
+            weights_K[min(after, last - 1)] = 1.0
+            return weights_K
+        share = (at - self._at_K[after - 1]) / (self._at_K[after] - self._at_K[after - 1])
+        weights_K[after - 1 : after + 1] = 1.0 - share, share
+        return weights_K
 
 
 class CostModel:
@@ -238,9 +224,12 @@ class CostModel:
         self.attention = attention or Attention()
         times = tuple((n, self._without_attention([(n, context)], ms)) for n, ms in times)
         self._roofline = Roofline.through(times)
-        self._shares = _Shares(tuple((n, ms / self._roofline.ms(n)) for n, ms in times))
-        self._corrections = _Corrections()
-        self._num_alone = 0
+        # What kernels take beside the roofline: staircases, at tiles of 16 tokens and the like.
+        self._shares = tuple((n, ms / self._roofline.ms(n)) for n, ms in times)
+        sizes = [n for n, _ in times]
+        while sizes[-1] < _MOST_TOKENS:
+            sizes.append(2 * sizes[-1])
+        self._drift = _Drift(sizes, [self._roofline.reading(n) for n in sizes])
 
     def ms(self, rows: Sequence[tuple[int, int]]) -> float:
         """A forward of these rows, each (tokens, context)."""
@@ -261,13 +250,14 @@ class CostModel:
     def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
         """A forward of these rows took ``ms``: later predictions follow it."""
         num_tokens, ms = sum(n for n, _ in rows), self._without_attention(rows, ms)
-        self._num_alone += num_tokens == 1
-        if self._corrections.takes(num_tokens, ms / self._weights_ms(num_tokens)):
-            return
-        in_roofline = ms / (self._shares.of(num_tokens) * self._corrections.of(num_tokens))
-        change = in_roofline / self._roofline.ms(num_tokens) - 1.0
-        self._roofline = self._roofline.moved(num_tokens, in_roofline)
-        self._shares.observe(num_tokens, change)
+        self._drift.observe(num_tokens, ms / self._weights_ms(num_tokens))
+
+    def doubt(self, num_tokens: int, others: int) -> float:
+        """How far the ratio of two sizes' times may be off: a standard deviation of its logarithm.
+
+        It grows while one of them is not run.
+        """
+        return self._drift.doubt(num_tokens, others)
 
     def prompt_tokens(self, most: int) -> int:
         """Tokens of prompts in a step: the others in it wait, and all of it reads the weights.
@@ -302,11 +292,10 @@ class CostModel:
         return max(ms - self.attention.ms(rows), 0.1 * ms)
 
     def _weights_ms(self, num_tokens: int) -> float:
-        factor = self._shares.of(num_tokens) * self._corrections.of(num_tokens)
-        ms = factor * self._roofline.ms(num_tokens)
-        if num_tokens > 1 or not self._corrections.were_made or self._num_alone >= _KNOWN:
-            return ms
-        return min(ms, self._weights_ms(2))  # while all steps draft, no step has one token alone
+        last, share = self._shares[-1]
+        if num_tokens < last:
+            share = interpolated(self._shares, num_tokens)
+        return share * self._roofline.ms(num_tokens) * self._drift.of(num_tokens)
 
 
 def _check_times(times: Times) -> None:

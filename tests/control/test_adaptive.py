@@ -296,6 +296,26 @@ def test_costs_that_were_measured_beside_a_busy_neighbour_do_not_stick(
     assert disturbed.speedup > 1.0 + 0.85 * (quiet.speedup - 1.0)
 
 
+UNTIMED: Times = ((1, 10.0), (2, 15.0), (4, 21.0), (8, 23.0), (16, 36.0))
+"""Several tokens take twice as long as in `FLAT`, one does not."""
+
+
+@pytest.mark.parametrize(("times", "load"), [(UNTIMED, 1), (STEEP, 4)], ids=["one", "four"])
+def test_plain_decoding_is_found_again_where_several_tokens_are_dearer_than_believed(
+    times: Times, load: int
+) -> None:
+    """While all steps draft, they alone would seem to show a slower machine."""
+    copies = {"copies": MadeUp(constant(0.3 + 0.2 * (load > 1)), draft_ms=0.1, nodes=8)}
+    done = Simulation(copies, times, believed=FLAT).run(200, load)
+    done.spent_ms = done.plain_ms = 0.0
+    assert done.run(400, load).speedup > 0.985
+
+
+def test_plain_decoding_is_hardly_ever_timed_where_drafts_gain_much() -> None:
+    done = Simulation({"self": self_like()}, believed=FLAT).run(600, 1)
+    assert done.control.report()["drafting"] > 0.985 * done.num_steps
+
+
 DISTURBANCES = {
     "a first draft whose weights come from disk": lambda step: (300.0 if step < 2 else 1.0, 1.0),
     "drafts wait for a core": lambda step: (6.0 if 100 <= step < 130 else 1.0, 1.0),

@@ -38,10 +38,28 @@ def test_times_follow_the_machine(before: Times, after: Times) -> None:
         assert cost.ms([(size, 50)]) == pytest.approx(ms, rel=0.2)
 
 
-def test_one_slow_moment_changes_little() -> None:
+def test_one_slow_moment_changes_little_and_is_soon_forgotten() -> None:
     cost = CostModel(NEAR)
+    before = cost.prices([50], 4)
     cost.observe([(1, 50)], 500.0)
-    assert cost.ms([(1, 50)]) == pytest.approx(9.1, rel=0.04)
+    assert cost.ms([(1, 50)]) == pytest.approx(9.1, rel=0.2)
+    for _ in range(8):
+        cost.observe([(1, 50)], 9.1)
+    assert cost.ms([(1, 50)]) == pytest.approx(9.1, rel=0.02)
+    assert cost.prices([50], 4) == pytest.approx(before, rel=0.02)
+
+
+def test_the_time_of_a_size_is_in_doubt_while_it_is_not_run_and_then_one_step_counts() -> None:
+    cost = CostModel(NEAR)
+    for size in (1, 4) * 20:
+        cost.observe([(size, 50)], dict(NEAR)[size])
+    known = cost.doubt(1, 4)
+    for _ in range(200):
+        cost.observe([(4, 50)], dict(NEAR)[4])
+    assert cost.doubt(1, 4) > 2 * known
+    cost.observe([(1, 50)], 6.0)
+    assert cost.ms([(1, 50)]) == pytest.approx(6.0, rel=0.15)
+    assert cost.ms([(4, 50)]) == pytest.approx(dict(NEAR)[4], rel=0.1)
 
 
 def test_contexts_add_what_attention_takes_and_do_not_count_as_a_slower_machine() -> None:
