@@ -3,7 +3,7 @@
 Position k is the k-th node of a proposal. Drafters put what they trust most first, so positions
 are an order of trust, in trees and chains alike. Counts of a request begin with those of its kind,
 worth a few observations, and forget slowly. Requests whose distribution is bent by something that
-the others do not share (a grammar, bans, penalties) teach nobody but themselves.
+the others do not share (a grammar, bans, penalties) teach none but themselves.
 
 Shape legend: K positions; 2 for filled, and filled and accepted; 3 for how much noise there is.
 """

@@ -43,8 +43,8 @@ _LATER_SHARE = 0.3
 """Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
 _MOST_FIRST_TIMES, _MOST_FIRST_PROMPTS = 8, 2
 """Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and
-records work of a new shape, once; and of prompts of each size, to a power of two. What takes so
-long again and again is a price."""
+records work of a new shape, once; and of prompts of each size, to a power of two. Times that stay
+so long are a price."""
 _PROMPT_SHARE = 0.05
 """Of the target's time for a prompt: what a drafter is taken to need for it the first times."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
@@ -339,7 +339,7 @@ class AdaptiveBudget:
                 )
 
     def _warn_of_draft_model(self) -> None:
-        """A user named it, and is told once where it does not draft."""
+        """A user named it: a warning says once that it does not draft."""
         names = [name for name, each in self._planner.drafters.items() if each.reads]
         key = names[0] if names else "", ""
         if names and self._plan and not self._plan.budgets and key not in self._told:

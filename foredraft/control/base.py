@@ -17,7 +17,7 @@ class Row(Protocol):
     Attributes:
         tokens: all committed tokens, prompt included.
         params: what the user asked for.
-        drafter: who drafts for it now; None: nobody.
+        drafter: the one that drafts for it now; None: none does.
         excluded_drafters: drafters that do not draft for it: it asks for another one or for none,
             they failed for it, are left out because they kept failing, or could not draft for it.
         room: the most nodes that it may draft in the step to come.
@@ -51,13 +51,13 @@ class Allowance:
     """The drafter, budget and prices of one row in the next step.
 
     Attributes:
-        drafter: who drafts for it from now on; None: nobody. One that cannot join a text in the
-            middle does not come back.
+        drafter: the one that drafts for it from now on; None: none does. One that cannot join a
+            text in the middle does not come back.
         budget: the most nodes that this drafter is asked for; 0 is a legal answer.
         prices: what nodes cost the row in this step.
         spare: nodes that it may add: see `DrafterTraits.spare`.
-        reason: why the budget is 0, where it is, in a few words for people. What is behind a colon
-            may differ from step to step.
+        reason: why the budget is 0, where it is, in a few words for people. The part behind a
+            colon may differ from step to step.
         num_forced: the most tokens that may be drafted because the row's rules leave no choice:
             they need no drafter and are all but certain.
     """
@@ -86,7 +86,7 @@ class Controller(Protocol):
         Also called for a request that comes back after it had to wait for memory.
 
         Args:
-            others: the requests that are running, whoever decides for them.
+            others: the requests that are running, under any controller.
         """
 
     def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:

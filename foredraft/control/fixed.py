@@ -17,7 +17,7 @@ class FixedBudget:
     Args:
         num_draft_tokens: nodes a step, at least 0.
         cost: what steps cost here. None: a usual machine.
-        drafter: who drafts; None: nobody.
+        drafter: the one that drafts; None: none does.
 
     Raises:
         ConfigError: ``num_draft_tokens`` is negative or not a whole number.

@@ -1,7 +1,7 @@
 """Bounds what speculation can lose.
 
 Each step is booked with the time that it took and the time that its tokens would have taken without
-drafts. What may still be lost is a balance: it begins with the time of four plain tokens (of 1.5
+drafts. A balance is left to lose: it begins with the time of four plain tokens (of 1.5
 steps, in a batch where that is more), grows by a small share of all plain time and by what drafts
 save, up to a limit, and shrinks by what they cost. A step may draft only if what it would lose with
 nothing accepted is there. So, whatever happens,

@@ -42,8 +42,8 @@ _UNKNOWN, _UNKNOWN_HEAD = 0.02, 0.2
 text, and of trained ones."""
 _LEAVING = 1.1
 _LEAVING_NEW, _NEW_DRAFTS = 1.5, 6
-"""How much more throughput a switch needs where the row's drafter would lose what it has read; and
-as long as it has made fewer drafts for the row than these, which may show that it is worth more."""
+"""A switch needs so much more throughput where the row's drafter would lose the text that it has
+read; and as long as it has made fewer drafts for the row than these: more may show its worth."""
 _JOIN_STEPS = 16
 """Steps that what joining a text takes is spread over."""
 _READ_SHARE, _NEARLY = 0.35, 0.8
@@ -100,7 +100,7 @@ class _Batch:
         rows: that may draft.
         num_rows: all of the batch.
         step_ms: the forward with 0, 1, … nodes.
-        drafter_of: who drafts for each of the rows now.
+        drafter_of: the drafter of each of the rows now.
         now: the names of the drafters of the plan so far.
     """
 
@@ -222,7 +222,7 @@ class Planner:
         return self._weight(batch, plan) > batch.plain_rate
 
     def _leaving(self, request_id: int, now: str | None, wanted: str, is_choice: bool) -> float:
-        """How much more throughput another drafter needs for a row."""
+        """Another drafter needs so much more throughput for a row."""
         if now is None or not self._would_lose(now, wanted):
             return 1.0
         is_new = is_choice and self._acceptance.num_seen(now, request_id) < _NEW_DRAFTS
@@ -483,7 +483,7 @@ class Planner:
             for name, drafter in allowed.items()
         }
         enough, best = _MARGIN * num_rows / step_ms[0], None
-        # Whoever may come at any time can wait for one that has to begin now.
+        # A drafter that may come at any time can wait for one that has to begin now.
         keen = {n: rate * (_LEAVING_NEW if self.keeps_text(n) else 1) for n, rate in rates.items()}
         for name in sorted(keen, key=lambda name: -keen[name]):
             drafter = self.drafters[name]

@@ -5,8 +5,8 @@ ordered by the chance that what fills them is accepted; a row's positions keep t
 prefixes of the pool the one with the most expected committed tokens per millisecond is taken; the
 empty one is plain decoding (TETRIS, arXiv 2502.15197; DSpark's confidence scheduling). A position
 that a drafter leaves empty costs nothing: what is weighed is the nodes that it is expected to fill.
-What a drafter takes whatever it drafts is charged once, with its first row; where it takes a
-forward for each token, each depth is charged once for all rows that get there.
+A drafter's fixed time is charged once, with its first row; where it takes a forward for each token,
+each depth is charged once for all rows that get there.
 
 Shape legend: K positions; 2 for filled, and filled and accepted.
 """
