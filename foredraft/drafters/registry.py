@@ -36,9 +36,9 @@ _FOLDERS = ("", ".text", ".model", ".heads")
 SHARED = frozenset(
     {
         *("base", "spec", "registry", "trained", "text", "model", "heads"),
-        *("guide", "worth", "shapes", "confidence", "per_request", "chain", "staged"),
+        *("guide", "worth", "growth", "confidence", "per_request", "chain", "staged"),
         "shortlist",
-        *("layers", "rows", "steps", "growth", "published"),
+        *("layers", "rows", "steps", "published"),
     }
 )
 """Modules beside the drafters that are none."""

@@ -42,7 +42,6 @@ class DrafterContext:
         options: the user's options for this drafter, checked against `DrafterSpec.options`.
         tokenizer: the target's; None when requests come as token ids only.
         draft_tokenizer: the draft model's.
-        plain_ms: milliseconds of a step of the target without drafts; None: not measured.
         size_share: bytes that a forward of the draft model reads, over the target's; None: not
             known.
         is_fixed: whether the user has set the number of draft tokens: then none is left out.
@@ -53,7 +52,6 @@ class DrafterContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TextCodec | None = None
     draft_tokenizer: TextCodec | None = None
-    plain_ms: float | None = None
     size_share: float | None = None
     is_fixed: bool = False
 
@@ -148,17 +146,6 @@ def checked_count(name: str, value: object) -> int:
     if type(value) is not int or value < 1:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
     return value
-
-
-def checked_ms(name: str, value: object) -> float:
-    """``value`` as a time in milliseconds, 0 or more.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e6:
-        raise ConfigError(f"{name} is {value!r}; it must be a time in milliseconds")
-    return float(value)
 
 
 def checked_cost(name: str, value: object) -> float:

@@ -21,11 +21,11 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.drafters.growth import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
 from foredraft.drafters.guide import best_first
 from foredraft.drafters.heads.base import HeadModule, HeadOption
 from foredraft.drafters.heads.layers import RMSNorm, head_weights
 from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.shapes import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 from foredraft.drafters.trained import HEAD_OPTION, trained_head
 from foredraft.models.base import HeadTarget, ModelShape, offered

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol, cast
 
 import torch
@@ -25,12 +24,12 @@ from foredraft.core.sampling import scale_of
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
+from foredraft.drafters.growth import GROWTH_OPTIONS, Growth, GrowthLimits, growth_limits
 from foredraft.drafters.guide import Guide
 from foredraft.drafters.heads.base import HeadModule
-from foredraft.drafters.heads.growth import Growth, GrowthLimits
 from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows, scored_choices
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.trained import HEAD_OPTION, named_folder, trained_head
 from foredraft.drafters.worth import Worth
 from foredraft.models.base import (
@@ -450,7 +449,7 @@ class _Tree:
 
     def hang(self, nodes: Sequence[int], logits_NR: Tensor, rows: OutputRows) -> None:
         growth = self.growth
-        drafted = [growth.drafted(node) if node != ROOT else () for node in nodes]
+        drafted = [*map(growth.drafted, nodes)]
         copied = [growth.copied(node) for node in nodes] if growth.guide else ()
         count = max(map(growth.num_below, nodes))
         found = rows.choices(growth.row, logits_NR, drafted, count, copied)
@@ -493,17 +492,6 @@ class Reliability:
         self._came = _MEMORY * self._came + any(c.token == token for c in choices)
 
 
-GROWTH_OPTIONS = MappingProxyType(
-    {
-        "max_depth": "most tokens on a path (6)",
-        "width": "nodes that are looked below at once (4)",
-        "branching": "tokens below one node, below the root three times as many; 1: chains (4)",
-        "round_cost": "time of one forward of the head, in plain steps (0.1)",
-    }
-)
-"""Options of heads that draft step by step; see `GrowthLimits`."""
-
-
 def stepwise_drafter(
     head: type[HeadModule],
     *,
@@ -540,18 +528,3 @@ def stepwise_drafter(
         head=head,
         is_models_own=own is not None,
     )
-
-
-def growth_limits(context: DrafterContext) -> GrowthLimits:
-    """Limits from the user's `GROWTH_OPTIONS`.
-
-    Raises:
-        ConfigError: an option does not fit.
-    """
-    options, usual = context.options, GrowthLimits()
-    counts = {
-        name: checked_count(name, options.get(name, getattr(usual, name)))
-        for name in ("max_depth", "width", "branching")
-    }
-    cost = checked_ms("round_cost", options.get("round_cost", usual.round_cost))
-    return GrowthLimits(**counts, round_cost=cost)
