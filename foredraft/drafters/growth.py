@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.core.checks import checked_real
+from foredraft.core.checks import checked_int, checked_real
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.guide import Guide
-from foredraft.drafters.spec import DrafterContext, checked_count
+from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.worth import Worth
 
 
@@ -65,7 +65,7 @@ def growth_limits(context: DrafterContext, usual: GrowthLimits = GrowthLimits())
     """
     options = context.options
     counts = {
-        name: checked_count(name, options.get(name, getattr(usual, name)))
+        name: checked_int(name, options.get(name, getattr(usual, name)), 1)
         for name in ("max_depth", "width", "branching")
     }
     cost = checked_real("round_cost", options.get("round_cost", usual.round_cost), 0.0)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter
 from foredraft.models.base import Ability, Target
 
@@ -118,42 +117,3 @@ class DrafterSpec:
     def missing_capabilities(self, target: Target) -> list[str]:
         """Capabilities that it needs and the target does not offer."""
         return [name for name in self.needs if not getattr(target.capabilities, name)]
-
-
-_FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-
-
-def checked_flag(name: str, value: object) -> bool:
-    """``value`` as a bool; the command line passes text.
-
-    Raises:
-        ConfigError: it is neither true nor false.
-    """
-    if isinstance(value, bool):
-        return value
-    flag = _FLAGS.get(str(value).lower())
-    if flag is None:
-        raise ConfigError(f"{name} is {value!r}; it must be true or false")
-    return flag
-
-
-def checked_count(name: str, value: object) -> int:
-    """``value`` as a whole number.
-
-    Raises:
-        ConfigError: it is not one, or below 1.
-    """
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-    return value
-
-
-def checked_cost(name: str, value: object) -> float:
-    """``value`` as a cost: a finite number above 0.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < 1e6:
-        raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
-    return float(value)

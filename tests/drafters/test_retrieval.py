@@ -188,7 +188,7 @@ def test_the_end_of_a_document_is_the_end_of_the_draft(index: Path) -> None:
     [
         ({"index": "/no/such/place"}, "is no index"),
         ({"min_match": 0}, "min_match is 0"),
-        ({"node_cost": "low"}, "node_cost is 'low'"),
+        ({"node_cost": "low"}, "node_cost must be a finite number"),
         ({"indx": "x"}, "did you mean 'index'"),
     ],
 )

@@ -202,11 +202,11 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shared": "perhaps"}, "shared is 'perhaps'"),
+        ({"shared": "perhaps"}, "shared must be True or False"),
         ({"shared_tokens": 0}, "shared_tokens is 0"),
         ({"tenant": "anna"}, "shared=true"),
         ({"shared": True, "tenant": "anna"}, "shared_dir"),
-        ({"node_cost": -1}, "node_cost is -1"),
+        ({"node_cost": -1}, "node_cost is -1.0; it must be at least 0"),
         ({"sharde": True}, "did you mean 'shared'"),
     ],
 )

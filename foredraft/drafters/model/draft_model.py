@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
+from foredraft.core.checks import checked_flag, checked_int
 from foredraft.core.choices import LIKELIEST
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError, unknown
 from foredraft.core.proposal import NOT_READY, Proposal
@@ -37,7 +38,7 @@ from foredraft.drafters.growth import (
 from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.model.shortlist import FREQUENT, Shortlists
 from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import found_table
 from foredraft.kernels.build import describe_instructions
@@ -306,9 +307,7 @@ def chain_drafter(context: DrafterContext, model: Target) -> Drafter:
 
 def _num_frequent(options: Mapping[str, Any], model: Target) -> int:
     """How many tokens the draft model may name beside those of the text; 0: all."""
-    wanted = options.get("draft_vocab_size", FREQUENT)
-    if wanted != 0:
-        checked_count("draft_vocab_size", wanted)
+    wanted = checked_int("draft_vocab_size", options.get("draft_vocab_size", FREQUENT), 0)
     return wanted if wanted < model.vocab_size else 0
 
 

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from foredraft.core.checks import checked_int
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.guide import Guide
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.worth import NODE_COST
@@ -313,7 +314,7 @@ def _build(context: DrafterContext) -> Drafter:
     if (index := options.get("index")) is not None:
         folder = Path(str(index)).expanduser()
         datastore = Datastore.open(folder, context.fingerprint, vocab_size)
-    min_match = checked_count("min_match", options.get("min_match", 2))
+    min_match = checked_int("min_match", options.get("min_match", 2), 1)
 
     def new_text(row: DraftRow) -> RetrievedText:
         if datastore is not None:

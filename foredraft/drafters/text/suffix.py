@@ -18,10 +18,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from foredraft.core.checks import checked_flag, checked_int
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.guide import Guide
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
 from foredraft.drafters.text.per_request import GuidedDrafter, PerTenant
 from foredraft.drafters.worth import NODE_COST
@@ -367,7 +368,7 @@ def _past_outputs(
     shared_dir: object = None,
     tenant: object = None,
 ) -> PerTenant[PastOutputs] | None:
-    max_tokens = checked_count("shared_tokens", shared_tokens)
+    max_tokens = checked_int("shared_tokens", shared_tokens, 1)
     if not checked_flag("shared", shared):
         if shared_dir is not None or tenant is not None:
             raise ConfigError("shared_dir and tenant are for shared=true, which was not given")
