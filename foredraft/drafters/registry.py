@@ -36,7 +36,7 @@ _FOLDERS = ("", ".text", ".model", ".heads")
 SHARED = frozenset(
     {
         *("base", "spec", "registry", "trained", "text", "model", "heads"),
-        *("guide", "worth", "growth", "confidence", "per_request", "chain", "staged"),
+        *("guide", "worth", "growth", "confidence", "id_files", "per_request", "chain", "staged"),
         "shortlist",
         *("layers", "rows", "steps", "published"),
     }

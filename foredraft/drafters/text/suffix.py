@@ -8,15 +8,12 @@ follow there; its link leads to the longest suffix that also occurs elsewhere. (
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+import torch
 
 from foredraft.core.checks import checked_flag, checked_int
 from foredraft.core.errors import ConfigError
@@ -24,11 +21,9 @@ from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.guide import Guide
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
+from foredraft.drafters.text.id_files import SEPARATOR, read_ids, write_ids
 from foredraft.drafters.text.per_request import GuidedDrafter, PerTenant
 from foredraft.drafters.worth import NODE_COST
-
-SEPARATOR = -1
-"""Goes between texts that share an automaton; never drafted, never matched."""
 
 _ROOT = 0
 _MAX_COUNTED = 16
@@ -159,7 +154,7 @@ class SuffixAutomaton:
         return [(token, n / total) for n, _, token in counted[:_NUM_RANKED] if token != SEPARATOR]
 
 
-_FORMAT = "foredraft-past-outputs-1"
+_KIND = "foredraft past outputs 2"
 
 
 class PastOutputs:
@@ -185,7 +180,7 @@ class PastOutputs:
         if path is not None:
             _check_writable(path.parent)
         if path is not None and path.exists():
-            self._append(_read(path, fingerprint, vocab_size))
+            self._append(read_ids(path, _KIND, fingerprint, vocab_size)["ids"].tolist())
 
     @property
     def automata(self) -> tuple[SuffixAutomaton, ...]:
@@ -202,7 +197,8 @@ class PastOutputs:
             return
         self._append([*output, SEPARATOR])
         if self._path is not None:
-            _write(self._path, [*self._texts[0], *self._texts[1]], self._fingerprint)
+            ids_T = torch.tensor([*self._texts[0], *self._texts[1]], dtype=torch.int32)
+            write_ids(self._path, _KIND, self._fingerprint, {"ids": ids_T}, mode=0o600)
 
     def _append(self, text: Sequence[int]) -> None:
         half = max(1, self._max_tokens // 2)
@@ -230,43 +226,6 @@ def _check_writable(directory: Path) -> None:
         raise ConfigError(
             f"shared_dir {directory} cannot be written ({error}); choose another folder"
         ) from error
-
-
-def _read(path: Path, fingerprint: str, vocab_size: int) -> list[int]:
-    try:
-        with safe_open(str(path), framework="np") as file:
-            metadata = file.metadata() or {}
-            tokens = file.get_tensor("tokens")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error}); delete it to start without past outputs"
-        ) from error
-    if metadata.get("format") != _FORMAT or tokens.ndim != 1 or tokens.dtype != np.int32:
-        raise ConfigError(f"{path} does not hold past outputs; delete it or choose another folder")
-    if metadata.get("tokenizer") != fingerprint:
-        raise ConfigError(
-            f"{path} was written with tokenizer {metadata.get('tokenizer')} and this model's is "
-            f"{fingerprint}: the ids mean other text. Choose another folder for this model"
-        )
-    if tokens.size and not SEPARATOR <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ConfigError(f"{path} holds ids outside the vocabulary of {vocab_size}; delete it")
-    return [int(token) for token in tokens]
-
-
-def _write(path: Path, tokens: Sequence[int], fingerprint: str) -> None:
-    """Replace the file atomically: a reader sees the whole old or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")  # readable by us alone
-    os.close(handle)
-    try:
-        save_file(
-            {"tokens": np.asarray(tokens, dtype=np.int32)},
-            temporary,
-            metadata={"format": _FORMAT, "tokenizer": fingerprint},
-        )
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 SuffixPlace = tuple[Match, ...]
