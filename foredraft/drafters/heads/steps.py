@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import CacheLayers
+from foredraft.cache.layers import StoredLayers
 from foredraft.core.choices import Choice, DrawKey, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep
@@ -74,7 +74,7 @@ class StepRunner:
         attends: bool = True,
     ) -> None:
         self._runner, self._of_text, self._of_own = runner, of_text, of_own
-        self.layers: Sequence[CacheLayers] = (runner.layers,) if attends else ()
+        self.layers: Sequence[StoredLayers] = (runner.layers,) if attends else ()
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
@@ -153,7 +153,7 @@ class _Request:
     def num_waiting(self) -> int:
         return sum(len(read.following) for read in self.waiting)
 
-    def next_start(self, position: int, num_tokens: int, layers: Sequence[CacheLayers]) -> int:
+    def next_start(self, position: int, num_tokens: int, layers: Sequence[StoredLayers]) -> int:
         """The first of ``num_tokens`` positions from ``position`` on that the head reads next."""
         if self.waiting:
             return position
