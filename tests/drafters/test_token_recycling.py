@@ -66,7 +66,7 @@ def test_a_text_teaches_what_followed_most_recent_first() -> None:
 
 
 def test_candidates_of_the_target_are_drafted_when_their_token_returns() -> None:
-    request = Followed(build(node_cost=0.02), [5, 6])
+    request = Followed(build(), [5, 6], node_cost=0.02)
     request.commit(7, logits_V=logits(7, 8, 9))  # after 6
     request.commit(6, logits_V=logits(6))  # after 7
     tree = request.draft(8)
@@ -85,7 +85,7 @@ def test_a_steady_row_is_trusted_more() -> None:
 
 
 def test_every_committed_position_of_a_step_teaches_and_no_rejected_one() -> None:
-    drafter = build(node_cost=0.01)
+    drafter = build()
     drafter.begin(DraftRow.of(0, (1, 2)))
     # 3 was accepted, 4 (its sibling) and 5 (below 4) were rejected; the target added 6.
     tree = TokenTree((4, 3, 5), (-1, -1, 0))

@@ -51,8 +51,8 @@ ANY_COUPLING: dict[str, NewDrafter] = {
     "ngram": lambda w: NgramDrafter(max_ngram_size=2, min_ngram_size=1),
     "draft model": lambda w: DraftModelDrafter(w.draft()),
     "draft tree": lambda w: DraftTreeDrafter(w.draft(), GrowthLimits(2, 2, 2, round_cost=0.0)),
-    "suffix": lambda w: GuidedDrafter(lambda r: SuffixText(r.tokens), (1.0, 1.01)),
-    "token recycling": lambda w: TokenRecyclingDrafter(3, (1.0, 1.01)),
+    "suffix": lambda w: GuidedDrafter(lambda r: SuffixText(r.tokens)),
+    "token recycling": lambda w: TokenRecyclingDrafter(3),
     "chosen tree": table_drafter(Chosen(SHAPES["unbalanced"])),
 }
 DRAFTERS = ANY_COUPLING | {

@@ -72,7 +72,9 @@ class WildWeigher(BaseDrafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [
-            Proposal.chosen(best_first(len(row.tokens), self._successors, row, prices=FREE))
+            Proposal.chosen(
+                best_first(len(row.tokens), self._successors, replace(row, prices=FREE))
+            )
             for row in rows
         ]
 

@@ -29,7 +29,6 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
 from foredraft.drafters.text.id_files import SEPARATOR, read_ids, write_ids
 from foredraft.drafters.text.per_request import GuidedDrafter
-from foredraft.drafters.worth import NODE_COST
 from foredraft.models.files.progress import Progress, SilentProgress
 
 _KIND = "foredraft index 2"
@@ -271,7 +270,7 @@ def _build(context: DrafterContext) -> Drafter:
         own = Datastore.of_documents([row.tokens[:-1]], vocab_size)
         return RetrievedText(own, priors().repeated_text, min_match, row.tokens)
 
-    return GuidedDrafter.of(context, new_text)
+    return GuidedDrafter(new_text, context.target.capabilities.tree_attention)
 
 
 DRAFTER = DrafterSpec(
@@ -281,7 +280,6 @@ DRAFTER = DrafterSpec(
     options={
         "index": "file made by `foredraft drafters index`; without one the prompt is searched",
         "min_match": "shortest suffix that counts as a match (2)",
-        **NODE_COST,
     },
     num_draft_tokens=16,
 )

@@ -23,7 +23,6 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
 from foredraft.drafters.text.id_files import SEPARATOR, read_ids, write_ids
 from foredraft.drafters.text.per_request import GuidedDrafter, PerTenant
-from foredraft.drafters.worth import NODE_COST
 
 _ROOT = 0
 _MAX_COUNTED = 16
@@ -311,13 +310,12 @@ def _probability(candidates: list[tuple[int, float]]) -> float:
 
 
 def _build(context: DrafterContext) -> Drafter:
-    options = {k: v for k, v in context.options.items() if k != "node_cost"}
-    past = _past_outputs(context, **options)
+    past = _past_outputs(context, **context.options)
 
     def new_text(row: DraftRow) -> SuffixText:
         return SuffixText(row.context, None if past is None else past.of(row.tenant))
 
-    return GuidedDrafter.of(context, new_text)
+    return GuidedDrafter(new_text, context.target.capabilities.tree_attention)
 
 
 def _past_outputs(
@@ -356,7 +354,6 @@ DRAFTER = DrafterSpec(
     summary="copies the tokens after the longest earlier match, while such matches are reliable",
     copies=True,
     options={
-        **NODE_COST,
         "shared": "also look in outputs of earlier requests (false)",
         "shared_tokens": "most tokens of earlier outputs to keep (100000)",
         "shared_dir": "folder to keep them in between runs; memory only when not given",

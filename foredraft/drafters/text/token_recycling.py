@@ -16,7 +16,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from foredraft.core.checks import checked_int
-from foredraft.core.cost import Prices
 from foredraft.core.record import RowStep
 from foredraft.core.sampling import largest
 from foredraft.core.tree import TokenTree
@@ -25,7 +24,6 @@ from foredraft.drafters.guide import best_first
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import priors
 from foredraft.drafters.text.per_request import PerRequestDrafter
-from foredraft.drafters.worth import NODE_COST, asked_prices
 
 _STEADIEST = 3
 _PRIOR_WEIGHT = 20.0
@@ -137,24 +135,21 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
 
     Args:
         num_candidates: candidates kept for each token.
-        prices: of nodes; the controller's when None.
         tree: whether drafts may branch.
     """
 
-    def __init__(
-        self, num_candidates: int = 8, prices: Prices | None = None, tree: bool = True
-    ) -> None:
+    def __init__(self, num_candidates: int = 8, tree: bool = True) -> None:
         super().__init__()
         most = len(priors().ranks[0])  # more are never drafted
         self._num_candidates = checked_int("num_candidates", num_candidates, 1, most)
-        self._prices, self._tree = prices, tree
+        self._tree = tree
 
     def begin_request(self, row: DraftRow) -> _Request:
         return _Request(row.tokens, self._num_candidates)
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         last = draft[-1] if draft else request.last
-        return best_first(last, request.following, row, self._tree, self._prices, len(draft))
+        return best_first(last, request.following, row, self._tree, len(draft))
 
     def observe_request(self, request: _Request, seen: RowStep) -> None:
         nodes = [0, *(node + 1 for node in seen.path)]
@@ -163,11 +158,8 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
 
 
 def _build(context: DrafterContext) -> TokenRecyclingDrafter:
-    return TokenRecyclingDrafter(
-        context.options.get("num_candidates", 8),
-        asked_prices(context),
-        context.target.capabilities.tree_attention,
-    )
+    tree = context.target.capabilities.tree_attention
+    return TokenRecyclingDrafter(context.options.get("num_candidates", 8), tree)
 
 
 DRAFTER = DrafterSpec(
@@ -175,7 +167,6 @@ DRAFTER = DrafterSpec(
     summary="drafts the target's likeliest successors at each token's last occurrence",
     options={
         "num_candidates": "candidates kept for each token, at most 8 (8)",
-        **NODE_COST,
     },
     num_draft_tokens=12,
 )
