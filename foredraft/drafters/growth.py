@@ -253,8 +253,8 @@ class Growth:
 
     def _least(self) -> float:
         """The chance that a node must exceed, or no token below it can be worth a place."""
-        values = self._values()
-        return max(_LEAST, values[-1]) if len(values) == self.row.budget else _LEAST
+        last_kept = self._values()[self.row.budget - 1 :]
+        return max([_LEAST, *last_kept])
 
     def _values(self) -> list[float]:
         """Chances of the likeliest nodes, up to the budget."""
