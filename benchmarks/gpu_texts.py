@@ -26,9 +26,9 @@ from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.sampling import law_of
+from foredraft.drafters.growth import GrowthLimits
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import EagleModule
-from foredraft.drafters.heads.growth import GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import StepDrafter, StepHead
 from foredraft.llm import LLM

@@ -26,7 +26,8 @@ from foredraft.core.tree import TokenTree
 from foredraft.drafters.prediction import AlignmentConfidence, PredictedText
 from foredraft.drafters.text.confidence import MatchConfidence, Priors
 from foredraft.drafters.text.confidence import priors as known_priors
-from foredraft.drafters.text.suffix import NO_MATCH, SEPARATOR, SearchedText, SuffixAutomaton
+from foredraft.drafters.text.id_files import SEPARATOR
+from foredraft.drafters.text.suffix import NO_MATCH, SearchedText, SuffixAutomaton
 from foredraft.drafters.text.token_recycling import RankConfidence, Successors, likeliest
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Target, read

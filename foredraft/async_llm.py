@@ -13,6 +13,7 @@ from os import PathLike
 from typing import Any, Self
 
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.checks import checked_int
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.engine.drive import EngineThread
@@ -215,12 +216,8 @@ class AsyncLLM:
         on_proof: Callable[[bool], None] = lambda is_same: None,
         give_back_after: float | None = None,
     ) -> None:
-        if type(max_waiting) is not int or max_waiting < 0:
-            raise ConfigError(
-                f"max_waiting is {max_waiting!r}; it must be a whole number, 0 or more"
-            )
         self.llm = llm
-        self._max_waiting = max_waiting
+        self._max_waiting = checked_int("max_waiting", max_waiting, 0)
         self._post = _Post()
         self.proof: LiveProof | None = None
         if prove_every:

@@ -35,7 +35,7 @@ from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import DEFAULT_MODEL, LoadOptions
-from foredraft.speculation import USUAL_CONTEXT, experience_of, policy_for
+from foredraft.speculation import experience_of, policy_for
 from foredraft.system.machine import give_memory_back
 
 _log = logging.getLogger("foredraft")
@@ -269,7 +269,6 @@ class LLM:
             self.options.drafter_options,
             self.tokenizer,
             draft.tokenizer if draft else None,
-            self.cost.ms([(1, USUAL_CONTEXT)]) if self.cost else None,
             _size_share(self.plan, self.draft_plan),
             is_fixed=self.options.num_draft_tokens is not None,
         )

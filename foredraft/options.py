@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from foredraft.cache.memory import checked_memory
-from foredraft.core.checks import checked_flag, checked_text, shown, whole_number
+from foredraft.core.checks import checked_flag, checked_int, checked_text, shown
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.system.cgroups import available_cpus
 
@@ -137,7 +137,7 @@ class LoadOptions:
         for name, low in _LOWEST.items():
             value = getattr(self, name)
             if value is not None or name == "max_batch_size":
-                object.__setattr__(self, name, _checked_count(name, value, low))
+                object.__setattr__(self, name, checked_int(name, value, low))
         for name in ("exact", "calibrate", "prefix_caching"):
             object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
         memory = checked_memory("cache_memory", self.cache_memory)
@@ -178,10 +178,3 @@ class LoadOptions:
             if name not in known:
                 raise unknown("option", name, known)
         return cls(**options)
-
-
-def _checked_count(name: str, value: object, low: int) -> int:
-    count = whole_number(value)
-    if count is None or count < low:
-        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number, {low} or more")
-    return count

@@ -9,10 +9,12 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from foredraft.cache.layers import StoredLayers
 
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """Errors by which a cache reports that there is no room."""
@@ -66,53 +68,6 @@ class CacheUsage:
     def available(self) -> int:
         """Entries that requests can still get."""
         return self.free + self.cached
-
-
-class CacheLayers(Protocol):
-    """Extra layers of a cache, for a drafter that keeps a state for each token.
-
-    They hold entries for the same slots and positions as the cache itself, and are allocated,
-    forked, truncated and freed with it. Their owner writes them: those of committed tokens when it
-    observes them, those of its guesses as it likes (nothing of them counts, and `Cache.keep` does
-    not move them). The cache refers to them weakly: they are gone with their owner.
-
-    A slot holds an unbroken run of entries. A slot that begins with blocks of an earlier request
-    takes over what these layers hold of them. Where they hold nothing of a cached beginning, the
-    run begins behind it: see `next_start`.
-    """
-
-    @property
-    def shape(self) -> KVShape: ...
-
-    def next_start(self, slot: int, position: int, num_tokens: int) -> int:
-        """The first position from ``position`` on whose entry is to be written next.
-
-        It is ``position`` itself unless a gap would be left behind the run. For a gap of a few
-        entries the last one of the run is repeated: heads that read some tokens ahead make their
-        entries late, and entries matter to drafts only. Behind a larger one a new run begins, at
-        the next border of a block where the text goes on well beyond it; entries before the new
-        run are then not seen any more.
-
-        Args:
-            num_tokens: how many entries there are to write from ``position`` on.
-        """
-
-    def write(
-        self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor
-    ) -> None:
-        """Set the entries of positions ``start`` to ``start + T``; makes room for them."""
-
-    def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values [H, T, D] of the run's positions before ``end``."""
-
-    def hold(self, slot: int, end: int) -> None:
-        """The entries before ``end`` are there: they were written in some other way."""
-
-    def first(self, slot: int) -> int:
-        """Where the run of ``slot`` begins; 0 where there is none."""
-
-    def covered(self, slot: int) -> int:
-        """Where the run of ``slot`` ends: all of these layers hold its positions; 0: no run."""
 
 
 class Cache(Protocol):
@@ -220,7 +175,7 @@ class Cache(Protocol):
             AssertionError: they are not. This is a bug of foredraft.
         """
 
-    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> CacheLayers:
+    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
         """Further layers of this shape; see `Capabilities.cache_layers`.
 
         A step may be under way in another thread; two callers at once must take turns.

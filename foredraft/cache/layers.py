@@ -24,11 +24,18 @@ them late. The last entry before them is repeated, which affects drafts only."""
 
 
 class StoredLayers:
-    """Entries in the same blocks as the cache's own (see `CacheLayers`).
+    """Extra layers of a cache, for a drafter that keeps a state for each token.
 
-    The valid length of each block is noted, so that a slot that shares the block later knows it.
-    Only entries that were written for a text can be read for it, never those of a block's former
-    user.
+    They hold entries for the same slots and positions as the cache itself, in the same blocks, and
+    are allocated, forked, truncated and freed with it. Their owner writes them: those of committed
+    tokens when it observes them, those of its guesses as it likes (nothing of them counts, and
+    `Cache.keep` does not move them). The cache refers to them weakly: they are gone with their
+    owner.
+
+    A slot holds an unbroken run of entries. A slot that begins with blocks of an earlier request
+    takes over what these layers hold of them, for the valid length of each block is noted: only
+    entries that were written for a text can be read for it. Where they hold nothing of a cached
+    beginning, the run begins behind it: see `next_start`.
 
     Args:
         store: holds them.
@@ -61,9 +68,11 @@ class StoredLayers:
         return run.table
 
     def first(self, slot: int) -> int:
+        """Where the run of ``slot`` begins; 0 where there is none."""
         return self._run(slot).first
 
     def covered(self, slot: int) -> int:
+        """Where the run of ``slot`` ends: all of these layers hold its positions; 0: no run."""
         return self._run(slot).end
 
     def skipped(self, slot: int) -> int:
@@ -71,6 +80,16 @@ class StoredLayers:
         return self._run(slot).first % self.store.block_size
 
     def next_start(self, slot: int, position: int, num_tokens: int) -> int:
+        """The first position from ``position`` on whose entry is to be written next.
+
+        It is ``position`` itself unless a gap would be left behind the run. For a gap of a few
+        entries the last one of the run is repeated. Behind a larger one a new run begins, at the
+        next border of a block where the text goes on well beyond it; entries before the new run are
+        then not seen any more.
+
+        Args:
+            num_tokens: how many entries there are to write from ``position`` on.
+        """
         run, size = self._run(slot), self.store.block_size
         end = min(run.ends, default=position)
         if run.first <= position <= end or self._repeat_last(slot, position):
@@ -115,7 +134,7 @@ class StoredLayers:
         self.hold_blocks()
 
     def hold(self, slot: int, end: int) -> None:
-        """Note that a kernel has written the entries before ``end`` in all layers."""
+        """Note that the entries before ``end`` were written in all layers in some other way."""
         run = self._run(slot)
         run.ends = [max(end, written) for written in run.ends]
         self._note(slot)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from foredraft.core.checks import checked_int, checked_real
 from foredraft.core.errors import ConfigError
 from foredraft.system.cgroups import available_cpus
 
@@ -48,10 +49,10 @@ class ClusterAsked:
             raise ConfigError(f"{', '.join(named)}: of no use without --ray")
         if self.replicas is not None and self.autoscale is not None:
             raise ConfigError("give --replicas or --autoscale, not both")
-        if self.replicas is not None and self.replicas < 1:
-            raise ConfigError(f"--replicas is {self.replicas}; it must be at least 1")
-        if self.engine_timeout is not None and self.engine_timeout < 2.0:
-            raise ConfigError(f"--engine-timeout is {self.engine_timeout:g}; it must be at least 2")
+        if self.replicas is not None:
+            checked_int("--replicas", self.replicas, 1)
+        if self.engine_timeout is not None:
+            checked_real("--engine-timeout", self.engine_timeout, 2.0)
         self.sizes()
 
     def _deploy(self, settings: ServerSettings) -> Any:

@@ -118,7 +118,7 @@ def _show_one(name: str, spec: DrafterSpec) -> None:
 @app.command("index")
 def build_retrieval_index(
     files: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
-    output: Annotated[Path, typer.Option(help="The folder to write.")],
+    output: Annotated[Path, typer.Option(help="The file to write.")],
     model: Annotated[
         str, typer.Option(help="A built-in name, a directory, a GGUF file, or a hub id.")
     ] = DEFAULT_MODEL,
@@ -138,7 +138,8 @@ def build_retrieval_index(
     from foredraft.models.files.store import resolve_model
     from foredraft.models.text.tokenizer import Tokenizer
 
-    _check_output(output, replace)
+    if output.is_dir() or (output.exists() and not replace):
+        raise ConfigError(f"{output} is there already; --replace replaces a file")
     paths = _text_files(files)
     with o.progress() as progress:
         tokenizer = Tokenizer(resolve_model(model, progress=progress))
@@ -147,17 +148,6 @@ def build_retrieval_index(
         count = build_index(output, documents, tokenizer.fingerprint, vocab_size, progress)
     files_word = "file" if len(paths) == 1 else "files"
     say(f"{output}: {count} tokens of {len(paths)} {files_word}")
-
-
-def _check_output(output: Path, replace: bool) -> None:
-    from foredraft.drafters.text.retrieval import is_index
-
-    if not output.exists():
-        return
-    if not is_index(output):
-        raise ConfigError(f"{output} is there already and is no index; choose another --output")
-    if not replace:
-        raise ConfigError(f"{output} is there already; --replace replaces it")
 
 
 def _text_files(paths: Sequence[Path]) -> list[Path]:

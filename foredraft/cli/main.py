@@ -81,20 +81,6 @@ COMMANDS = {
     "train": Command("train:app", "Train a drafter for a model of your own."),
     "trace": Command("trace:trace", "Show what a run did, step by step."),
 }
-RENAMED = {
-    "bench": "foredraft measure (the repository has more: python -m benchmarks)",
-    "bench drafters": "foredraft measure",
-    "bench step": "python -m benchmarks step, in the repository",
-    "bench serve": "guidellm or `vllm bench serve`, which load any server with OpenAI's interface",
-    "plan": "foredraft measure",
-    "tune": "foredraft measure",
-    "tune exit": "foredraft measure --variant 'early-exit exit-layer=4'",
-    "tune self-draft": "foredraft train self-draft",
-    "index": "foredraft drafters index",
-    "trace show": "foredraft trace FILE",
-    "trace replay": "foredraft measure",
-}
-"""Commands that are gone, and what does their work."""
 
 
 class _Commands(TyperGroup):
@@ -107,9 +93,6 @@ class _Commands(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        for old in (" ".join(args[:2]), args[0]):
-            if old in RENAMED:
-                raise ConfigError(f"foredraft {old} is now: {RENAMED[old]}")
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, stand_in and COMMANDS[str(name)].load(str(name)), rest
 

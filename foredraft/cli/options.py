@@ -537,7 +537,7 @@ def _shortened(text: str) -> str:
 
 
 def parse_assignments(flag: str, texts: Iterable[str]) -> dict[str, int | float | str]:
-    """NAME=VALUE texts as a mapping; numbers are read as such.
+    """NAME=VALUE texts as a mapping; numbers, true and false are read as such.
 
     Args:
         flag: the option, for the message.
@@ -551,8 +551,8 @@ def parse_assignments(flag: str, texts: Iterable[str]) -> dict[str, int | float 
         if not equals or not name:
             raise ConfigError(f"{flag} {text!r} is not NAME=VALUE")
         found[name.replace("-", "_")] = value
-        for convert in (float, int):
-            with suppress(ValueError):
+        for convert in (float, int, {"true": True, "false": False}.__getitem__):
+            with suppress(ValueError, KeyError):
                 found[name.replace("-", "_")] = convert(value)
     return found
 

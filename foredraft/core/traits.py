@@ -22,7 +22,7 @@ class DrafterTraits:
         round_share: time of one of its forwards, in plain steps of the target, where each token of
             a draft takes a forward; None: its time does not grow with what it drafts.
         skips_gaps: whether it goes on where its cache layers lack entries of a text's beginning
-            that the target has (see `CacheLayers.next_start`). Else it does not follow such a text.
+            that the target has (`StoredLayers.next_start`). Else it does not follow such a text.
         spare: how many extra nodes it may append beyond its budget. It is meant for guesses that
             cost no drafting time; the drafter adds one only if it pays at the row's price.
         learns: whether it uses `observe`. If False, `observe` is never called.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from foredraft.cache.base import CacheLayers
+from foredraft.cache.layers import StoredLayers
 from foredraft.core.choices import (
     Choice,
     DraftChoices,
@@ -183,7 +183,7 @@ class Drafter(Protocol):
     def taps(self) -> Sequence[int]: ...
 
     @property
-    def layers(self) -> Sequence[CacheLayers]: ...
+    def layers(self) -> Sequence[StoredLayers]: ...
 
     @property
     def traits(self) -> DrafterTraits: ...
@@ -239,7 +239,7 @@ class BaseDrafter:
     """Do-nothing defaults for every part of `Drafter` but `propose`."""
 
     taps: Sequence[int] = ()
-    layers: Sequence[CacheLayers] = ()
+    layers: Sequence[StoredLayers] = ()
     traits = DrafterTraits()
 
     def begin(self, row: DraftRow) -> None:

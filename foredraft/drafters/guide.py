@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from foredraft.core.choices import Choice
-from foredraft.core.cost import Prices, price_of
+from foredraft.core.cost import price_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 
@@ -22,7 +22,6 @@ def best_first(
     successors: Successors[Place],
     row: DraftRow,
     branch: bool = True,
-    prices: Prices | None = None,
     num_drafted: int = 0,
     is_weighed: bool = False,
 ) -> TokenTree:
@@ -34,14 +33,13 @@ def best_first(
 
     Args:
         start: cursor after the committed text and the tokens drafted already.
-        row: its budget is the most nodes; its noise, if it has any, reweighs the successors.
+        row: its budget is the most nodes, its prices are theirs; its noise, if it has any, reweighs
+            the successors.
         branch: whether nodes may have siblings; else the likeliest successor alone is followed.
-        prices: of the nodes; the row's when None.
         num_drafted: tokens between the committed text and ``start``.
         is_weighed: whether the probabilities include the row's noise already.
     """
-    prices = prices or row.prices
-    tokens: list[int] = []
+    prices, tokens = row.prices, list[int]()
     parents: list[int] = []
     expected, best_rate, best_size = 1.0, 1.0 / prices[0], 0
     frontier: list[tuple[float, int, int, int, int, Place]] = []

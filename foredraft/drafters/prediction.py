@@ -20,7 +20,6 @@ from foredraft.drafters.guide import Guide
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
 from foredraft.drafters.text.per_request import GuidedDrafter
-from foredraft.drafters.worth import NODE_COST
 
 _SETTLED = 4
 """Tokens that must agree before the place of parting is forgotten."""
@@ -194,7 +193,8 @@ def _build(context: DrafterContext) -> Drafter:
         ids = tokenizer.encode(text, add_special_tokens=False)
         return [token for token in ids if token < vocab_size]
 
-    return GuidedDrafter.of(context, lambda request: PredictedText(lambda: expected(request)))
+    tree = context.target.capabilities.tree_attention
+    return GuidedDrafter(lambda request: PredictedText(lambda: expected(request)), tree)
 
 
 DRAFTER = DrafterSpec(
@@ -202,6 +202,5 @@ DRAFTER = DrafterSpec(
     summary="copies the text the user expects (SamplingParams.prediction), and finds back to it",
     copies=True,
     reads_prediction=True,
-    options=NODE_COST,
     num_draft_tokens=16,
 )

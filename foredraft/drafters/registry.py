@@ -36,16 +36,14 @@ _FOLDERS = ("", ".text", ".model", ".heads")
 SHARED = frozenset(
     {
         *("base", "spec", "registry", "trained", "text", "model", "heads"),
-        *("guide", "worth", "shapes", "confidence", "per_request", "chain", "staged"),
+        *("guide", "worth", "growth", "confidence", "id_files", "per_request", "chain", "staged"),
         "shortlist",
-        *("layers", "rows", "steps", "growth", "published"),
+        *("layers", "rows", "steps", "published"),
     }
 )
 """Modules beside the drafters that are none."""
 _PARTS = ("taps", "layers", "traits", "begin", "propose", "observe", "end")
 """Attributes of every drafter; see `Drafter`."""
-RENAMED = {"eagle3": "eagle"}
-"""Earlier names of drafters, each with today's."""
 
 
 def drafter_key(name: str) -> str:
@@ -102,8 +100,6 @@ def drafter_spec(name: str) -> DrafterSpec:
         ConfigError: there is no such drafter, there are two, or its package cannot be used.
     """
     key = drafter_key(name)
-    if key in RENAMED:
-        raise ConfigError(f"drafter {name!r} is called {RENAMED[key]!r} now")
     entries = _installed().get(key, ())
     module = _built_in().get(key)
     _check_single(key, module is not None, entries)
@@ -156,7 +152,7 @@ def head_class(kind: str) -> type[HeadModule]:
         ConfigError: there is no such kind, or its package cannot be used.
     """
     key = drafter_key(kind)
-    if key in RENAMED or key in drafter_names():
+    if key in drafter_names():
         head = drafter_spec(key).head
         if head is not None and head.kind == key:
             return head

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter
 from foredraft.models.base import Ability, Target
 
@@ -42,7 +41,6 @@ class DrafterContext:
         options: the user's options for this drafter, checked against `DrafterSpec.options`.
         tokenizer: the target's; None when requests come as token ids only.
         draft_tokenizer: the draft model's.
-        plain_ms: milliseconds of a step of the target without drafts; None: not measured.
         size_share: bytes that a forward of the draft model reads, over the target's; None: not
             known.
         is_fixed: whether the user has set the number of draft tokens: then none is left out.
@@ -53,7 +51,6 @@ class DrafterContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TextCodec | None = None
     draft_tokenizer: TextCodec | None = None
-    plain_ms: float | None = None
     size_share: float | None = None
     is_fixed: bool = False
 
@@ -120,53 +117,3 @@ class DrafterSpec:
     def missing_capabilities(self, target: Target) -> list[str]:
         """Capabilities that it needs and the target does not offer."""
         return [name for name in self.needs if not getattr(target.capabilities, name)]
-
-
-_FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-
-
-def checked_flag(name: str, value: object) -> bool:
-    """``value`` as a bool; the command line passes text.
-
-    Raises:
-        ConfigError: it is neither true nor false.
-    """
-    if isinstance(value, bool):
-        return value
-    flag = _FLAGS.get(str(value).lower())
-    if flag is None:
-        raise ConfigError(f"{name} is {value!r}; it must be true or false")
-    return flag
-
-
-def checked_count(name: str, value: object) -> int:
-    """``value`` as a whole number.
-
-    Raises:
-        ConfigError: it is not one, or below 1.
-    """
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-    return value
-
-
-def checked_ms(name: str, value: object) -> float:
-    """``value`` as a time in milliseconds, 0 or more.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e6:
-        raise ConfigError(f"{name} is {value!r}; it must be a time in milliseconds")
-    return float(value)
-
-
-def checked_cost(name: str, value: object) -> float:
-    """``value`` as a cost: a finite number above 0.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < 1e6:
-        raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
-    return float(value)

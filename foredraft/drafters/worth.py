@@ -10,24 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
 
 from foredraft.core.cost import Prices, price_of
-from foredraft.drafters.spec import DrafterContext, checked_cost
-
-NODE_COST = MappingProxyType(
-    {"node_cost": "time one more draft token adds to a step, in plain steps (measured)"}
-)
-
-
-def asked_prices(context: DrafterContext) -> Prices | None:
-    """The prices that the option of `NODE_COST` asks for; None leaves them to the controller.
-
-    Raises:
-        ConfigError: the option is not a number above 0.
-    """
-    given = context.options.get("node_cost")
-    return None if given is None else (1.0, 1.0 + checked_cost("node_cost", given))
 
 
 @dataclass(frozen=True)

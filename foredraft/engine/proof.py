@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from foredraft.core.errors import ConfigError
+from foredraft.core.checks import checked_int
 from foredraft.core.proposal import DrawnProposal
 from foredraft.engine.policy import Policy
 from foredraft.engine.request import Event, Request
@@ -68,9 +68,7 @@ class LiveProof:
         every: int,
         tell: Callable[[bool], None] = lambda is_same: None,
     ) -> None:
-        if type(every) is not int or every < 1:
-            raise ConfigError(f"a proof of every {every!r} steps: it must be a whole number, 1 up")
-        self.every = every
+        self.every = checked_int("every", every, 1)
         self.num_steps = self.num_differences = 0
         self.wake: Callable[[], None] = lambda: None
         self._engine, self._tell = engine, tell

@@ -7,7 +7,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from foredraft.core.errors import ConfigError
+from foredraft.core.checks import checked_int
 from foredraft.engine.policy import Policy
 from foredraft.engine.request import Request
 from foredraft.engine.turn import Turn
@@ -58,12 +58,8 @@ class Scheduler:
         max_step_tokens: int = MAX_STEP_TOKENS,
         must_wait: MustWait = lambda request, running: False,
     ) -> None:
-        if type(max_batch_size) is not int or max_batch_size < 1:
-            raise ConfigError(
-                f"max_batch_size is {max_batch_size!r}; it must be a whole number, 1 or more"
-            )
-        self._max_batch_size, self._max_step_tokens = max_batch_size, max_step_tokens
-        self._must_wait = must_wait
+        self._max_batch_size = checked_int("max_batch_size", max_batch_size, 1)
+        self._max_step_tokens, self._must_wait = max_step_tokens, must_wait
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._by_id: dict[int, Request] = {}

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import Cache, CacheLayers
+from foredraft.cache.base import Cache
+from foredraft.cache.layers import StoredLayers
 from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Scored
 from foredraft.core.errors import CapabilityError, ConfigError
@@ -544,7 +545,7 @@ class HeadRunner(Protocol):
     """
 
     @property
-    def layers(self) -> CacheLayers: ...
+    def layers(self) -> StoredLayers: ...
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Run the tokens that are not known yet, of all rows.

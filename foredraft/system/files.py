@@ -46,13 +46,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    mode: int = 0o644,
 ) -> None:
-    """A whole safetensors file; see `write_atomically`."""
+    """A whole safetensors file that ``mode`` lets read and write; see `write_atomically`."""
     with _unfinished(path) as unfinished, _explained(path):
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(kept, unfinished, dict(metadata or {}))
-        unfinished.chmod(0o644)  # safetensors makes files for their owner alone
+        unfinished.chmod(mode)  # safetensors makes files for their owner alone
         with unfinished.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(unfinished, path)

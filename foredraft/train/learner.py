@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.core.errors import ConfigError, TrainingError
+from foredraft.core.errors import TrainingError
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.train.batches import TrainBatch
 from foredraft.train.folder import Counters
@@ -49,7 +49,8 @@ class NameableTokens:
     def of(cls, module: HeadModule, target: TrainingTarget, dtype: torch.dtype) -> NameableTokens:
         """Those of a module, their head in that dtype."""
         vocab = target.shape.vocab_size
-        ids_R = torch.tensor(_named_tokens(module))
+        ids_R = module.output_ids_R
+        ids_R = torch.arange(module.shape.vocab_size) if ids_R is None else ids_R.cpu()
         row_of_V = torch.full((vocab,), -1, dtype=torch.int64)
         row_of_V[ids_R] = torch.arange(len(ids_R))
         return cls(target.parts.head_rows(ids_R).to(dtype), row_of_V.to(target.device))
@@ -196,58 +197,6 @@ def _follow(means: list[float], new: Sequence[float]) -> None:
     means += new[len(means) :]
     for number, value in enumerate(new):
         means[number] += (1 - _SURVIVAL_KEPT) * (value - means[number])
-
-
-# ------------------------------------------------------------------ starting from another head
-
-
-@torch.no_grad()
-def take_over(module: HeadModule, older: HeadModule) -> None:
-    """Copy what both have: all weights, and the output rows of the tokens that both can name.
-
-    Other rows stay as they are: a new head has the target's own there.
-
-    Raises:
-        ConfigError: the heads are of different kinds or sizes.
-    """
-    names = dict(older.named_parameters())
-    if type(module) is not type(older) or names.keys() != dict(module.named_parameters()).keys():
-        raise ConfigError(
-            f"a {module.kind} head cannot start from this {older.kind} head: their layers differ"
-        )
-    rows, older_rows = _shared_rows(module, older)
-    for name, parameter in module.named_parameters():
-        older_parameter = names[name].to(parameter.device)
-        if older_parameter.shape == parameter.shape and not _names_tokens(module, parameter):
-            parameter.copy_(older_parameter)
-        elif older_parameter.shape[1:] == parameter.shape[1:]:
-            parameter[rows] = older_parameter[older_rows]
-        else:
-            raise ConfigError(
-                f"{name} is {[*parameter.shape]} here and {[*older_parameter.shape]} in the head "
-                "to start from: train with its options"
-            )
-
-
-def _names_tokens(module: HeadModule, parameter: Tensor) -> bool:
-    ids_R = module.output_ids_R
-    return ids_R is not None and parameter.ndim == 2 and len(parameter) == len(ids_R)
-
-
-def _shared_rows(module: HeadModule, older: HeadModule) -> tuple[Tensor, Tensor]:
-    """Output rows of the tokens that both name, in each."""
-    ids = [_named_tokens(module), _named_tokens(older)]
-    shared = torch.tensor(sorted(set(ids[0]) & set(ids[1])), dtype=torch.int64)
-    rows = []
-    for tokens in ids:
-        place = {token: row for row, token in enumerate(tokens)}
-        rows.append(torch.tensor([place[int(token)] for token in shared], dtype=torch.int64))
-    return rows[0], rows[1]
-
-
-def _named_tokens(module: HeadModule) -> list[int]:
-    ids_R = module.output_ids_R
-    return list(range(module.shape.vocab_size)) if ids_R is None else ids_R.tolist()
 
 
 # ------------------------------------------------------------------------ faster on CPUs

@@ -28,7 +28,7 @@ from foredraft.train.folder import (
 )
 from foredraft.train.heads.base import TextBatch, start_head, training_of
 from foredraft.train.heads.saving import load_tested, save_head
-from foredraft.train.learner import Learner, NameableTokens, take_over
+from foredraft.train.learner import Learner, NameableTokens
 from foredraft.train.optimiser import rate_share
 from foredraft.train.options import TrainOptions
 from foredraft.train.progress import Monitor, Recent, Status, expected
@@ -49,7 +49,8 @@ class Job:
         kind: the class of its module.
         out: the directory: the best head so far, and the state in its folder ``training``.
         kind_options: those of the kind, checked.
-        start_from: the folder of a head whose weights to begin with; None: the target's.
+        start_from: the folder of a head to begin with, which keeps its options and output rows;
+            None: a new one.
         capture_root: where states of targets are kept.
         capture_bytes: limit of their bytes.
         provenance: more about the data, for the card.
@@ -118,14 +119,7 @@ class Trainer:
         saved = load_state(state_path(job.out), self._recipe)
         if saved is None:
             self.counters = Counters()
-            trained, _ = split_texts(self._texts)
-            rows = frequent_tokens(
-                [self._texts[n] for n in trained], self._options.output_rows, shape.vocab_size
-            )
-            module = _new_module(job, self._target, rows)
-            if job.start_from is not None:
-                take_over(module, load_tested(job.start_from, job.kind, self._target.identity))
-            return Learner(module, self._target, self._options)
+            return Learner(self._first_module(), self._target, self._options)
         self.counters = saved.counters
         self.counters.resumed += 1
         self.counters.evaluated = min(self.counters.evaluated, self._options.done(self.counters))
@@ -135,6 +129,23 @@ class Trainer:
         learner = Learner(module, self._target, self._options)
         learner.load(saved.groups)
         return learner
+
+    def _first_module(self) -> HeadModule:
+        """The head to start from, or a new one."""
+        job, shape = self._job, self._target.shape
+        if job.start_from is not None:
+            older = load_tested(job.start_from, job.kind, self._target.identity)
+            for name, value in job.kind_options.items():
+                if job.kind.OPTIONS[name].checked(name, value, shape) != older.config[name]:
+                    raise ConfigError(
+                        f"{name} is {value!r} and {older.config[name]!r} in the head to start "
+                        "from, which keeps its own: leave the option out"
+                    )
+            return older
+        trained, _ = split_texts(self._texts)
+        texts = [self._texts[n] for n in trained]
+        rows = frequent_tokens(texts, self._options.output_rows, shape.vocab_size)
+        return _new_module(job, self._target, rows)
 
     # ------------------------------------------------------------------------------- running
 

@@ -21,13 +21,13 @@ def measure(checkpoint: Path, *arguments: str) -> Result:
 
 def test_drafters_are_measured_under_each_load(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "here.json"
-    asked = ("--drafters", "auto", "--variant", "suffix node_cost=0.5", "--output", str(path))
+    asked = ("--drafters", "auto", "--variant", "ngram max_ngram_size=8", "--output", str(path))
     result = measure(checkpoint, *asked)
     assert result.exit_code == 0, result.exception
     report = json.loads(path.read_text())
     (plan,) = report["plans"]
     names = {each["drafter"] for each in plan["outlooks"]}
-    assert names == {"none", "auto", "suffix node_cost=0.5"}
+    assert names == {"none", "auto", "ngram max_ngram_size=8"}
     assert [*plan["choices"]] == ["1", "2"]
     assert report["num_different"] == 0
     assert report["command"]

@@ -87,11 +87,11 @@ def test_contexts_are_categories(report: Report) -> None:
 
 def test_a_variant_is_a_drafter_with_options(report: Report) -> None:
     written = report(
-        "drafters", "--variant", "token-recycling shared=true", "--variant", "suffix node_cost=0.5",
-        "--limit", "1", "--max-tokens", "4",
+        "drafters", "--variant", "token-recycling num-candidates=4",
+        "--variant", "ngram max_ngram_size=8", "--limit", "1", "--max-tokens", "4",
     )  # fmt: skip
     names = {row["contender"] for row in written["summaries"]}
-    assert names == {"none", "token_recycling shared=true", "suffix node_cost=0.5"}
+    assert names == {"none", "token_recycling num-candidates=4", "ngram max_ngram_size=8"}
 
 
 def test_report_shows_or_writes_the_page(tmp_path: Path) -> None:

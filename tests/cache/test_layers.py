@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from foredraft.cache.base import CacheLayers, KVShape
+from foredraft.cache.base import KVShape
 from foredraft.cache.layers import StoredLayers
 from tests.cache.test_kv import SHAPE as KV_SHAPE
 from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
@@ -23,14 +23,14 @@ def probe(request: pytest.FixtureRequest) -> Probe:
     return new()
 
 
-def write(layers: CacheLayers, slot: int, start: int, values: list[int]) -> None:
+def write(layers: StoredLayers, slot: int, start: int, values: list[int]) -> None:
     """Each position's entry is its value, in both layers (the second one's negative)."""
     keys_HTD = torch.tensor(values, dtype=torch.float32)[None, :, None].expand(1, -1, 3)
     for layer, sign in enumerate((1, -1)):
         layers.write(layer, slot, start, sign * keys_HTD, 2 * sign * keys_HTD)
 
 
-def read(layers: CacheLayers, slot: int, end: int) -> list[int]:
+def read(layers: StoredLayers, slot: int, end: int) -> list[int]:
     keys_HTD, values_HTD = layers.read(0, slot, end)
     assert keys_HTD.shape == (1, end, 3)
     assert torch.equal(values_HTD, 2 * keys_HTD)
@@ -57,7 +57,7 @@ def test_layers_may_come_while_a_step_goes_through_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     probe: Probe = TokenProbe()
-    cache, added = probe.cache, list[CacheLayers]()
+    cache, added = probe.cache, list[StoredLayers]()
     layers = [cache.add_layers(SHAPE, torch.float32) for _ in range(2)]
     forget_notes = StoredLayers.forget_notes
 

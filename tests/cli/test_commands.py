@@ -236,14 +236,12 @@ def test_a_prediction_speeds_up_and_changes_nothing(run: Run, tmp_path: Path) ->
     plain = json.loads(run(*asked, "--drafter", "none").stdout)
     path = tmp_path / "expected.txt"
     path.write_text(plain["text"], encoding="utf-8")
-    # As measured, and with budgets that follow the machine, counts would vary.
-    asked = (*asked, "--drafter-option", "node_cost=0.1", "--num-draft-tokens", "16")
     predicted = json.loads(run(*asked, "--prediction", str(path)).stdout)
     assert predicted["drafter"] == "prediction"
     assert predicted["token_ids"] == plain["token_ids"]
     assert predicted["stats"]["drafted"] > 0
-    piped = run(*asked, "--prediction", "-", input=plain["text"])
-    assert json.loads(piped.stdout)["stats"] == predicted["stats"]
+    piped = json.loads(run(*asked, "--prediction", "-", input=plain["text"]).stdout)
+    assert (piped["drafter"], piped["token_ids"]) == ("prediction", plain["token_ids"])
 
 
 @pytest.mark.parametrize(

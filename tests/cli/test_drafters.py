@@ -117,7 +117,7 @@ def test_an_index_is_replaced_only_when_asked(
 def test_other_folders_are_left_alone(checkpoint: Path, notes: Path) -> None:
     result = build(checkpoint, str(notes / "ferry.txt"), "--output", str(notes), "--replace")
     assert isinstance(result.exception, ConfigError)
-    assert "no index" in str(result.exception)
+    assert "is there already" in str(result.exception)
     assert (notes / "ferry.txt").read_text(encoding="utf-8") == NOTES
 
 

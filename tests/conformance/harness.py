@@ -196,9 +196,7 @@ WITH_HEADS = {
 """Drafters that a trained head turns into others: their names here, and the option that does it."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "draft_model+tree": {"shape": "2,2,1"},
-    "draft_model+late-tree": {"shape": "1,2"},
-    "draft_model+best-first": {"shape": "best-first", "width": 3, "max_depth": 4},
+    "draft_model+tree": {"shape": "best-first", "width": 3, "max_depth": 4, "round_cost": 0.0},
     "cascade+suffix": {"stages": "ngram,suffix,draft_model"},
     "early_exit+deep": {"exit_layer": 2},
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from foredraft.core.cost import USUAL_PRICES
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import RowStep
@@ -19,6 +20,7 @@ class Followed:
     Args:
         drafter: sees the prompt at once and the rest as it is committed.
         prompt: the tokens that are there at the start.
+        node_cost: of every node that it drafts, in plain steps.
     """
 
     def __init__(
@@ -28,7 +30,9 @@ class Followed:
         params: SamplingParams | None = None,
         request_id: int = 0,
         tenant: str | None = None,
+        node_cost: float | None = None,
     ) -> None:
+        self._prices = USUAL_PRICES if node_cost is None else (1.0, 1.0 + node_cost)
         self.drafter, self.tokens = drafter, list(prompt)
         self.params, self.request_id = params or SamplingParams(), request_id
         drafter.begin(DraftRow.of(request_id, tuple(prompt), self.params, tenant=tenant))
@@ -38,7 +42,8 @@ class Followed:
         return self.propose(budget).tree
 
     def propose(self, budget: int = 16) -> Proposal:
-        row = DraftRow.of(self.request_id, tuple(self.tokens), self.params, budget)
+        tokens, prices = tuple(self.tokens), self._prices
+        row = DraftRow.of(self.request_id, tokens, self.params, budget, prices=prices)
         (proposal,) = self.drafter.propose([row])
         return proposal
 

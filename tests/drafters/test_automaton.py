@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.drafters.text.suffix import NO_MATCH, SEPARATOR, SuffixAutomaton
+from foredraft.drafters.text.id_files import SEPARATOR
+from foredraft.drafters.text.suffix import NO_MATCH, SuffixAutomaton
 
 TEXTS = st.lists(st.integers(0, 2), max_size=14)
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from foredraft.core.cost import CostModel, Prices
-from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.guide import best_first
-from foredraft.drafters.spec import checked_cost, checked_count, checked_flag
 
 Word = tuple[int, ...]
 
@@ -83,23 +79,6 @@ def test_nothing_to_draft_and_nothing_allowed() -> None:
 def test_parents_come_before_children() -> None:
     tree = grown(always(0.5, 0.4), 12, (1.0, 1.0 + 1e-9))
     assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
-
-
-@pytest.mark.parametrize("value", [0, -1, "much", True, float("inf"), None])
-def test_a_cost_must_be_a_number_above_zero(value: object) -> None:
-    with pytest.raises(ConfigError, match="node_cost"):
-        checked_cost("node_cost", value)
-
-
-def test_option_values_from_the_command_line() -> None:
-    assert checked_flag("shared", "true") is checked_flag("shared", 1) is True
-    assert checked_flag("shared", "no") is False
-    with pytest.raises(ConfigError, match="shared is 'maybe'"):
-        checked_flag("shared", "maybe")
-    with pytest.raises(ConfigError, match=r"min_match is 1\.5"):
-        checked_count("min_match", 1.5)
-    with pytest.raises(ConfigError, match="min_match is 0"):
-        checked_count("min_match", 0)
 
 
 def test_noise_that_rules_a_candidate_out_takes_it_out_of_the_draft() -> None:

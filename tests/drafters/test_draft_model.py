@@ -12,12 +12,11 @@ from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismat
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
+from foredraft.drafters.growth import GrowthLimits, planned_parents
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
-from foredraft.drafters.shapes import BestFirstShape, FixedShape
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores
 from foredraft.models.table import TableModel
-from tests.conformance.harness import run, table_kind
 from tests.core.reference import logits_to_probs
 from tests.drafters.prices import FREE_NODES
 
@@ -39,7 +38,8 @@ class Watched(TableModel):
 def row(
     tokens: Sequence[int], budget: int, request_id: int = 0, params: SamplingParams | None = None
 ) -> DraftRow:
-    return DraftRow.of(request_id, tuple(tokens), params or SamplingParams(), budget, seed=5)
+    params = params or SamplingParams()
+    return DraftRow.of(request_id, tuple(tokens), params, budget, seed=5, prices=FREE_NODES)
 
 
 @pytest.fixture
@@ -148,67 +148,74 @@ def test_refuses_a_model_that_cannot_draft_for_the_target(model: Watched) -> Non
 
 # ------------------------------------------------------------------------------------- trees
 
-PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
+LIMITS = GrowthLimits(max_depth=3, width=2, branching=2, round_cost=0.0)
 
 
-def sampling(temperature: float, **options: Any) -> SamplingParams:
-    return SamplingParams.of(temperature=temperature, seed=17, max_tokens=16, **options)
-
-
-def test_a_tree_is_grown_depth_by_depth(model: Watched) -> None:
-    drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
+def test_a_tree_is_grown_round_by_round(model: Watched) -> None:
+    drafter = DraftTreeDrafter(model, LIMITS)
     drafter.begin(DraftRow.of(0, [1, 2]))
     (proposal,) = drafter.propose([row([1, 2], 10)])
-    assert model.reads == [[2], [1], [1]]
-    assert model.nodes == [[0], [2], [6]], "leaves are not scored"
+    assert model.reads == [[2], *[[1]] * 4]
+    assert model.nodes == [[0], [2], [4], [6], [8]]
     tree = proposal.tree
-    assert tree.parents == (-1, -1, 0, 0, 1, 1, 2, 3, 4, 5)
+    assert len(tree) == 10
+    assert tree.max_depth == 3
     for path in tree.paths:
         text = (1, 2, *(tree.tokens[node] for node in path))
-        likely = sorted(range(8), key=lambda token: -model.probs(text[:-1])[token])[:2]
+        most = 6 if len(text) == 3 else 2
+        likely = sorted(range(8), key=lambda token: -model.probs(text[:-1])[token])[:most]
         assert text[-1] in likely
 
 
 def test_entries_of_the_accepted_path_are_kept(model: Watched) -> None:
-    drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
+    drafter = DraftTreeDrafter(model, LIMITS)
     drafter.begin(DraftRow.of(0, [1, 2]))
     (first,) = drafter.propose([row([1, 2], 10)])
     model.reads.clear()
-    path = first.tree.paths[8]  # three accepted tokens, by way of the second child
+    path = next(path for path in first.tree.paths if len(path) == 3)
     accepted = [1, 2, *(first.tree.tokens[node] for node in path), 0]
-    (second,) = drafter.propose([row(accepted, 2)])
+    (second,) = drafter.propose([row(accepted, 1)])
     assert model.reads[0] == [2], "the leaf, which was never scored, and the next token"
     assert second.tree.tokens[:1] == likeliest(model, accepted, 1)
     assert model.cache.context(0) == tuple(accepted)
 
 
 def test_entries_of_rejected_branches_are_dropped(model: Watched) -> None:
-    drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
+    drafter = DraftTreeDrafter(model, replace(LIMITS, max_depth=2))
     drafter.begin(DraftRow.of(0, [1, 2]))
-    (first,) = drafter.propose([row([1, 2], 10)])
-    other = next(token for token in range(8) if token not in first.tree.tokens[:2])
+    (first,) = drafter.propose([row([1, 2], 4)])
+    other = next(token for token in range(8) if token not in first.tree.tokens)
     model.reads.clear()
-    drafter.propose([row([1, 2, other], 2)])
+    drafter.propose([row([1, 2, other], 1)])
     assert model.reads[0] == [1]
     assert model.cache.context(0) == (1, 2, other)
 
 
 def test_trees_share_forwards_and_leave_out_rows_that_are_done(model: Watched) -> None:
-    drafter = DraftTreeDrafter(model, FixedShape((2, 1, 1)))
+    drafter = DraftTreeDrafter(model, LIMITS)
     for request_id in range(2):
         drafter.begin(DraftRow.of(request_id, [request_id]))
-    proposals = drafter.propose([row([0], 6, 0), row([1, 4, 2], 2, 1)])
-    assert model.nodes == [[0, 0], [2], [4]]
-    assert [len(proposal.tree) for proposal in proposals] == [6, 2]
+    proposals = drafter.propose([row([0], 6, 0), row([1, 4, 2], 1, 1)])
+    assert model.nodes[0] == [0, 0]
+    assert [*map(len, model.nodes[1:])] == [1] * len(model.nodes[1:])
+    assert [len(proposal.tree) for proposal in proposals] == [6, 1]
 
 
 def test_a_tree_needs_room_in_the_context(model: Watched) -> None:
     model.max_context = 8
-    shape = BestFirstShape(width=2, max_depth=3, prices=FREE_NODES)
-    drafter = DraftTreeDrafter(model, shape)
+    drafter = DraftTreeDrafter(model, LIMITS)
     drafter.begin(DraftRow.of(0, [1]))
     assert len(drafter.propose([row([1, 2, 3, 4], 3)])[0].tree) == 3
     assert len(drafter.propose([row([1, 2, 3, 4, 5], 3)])[0].tree) == 0
+
+
+def test_a_drawn_tree_is_planned(model: Watched) -> None:
+    drafter = DraftTreeDrafter(model, LIMITS)
+    drafter.begin(DraftRow.of(0, [1, 2]))
+    drawn = SamplingParams(temperature=1.0, coupling="drawn")
+    (proposal,) = drafter.propose([row([1, 2], 6, params=drawn)])
+    assert proposal.is_drawn
+    assert proposal.tree.parents == planned_parents((0.6, 0.15), 6, 3)
 
 
 def build(**options: Any) -> object:
@@ -219,9 +226,9 @@ def build(**options: Any) -> object:
 def test_the_shape_is_an_option() -> None:
     assert isinstance(build(), DraftModelDrafter)
     assert isinstance(build(shape="chain"), DraftModelDrafter)
-    for shape in ("3,2,1", 3, "best-first", "best_first"):
+    for shape in ("best-first", "best_first"):
         assert isinstance(build(shape=shape), DraftTreeDrafter)
-    best = build(shape="best-first", width=2, max_depth=3, draft_ms=2)
+    best = build(shape="best-first", width=2, max_depth=3, round_cost=0.2)
     assert isinstance(best, DraftTreeDrafter)
 
 
@@ -229,10 +236,10 @@ def test_the_shape_is_an_option() -> None:
     ("options", "message"),
     [
         ({"shape": "best-frist"}, "did you mean 'best-first'"),
-        ({"shape": "3,0"}, "no tree shape"),
-        ({"shape": "3,2", "width": 4}, "width is of use with shape 'best-first' alone"),
+        ({"shape": "chain", "width": 4}, "width is of no use with shape 'chain'"),
+        ({"shape": "best-first", "guesses": False}, "guesses is of no use with shape 'best-first'"),
         ({"shape": "best-first", "width": 0}, "width is 0"),
-        ({"shape": "best-first", "draft_ms": "quick"}, "must be a time in milliseconds"),
+        ({"shape": "best-first", "round_cost": "quick"}, "round_cost must be a finite number"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -244,23 +251,6 @@ def test_a_tree_needs_tree_attention_on_both_sides() -> None:
     for blind in (0, 1):
         models = [TableModel.random(8, seed=3), TableModel.random(8, seed=4)]
         models[blind].capabilities = Capabilities()
+        context = DrafterContext(models[0], models[1], {"shape": "best-first"})
         with pytest.raises(CapabilityError, match="use shape 'chain'"):
-            build_drafter("draft-model", DrafterContext(models[0], models[1], {"shape": "2,1"}))
-
-
-def test_a_wider_tree_is_accepted_more_often() -> None:
-    kind, steps = table_kind(), []
-    for drafter, num_draft_tokens in (
-        (DraftModelDrafter(kind.new_draft_model()), 3),
-        (DraftTreeDrafter(kind.new_draft_model(), FixedShape((3, 2, 1))), 15),
-    ):
-        target = kind.new_target()
-        results = [
-            result
-            for seed in range(6)
-            for result in run(
-                target, drafter, PROMPTS, replace(sampling(1.0), seed=seed), num_draft_tokens
-            )
-        ]
-        steps.append(sum(result.stats.steps for result in results))
-    assert steps[1] < steps[0]
+            build_drafter("draft-model", context)

@@ -44,9 +44,9 @@ def test_it_drafts_what_its_layers_alone_would_say(target: NativeTarget, exit_la
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exit_layer": 0}, "from 1 to 2"),
-        ({"exit_layer": 3}, "from 1 to 2"),
-        ({"exit_layer": True}, "from 1 to 2"),
+        ({"exit_layer": 0}, "between 1 and 2"),
+        ({"exit_layer": 3}, "between 1 and 2"),
+        ({"exit_layer": True}, "whole number"),
         ({"exit_layers": 1}, "did you mean 'exit_layer'"),
     ],
 )

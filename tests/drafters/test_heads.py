@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from foredraft.drafters.base import Drafter, DraftRow
+from foredraft.drafters.growth import GrowthLimits
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
 from foredraft.drafters.heads.eagle import EagleModule
-from foredraft.drafters.heads.growth import GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.hydra import HydraModule
 from foredraft.drafters.heads.medusa import MedusaDrafter, MedusaModule

@@ -74,11 +74,11 @@ def test_requests_do_not_see_each_others_text() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_ngram_size": 0}, "sizes 0 to 4 make no range"),
-        ({"max_ngram_size": 1}, "sizes 2 to 1 make no range"),
-        ({"max_ngram_size": "4"}, "max_ngram_size is '4'"),
-        ({"min_ngram_size": True}, "min_ngram_size is True"),
-        ({"max_ngram_size": 3.0}, "max_ngram_size is 3.0"),
+        ({"min_ngram_size": 0}, "min_ngram_size is 0; it must be at least 1"),
+        ({"max_ngram_size": 1}, "max_ngram_size is 1; it must be at least 2"),
+        ({"max_ngram_size": "4"}, "max_ngram_size must be a whole number"),
+        ({"min_ngram_size": True}, "min_ngram_size must be a whole number"),
+        ({"max_ngram_size": 3.0}, "max_ngram_size must be a whole number"),
     ],
 )
 def test_refuses_sizes_that_are_none(options: dict[str, int], message: str) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 
 from benchmarks.priors import as_json
-from foredraft.core.errors import ConfigError
 from foredraft.drafters.text.confidence import MatchConfidence, Priors, priors
 
 
@@ -24,9 +23,8 @@ def test_they_survive_being_written_down() -> None:
     assert Priors.parse(as_json(priors(), {"made_by": "hand"})) == priors()
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, float("nan")])
-def test_what_is_no_share_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match="met"):
-        replace(priors(), met=(0.5, share))
-    with pytest.raises(ConfigError, match="ranks"):
-        replace(priors(), ranks=((0.5, share),))
+def test_they_are_shares() -> None:
+    found = asdict(priors())
+    for values in (*found.pop("ranks"), *found.values()):
+        assert values
+        assert all(0.0 < value < 1.0 for value in values)

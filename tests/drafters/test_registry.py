@@ -16,7 +16,6 @@ from foredraft.drafters import build_drafter, drafter_names, drafter_spec, ready
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.registry import (
-    RENAMED,
     SHARED,
     _listed,
     _package,
@@ -200,14 +199,6 @@ def test_every_file_is_a_drafter_or_shared() -> None:
     built_in = set(foredraft.drafters.registry._built_in())
     assert names - {"drafters"} == built_in | SHARED
     assert not built_in & SHARED
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_an_old_name_is_refused_with_the_new_one(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' is called '{RENAMED[name]}' now"):
-        drafter_spec(name)
-    with pytest.raises(ConfigError, match=f"'{name}' is called '{RENAMED[name]}' now"):
-        head_class(name)
 
 
 def test_kinds_of_heads_are_what_drafters_train() -> None:

@@ -128,6 +128,13 @@ def test_it_joins_in_the_middle_and_agrees_with_plain(target: NativeTarget) -> N
         assert [result.token_ids for result in results] == expected
 
 
+class FreeGuesser(GuidedDrafter):
+    """Guesses as if nodes cost nothing."""
+
+    def draft_tree(self, request: Guide, row: DraftRow, draft: Sequence[int]) -> TokenTree:
+        return super().draft_tree(request, replace(row, prices=FREE_NODES), draft)
+
+
 class Oracle(Guide):
     """Knows what will be written, but for every so many tokens; counts nothing."""
 
@@ -169,9 +176,8 @@ def test_guesses_change_no_draft_and_save_forwards(
             return usual(each, *args)
 
         known = text if has_guesses else []
-        drafter._guesser = GuidedDrafter(
+        drafter._guesser = FreeGuesser(
             lambda row, known=known: Oracle(known, len(row.tokens), wrong_every),  # type: ignore[misc]
-            FREE_NODES,
             tree=False,
         )
         with monkeypatch.context() as patched:

@@ -12,9 +12,9 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import Drafter
+from foredraft.drafters.growth import GrowthLimits
 from foredraft.drafters.model.cascade import VerticalCascade
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
-from foredraft.drafters.shapes import FixedShape
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
@@ -122,7 +122,7 @@ def test_no_step_reads_more_than_a_chunk(kind: str) -> None:
     model = Watched()
     drafters: dict[str, Drafter] = {
         "chain": DraftModelDrafter(model),
-        "tree": DraftTreeDrafter(model, FixedShape((1, 1, 1))),
+        "tree": DraftTreeDrafter(model, GrowthLimits(3, 1, 1, round_cost=0.0)),
         "cascade": VerticalCascade([NgramDrafter()], model),
     }
     running = watch(drafter=drafters[kind], model=model)

@@ -18,9 +18,9 @@ import pytest
 
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
+from foredraft.drafters.growth import GrowthLimits
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.drafters.shapes import FixedShape
 from foredraft.drafters.text.ngram import NgramDrafter
 from tests.exactness.drafting import SHAPES, Chosen, Draft, Drawn, TableDrafter
 from tests.exactness.engine_runs import PROMPT, sample
@@ -59,7 +59,7 @@ def draft_model(w: World) -> Drafter:
 
 
 def draft_tree(w: World) -> Drafter:
-    return DraftTreeDrafter(w.draft(), FixedShape((2, 2)))
+    return DraftTreeDrafter(w.draft(), GrowthLimits(2, 2, 2, round_cost=0.0))
 
 
 SETUPS = {

@@ -14,9 +14,9 @@ from torch import Tensor
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.drafters.growth import Growth, GrowthLimits
 from foredraft.drafters.guide import best_first
 from foredraft.drafters.none import NoDrafter
-from foredraft.drafters.shapes import BestFirstShape, FixedShape, TreeShape
 from tests.exactness.engine_runs import generate, texts
 from tests.exactness.worlds import Tokens, world
 
@@ -48,16 +48,16 @@ class Wild:
 
 
 class WildDrafter(BaseDrafter):
-    """Grows a shape from wild logits."""
+    """Grows trees from wild logits."""
 
-    def __init__(self, wild: Wild, shape: TreeShape) -> None:
-        self._wild, self._shape = wild, shape
+    def __init__(self, wild: Wild, limits: GrowthLimits) -> None:
+        self._wild, self._limits = wild, limits
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [self._grown(row) for row in rows]
 
     def _grown(self, row: DraftRow) -> Proposal:
-        growth = self._shape.grow(row)
+        growth = Growth(replace(row, prices=FREE), self._limits)
         while growth.frontier:
             numbers = [len(row.tokens) + node + 1 for node in growth.frontier]
             growth.extend(torch.stack([self._wild.logits(number) for number in numbers]))
@@ -72,7 +72,9 @@ class WildWeigher(BaseDrafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [
-            Proposal.chosen(best_first(len(row.tokens), self._successors, row, prices=FREE))
+            Proposal.chosen(
+                best_first(len(row.tokens), self._successors, replace(row, prices=FREE))
+            )
             for row in rows
         ]
 
@@ -88,9 +90,8 @@ wilds = st.builds(
     gone=st.sampled_from([0.0, 0.5, 1.0]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-shapes = st.one_of(
-    st.builds(FixedShape, st.lists(st.integers(1, 8), min_size=1, max_size=4).map(tuple)),
-    st.builds(BestFirstShape, st.integers(1, 8), st.integers(1, 4), prices=st.just(FREE)),
+limits = st.builds(
+    GrowthLimits, st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), round_cost=st.just(0.0)
 )
 sampling = st.builds(
     SamplingParams,
@@ -112,11 +113,11 @@ def assert_same_text(drafter: BaseDrafter, num_draft_tokens: int, params: Sampli
 
 
 @settings(max_examples=120)
-@given(wilds, shapes, st.integers(0, 9), sampling)
-def test_any_logits_in_any_shape(
-    wild: Wild, shape: TreeShape, num_draft_tokens: int, params: SamplingParams
+@given(wilds, limits, st.integers(0, 9), sampling)
+def test_any_logits_in_any_tree(
+    wild: Wild, limits: GrowthLimits, num_draft_tokens: int, params: SamplingParams
 ) -> None:
-    assert_same_text(WildDrafter(wild, shape), num_draft_tokens, params)
+    assert_same_text(WildDrafter(wild, limits), num_draft_tokens, params)
 
 
 @settings(max_examples=60)

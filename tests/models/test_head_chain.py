@@ -15,9 +15,9 @@ from foredraft.core.record import RowStep
 from foredraft.core.sampling import law_of
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
+from foredraft.drafters.growth import GrowthLimits
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import EagleModule
-from foredraft.drafters.heads.growth import GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import StepDrafter, StepRunner
 from foredraft.models.base import ChainRow, HeadRow, ScoreRow

@@ -19,7 +19,7 @@ from foredraft.drafters.trained import load_head
 from foredraft.models.table import TableModel
 from foredraft.train.curves import read_curves
 from foredraft.train.heads.base import Prediction, TextBatch
-from foredraft.train.learner import take_over
+from foredraft.train.loop import Trainer
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import split_texts
 from tests.train.helpers import (
@@ -151,35 +151,17 @@ def test_what_is_kept_is_measured_again(target: TrainingTarget, tmp_path: Path) 
     assert 1.0 <= trainer.counters.best < 4.0
 
 
-def test_a_head_starts_from_what_another_has_learnt(target: TrainingTarget, tmp_path: Path) -> None:
+def test_a_head_starts_from_another(target: TrainingTarget, tmp_path: Path) -> None:
     train(target, tmp_path / "old", options=options_of(output_rows=50))
     older = load_head(tmp_path / "old", LinearHead, target.identity)
-    options = options_of(output_rows=80)
-    trainer = trainer_of(target, tmp_path / "new", options=options, start_from=tmp_path / "old")
+    trainer = trainer_of(target, tmp_path / "new", start_from=tmp_path / "old")
     newer = trainer._learner.module
-    assert isinstance(newer, LinearHead)
-    assert torch.equal(newer.joins[0].weight, older.joins[0].weight)
-    assert older.output_ids_R is not None
-    assert newer.output_ids_R is not None
-    rows = {int(token): row for row, token in enumerate(newer.output_ids_R)}
-    for row, token in enumerate(older.output_ids_R.tolist()):
-        if token in rows:
-            assert torch.equal(newer.output.weight[rows[token]], older.output.weight[row])
-    fresh = set(rows) - set(older.output_ids_R.tolist())
-    assert fresh
-    token = min(fresh)
-    assert torch.equal(
-        newer.output.weight[rows[token]], target.parts.head_rows(torch.tensor([token]))[0]
-    )
-
-
-def test_heads_of_other_sizes_are_no_start(target: TrainingTarget) -> None:
-    shape = target.shape
-    with pytest.raises(ConfigError, match=r"is \[.*train with its options"):
-        take_over(
-            LinearHead(replace(shape, hidden_size=8), 5, 0),
-            LinearHead(replace(shape, hidden_size=4), 5, 0),
-        )
+    assert newer.config == older.config
+    for name, tensor in older.state_dict().items():
+        assert torch.equal(newer.state_dict()[name], tensor)
+    job = replace(trainer._job, kind_options={"tap": 0})
+    with pytest.raises(ConfigError, match="tap is 0 and 2 in the head to start from"):
+        Trainer(job, target, trainer._texts, options_of(), Watch())
 
 
 def test_acceptance_does_not_depend_on_batches(target: TrainingTarget, tmp_path: Path) -> None:

@@ -89,13 +89,11 @@ def test_what_is_replaced_is_kept_aside(target: TrainingTarget, head: Path) -> N
 
 
 def test_a_head_is_trained_further_from_itself(target: TrainingTarget, head: Path) -> None:
-    """It is measured first, and a checkpoint that is worse does not replace it."""
+    """It is measured first, and a checkpoint that is not better does not replace it."""
     before, watch = weights_of(head), Watch(stop_after=1)
-    trainer = trainer_of(
-        target, head, watch=watch, start_from=head, options=options_of(output_rows=20)
-    )
+    trainer = trainer_of(target, head, watch=watch, start_from=head)
     trainer.run()
-    assert trainer.counters.best > watch.statuses[0].acceptance.score  # type: ignore[union-attr]
+    assert trainer.counters.best >= watch.statuses[0].acceptance.score  # type: ignore[union-attr]
     assert weights_of(head) == before
     assert state_path(head).exists()
     check_out(head, "linear")  # the same command goes on

@@ -28,7 +28,7 @@ from foredraft.options import LoadOptions
 from tests.models.checkpoints import some_layers
 
 TEXT = [(i * 37 + 11) % 190 for i in range(32)]
-TREES: dict[str, Any] = {"num_draft_tokens": 9, "drafter_options": {"shape": "3,2,1"}}
+TREES: dict[str, Any] = {"num_draft_tokens": 9, "drafter_options": {"shape": "best-first"}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SAMPLED = SamplingParams(temperature=0.7, seed=5, max_tokens=8, n=2)
 

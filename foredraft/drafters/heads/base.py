@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from foredraft.core.checks import checked_int
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.models.base import ModelShape
 
@@ -84,11 +85,7 @@ class HeadOption:
             if value not in self.words:
                 raise unknown(f"value of {name}", str(value), self.words)
             return value
-        if type(value) is not int or not self.least <= value <= self.most:
-            raise ConfigError(
-                f"{name} is {value!r:.60}; it must be a whole number, {self.least} to {self.most}"
-            )
-        return value
+        return checked_int(name, value, self.least, self.most)
 
 
 class HeadModule(nn.Module):

@@ -14,10 +14,10 @@ from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import RowStep
 from foredraft.drafters.base import DraftRow
+from foredraft.drafters.growth import GROWTH_OPTIONS, SURE, GrowthLimits, growth_limits
 from foredraft.drafters.guide import Guide, best_first
-from foredraft.drafters.heads.growth import SURE, GrowthLimits
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
-from foredraft.drafters.heads.steps import GROWTH_OPTIONS, StepDrafter, growth_limits
+from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.table import NgramTable, found_table, new_text
 from foredraft.drafters.trained import HEAD_OPTION, trained_head

@@ -16,17 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foredraft.core.checks import checked_int
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.drafters.growth import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
 from foredraft.drafters.guide import best_first
 from foredraft.drafters.heads.base import HeadModule, HeadOption
 from foredraft.drafters.heads.layers import RMSNorm, head_weights
 from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.shapes import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.trained import HEAD_OPTION, trained_head
 from foredraft.models.base import HeadTarget, ModelShape, offered
 
@@ -174,7 +175,7 @@ class MedusaDrafter(BaseDrafter):
 
 
 def _build(context: DrafterContext) -> MedusaDrafter:
-    width = checked_count("width", context.options.get("width", 4))
+    width = checked_int("width", context.options.get("width", 4), 1)
     module = trained_head(context, MedusaModule)
     return MedusaDrafter(module, offered(context.target.capabilities.cache_layers), width)
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import CacheLayers
+from foredraft.cache.layers import StoredLayers
 from foredraft.core.choices import Choice, DrawKey, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep
@@ -25,12 +24,12 @@ from foredraft.core.sampling import scale_of
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
+from foredraft.drafters.growth import GROWTH_OPTIONS, Growth, GrowthLimits, growth_limits
 from foredraft.drafters.guide import Guide
 from foredraft.drafters.heads.base import HeadModule
-from foredraft.drafters.heads.growth import Growth, GrowthLimits
 from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows, scored_choices
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.trained import HEAD_OPTION, named_folder, trained_head
 from foredraft.drafters.worth import Worth
 from foredraft.models.base import (
@@ -75,7 +74,7 @@ class StepRunner:
         attends: bool = True,
     ) -> None:
         self._runner, self._of_text, self._of_own = runner, of_text, of_own
-        self.layers: Sequence[CacheLayers] = (runner.layers,) if attends else ()
+        self.layers: Sequence[StoredLayers] = (runner.layers,) if attends else ()
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
@@ -154,7 +153,7 @@ class _Request:
     def num_waiting(self) -> int:
         return sum(len(read.following) for read in self.waiting)
 
-    def next_start(self, position: int, num_tokens: int, layers: Sequence[CacheLayers]) -> int:
+    def next_start(self, position: int, num_tokens: int, layers: Sequence[StoredLayers]) -> int:
         """The first of ``num_tokens`` positions from ``position`` on that the head reads next."""
         if self.waiting:
             return position
@@ -450,7 +449,7 @@ class _Tree:
 
     def hang(self, nodes: Sequence[int], logits_NR: Tensor, rows: OutputRows) -> None:
         growth = self.growth
-        drafted = [growth.drafted(node) if node != ROOT else () for node in nodes]
+        drafted = [*map(growth.drafted, nodes)]
         copied = [growth.copied(node) for node in nodes] if growth.guide else ()
         count = max(map(growth.num_below, nodes))
         found = rows.choices(growth.row, logits_NR, drafted, count, copied)
@@ -493,17 +492,6 @@ class Reliability:
         self._came = _MEMORY * self._came + any(c.token == token for c in choices)
 
 
-GROWTH_OPTIONS = MappingProxyType(
-    {
-        "max_depth": "most tokens on a path (6)",
-        "width": "nodes that are looked below at once (4)",
-        "branching": "tokens below one node, below the root three times as many; 1: chains (4)",
-        "round_cost": "time of one forward of the head, in plain steps (0.1)",
-    }
-)
-"""Options of heads that draft step by step; see `GrowthLimits`."""
-
-
 def stepwise_drafter(
     head: type[HeadModule],
     *,
@@ -540,18 +528,3 @@ def stepwise_drafter(
         head=head,
         is_models_own=own is not None,
     )
-
-
-def growth_limits(context: DrafterContext) -> GrowthLimits:
-    """Limits from the user's `GROWTH_OPTIONS`.
-
-    Raises:
-        ConfigError: an option does not fit.
-    """
-    options, usual = context.options, GrowthLimits()
-    counts = {
-        name: checked_count(name, options.get(name, getattr(usual, name)))
-        for name in ("max_depth", "width", "branching")
-    }
-    cost = checked_ms("round_cost", options.get("round_cost", usual.round_cost))
-    return GrowthLimits(**counts, round_cost=cost)

@@ -8,7 +8,6 @@ parameters and hands the distribution along.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,23 +19,26 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
+from foredraft.core.checks import checked_flag, checked_int
 from foredraft.core.choices import LIKELIEST
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError, unknown
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Reading
+from foredraft.drafters.growth import (
+    GROWTH_OPTIONS,
+    RANK_ACCEPTANCE,
+    Growth,
+    GrowthLimits,
+    PlannedGrowth,
+    growth_limits,
+    planned_parents,
+)
 from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.model.shortlist import FREQUENT, Shortlists
 from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
-from foredraft.drafters.shapes import BestFirstShape, DepthGrowth, FixedShape, TreeShape
-from foredraft.drafters.spec import (
-    DrafterContext,
-    DrafterSpec,
-    checked_count,
-    checked_flag,
-    checked_ms,
-)
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import found_table
 from foredraft.kernels.build import describe_instructions
@@ -177,13 +179,13 @@ class DraftTreeDrafter(BaseDrafter):
 
     Args:
         model: the draft model, with a cache of its own.
-        shape: how the trees grow.
+        limits: of the trees.
     """
 
     traits = DrafterTraits(learns=False, reads=True)
 
-    def __init__(self, model: Target, shape: TreeShape) -> None:
-        self._model, self._shape = model, shape
+    def __init__(self, model: Target, limits: GrowthLimits) -> None:
+        self._model, self._limits = model, limits
         self._cache = DraftCache(model, rewrites=True)
         self._last_reads: dict[int, ScoreRow] = {}
 
@@ -196,7 +198,7 @@ class DraftTreeDrafter(BaseDrafter):
         return self._cache.read(rows, most_tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        growths = {row.request_id: self._shape.grow(row) for row in rows if self._has_room(row)}
+        growths = {row.request_id: self._growth(row) for row in rows if self._has_room(row)}
         active = [row for row in rows if row.request_id in growths]
         for row in active:
             self._keep_accepted(row)
@@ -213,16 +215,25 @@ class DraftTreeDrafter(BaseDrafter):
         self._last_reads.pop(request_id, None)
 
     def _has_room(self, row: DraftRow) -> bool:
-        num_scored = self._shape.max_scored(row.budget)
-        return row.budget > 0 and self._cache.has_room(row, num_scored)
+        return row.budget > 0 and self._cache.has_room(row, self._most_scored(row))
 
-    def _grow(self, rows: Sequence[DraftRow], growths: Sequence[DepthGrowth]) -> None:
+    def _most_scored(self, row: DraftRow) -> int:
+        return max(row.budget, self._limits.width * (self._limits.max_depth - 1))
+
+    def _growth(self, row: DraftRow) -> Growth | PlannedGrowth:
+        limits = self._limits
+        if row.params.coupling == "drawn":
+            ranks = RANK_ACCEPTANCE[: limits.branching]
+            return PlannedGrowth(row, planned_parents(ranks, row.budget, limits.max_depth))
+        return Growth(row, limits, room=self._most_scored(row), num_rounds=1)
+
+    def _grow(self, rows: Sequence[DraftRow], growths: Sequence[Growth | PlannedGrowth]) -> None:
         """Add one depth to each tree."""
         reads = [
             ScoreRow(
                 self._cache.slot(row.request_id),
                 self._cache.catch_up(row),
-                growth.tree,
+                growth.scored,
                 source=row.source,
             )
             for row, growth in zip(rows, growths, strict=True)
@@ -261,16 +272,24 @@ def _build(context: DrafterContext) -> Drafter:
     _check_vocabularies(context, model)
     if model is context.target:
         raise ConfigError("the draft model is the target itself: load it a second time")
-    shape = _shape(context.options, context.plain_ms)
-    if shape is None:
-        return chain_drafter(context, model)
+    shape = str(context.options.get("shape", "chain")).replace("_", "-")
+    if shape not in _OPTIONS:
+        raise unknown("shape", shape, _OPTIONS)
+    others = sorted({*context.options} - {"shape", *_OPTIONS[shape]})
+    if others:
+        raise ConfigError(f"{others[0]} is of no use with shape {shape!r}")
+    return (chain_drafter if shape == "chain" else _tree_drafter)(context, model)
+
+
+def _tree_drafter(context: DrafterContext, model: Target) -> Drafter:
     for who, each in (("target", context.target), ("draft model", model)):
         if not each.capabilities.tree_attention:
             raise CapabilityError(
-                f"shape {context.options['shape']!r} needs tree attention, which the {who} "
+                f"shape 'best-first' needs tree attention, which the {who} "
                 f"({type(each).__name__}) does not offer; use shape 'chain'"
             )
-    return DraftTreeDrafter(model, shape)
+    cost = measured_fit(context.target, model).shares[0]
+    return DraftTreeDrafter(model, growth_limits(context, GrowthLimits(round_cost=cost)))
 
 
 def chain_drafter(context: DrafterContext, model: Target) -> Drafter:
@@ -288,9 +307,7 @@ def chain_drafter(context: DrafterContext, model: Target) -> Drafter:
 
 def _num_frequent(options: Mapping[str, Any], model: Target) -> int:
     """How many tokens the draft model may name beside those of the text; 0: all."""
-    wanted = options.get("draft_vocab_size", FREQUENT)
-    if wanted != 0:
-        checked_count("draft_vocab_size", wanted)
+    wanted = checked_int("draft_vocab_size", options.get("draft_vocab_size", FREQUENT), 0)
     return wanted if wanted < model.vocab_size else 0
 
 
@@ -307,49 +324,22 @@ def _check_vocabularies(context: DrafterContext, model: Target) -> None:
         )
 
 
-def _shape(options: Mapping[str, Any], plain_ms: float | None) -> TreeShape | None:
-    """The tree shape asked for; None for a chain.
-
-    Args:
-        plain_ms: milliseconds of a plain step; None: not measured, and forwards count as free.
-
-    Raises:
-        ConfigError: an option that does not fit.
-    """
-    name = str(options.get("shape", "chain")).replace("_", "-")
-    for_chains = ("guesses", "table", "draft_vocab_size")
-    of_chains = {*for_chains} & {*options} if name != "chain" else ()
-    if of_chains:
-        raise ConfigError(f"{min(of_chains)} is of use with shape 'chain' alone")
-    others = [option for option in options if option not in ("shape", *for_chains)]
-    if name != "best-first" and others:
-        raise ConfigError(f"{others[0]} is of use with shape 'best-first' alone")
-    if name == "chain":
-        return None
-    if name == "best-first":
-        draft_ms = checked_ms("draft_ms", options.get("draft_ms", 0.0))
-        return BestFirstShape(
-            width=checked_count("width", options.get("width", 4)),
-            max_depth=checked_count("max_depth", options.get("max_depth", 6)),
-            round_cost=draft_ms / (plain_ms or math.inf),
-        )
-    counts = name.split(",")
-    if not all(count.strip().isdecimal() for count in counts):
-        raise unknown("shape", name, ("chain", "best-first", "3,2,1"))
-    return FixedShape(tuple(map(int, counts)))
-
+_OPTIONS = {
+    "chain": {
+        "guesses": "chain: copies of earlier text guess for the draft model (true)",
+        "table": "chain: directory of a table that guesses too (the one that comes with the model)",
+        "draft_vocab_size": "chain: first ids to draft beside those of the text; 0: all (65536)",
+    },
+    "best-first": {name: f"best-first: {text}" for name, text in GROWTH_OPTIONS.items()},
+}
 
 DRAFTER = DrafterSpec(
     build=_build,
     summary="a smaller model of the same vocabulary drafts a chain or a tree",
     options={
-        "shape": "chain, children at each depth such as 3,2,1, or best-first (chain)",
-        "guesses": "chain: copies of earlier text guess for the draft model (true)",
-        "table": "chain: directory of a table that guesses too (the one that comes with the model)",
-        "draft_vocab_size": "chain: first ids to draft beside those of the text; 0: all (65536)",
-        "width": "best-first: nodes looked below at each depth (4)",
-        "max_depth": "best-first: most tokens on a path (6)",
-        "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",
+        "shape": "chain, or best-first: a tree of the likeliest nodes (chain)",
+        **_OPTIONS["chain"],
+        **_OPTIONS["best-first"],
     },
     num_draft_tokens=8,
     draft_model="required",

@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import Any
-
-from foredraft.core.errors import ConfigError
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Matches up to each of these lengths share an estimate; longer ones share the last."""
@@ -82,13 +80,6 @@ class Priors:
     replaced: Shares
     inserted: Shares
     ranks: tuple[Shares, ...]
-
-    def __post_init__(self) -> None:
-        shares = asdict(self)
-        ranks = shares.pop("ranks")
-        for name, values in (*shares.items(), *(("ranks", row) for row in ranks)):
-            if not values or not all(0.0 < value < 1.0 for value in values):
-                raise ConfigError(f"priors: {name} is {values!r}; shares lie between 0 and 1")
 
     @classmethod
     def parse(cls, text: str) -> Priors:

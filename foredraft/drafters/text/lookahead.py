@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.core.errors import ConfigError
+from foredraft.core.checks import checked_int
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
 _STRIDE = 7919
 """Steps through the prompt for the first guesses: any tokens do, and these are no random ones."""
@@ -205,9 +205,11 @@ class LookaheadDrafter(BaseDrafter):
 
 
 def _build(context: DrafterContext) -> LookaheadDrafter:
-    sizes = {name: checked_count(name, value) for name, value in context.options.items()}
-    if sizes.get("ngram_size", 2) < 2:
-        raise ConfigError("ngram_size is 1; an n-gram has a first token and at least one more")
+    least = {"ngram_size": 2}  # an n-gram has a first token and at least one more
+    sizes = {
+        name: checked_int(name, value, least.get(name, 1))
+        for name, value in context.options.items()
+    }
     return LookaheadDrafter(LookaheadSizes(**sizes))
 
 

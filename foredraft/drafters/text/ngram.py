@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foredraft.core.errors import ConfigError
+from foredraft.core.checks import checked_int
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
@@ -63,16 +63,9 @@ class NgramDrafter(PerRequestDrafter[NgramIndex]):
     """
 
     def __init__(self, max_ngram_size: int = 4, min_ngram_size: int = 2) -> None:
-        for name, size in (("max_ngram_size", max_ngram_size), ("min_ngram_size", min_ngram_size)):
-            if type(size) is not int:
-                raise ConfigError(f"{name} is {size!r}; it must be a whole number")
-        if not 1 <= min_ngram_size <= max_ngram_size:
-            raise ConfigError(
-                f"n-gram sizes {min_ngram_size} to {max_ngram_size} make no range; use "
-                "1 <= min_ngram_size <= max_ngram_size"
-            )
         super().__init__()
-        self._sizes = (min_ngram_size, max_ngram_size)
+        shortest = checked_int("min_ngram_size", min_ngram_size, 1)
+        self._sizes = (shortest, checked_int("max_ngram_size", max_ngram_size, shortest))
 
     def begin_request(self, row: DraftRow) -> NgramIndex:
         return NgramIndex(*self._sizes)

@@ -10,17 +10,14 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Sized
 from functools import reduce
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
-from foredraft.core.cost import Prices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.guide import Guide, best_first
-from foredraft.drafters.spec import DrafterContext
-from foredraft.drafters.worth import asked_prices
 
 Request = TypeVar("Request")
 """The drafter's state of a request while it runs."""
@@ -77,30 +74,19 @@ class GuidedDrafter(PerRequestDrafter[Guide]):
 
     Args:
         new_text: makes the text of a request that starts.
-        prices: of nodes; the row's when None.
         tree: whether drafts may branch.
     """
 
-    def __init__(
-        self,
-        new_text: Callable[[DraftRow], Guide],
-        prices: Prices | None = None,
-        tree: bool = True,
-    ) -> None:
+    def __init__(self, new_text: Callable[[DraftRow], Guide], tree: bool = True) -> None:
         super().__init__()
-        self._new_text, self._prices, self._tree = new_text, prices, tree
-
-    @classmethod
-    def of(cls, context: DrafterContext, new_text: Callable[[DraftRow], Guide]) -> Self:
-        """Build with the user's prices, and with trees if the target verifies trees."""
-        return cls(new_text, asked_prices(context), context.target.capabilities.tree_attention)
+        self._new_text, self._tree = new_text, tree
 
     def begin_request(self, row: DraftRow) -> Guide:
         return self._new_text(row)
 
     def draft_tree(self, request: Guide, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         place = reduce(request.advance, draft, request.place)
-        return best_first(place, request.successors, row, self._tree, self._prices, len(draft))
+        return best_first(place, request.successors, row, self._tree, len(draft))
 
     def observe_request(self, request: Guide, seen: RowStep) -> None:
         for token in seen.committed:

@@ -10,10 +10,6 @@ Shape legend: T ids of all documents and their separators, V vocabulary.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,21 +18,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from foredraft.core.checks import checked_int
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.guide import Guide
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
+from foredraft.drafters.text.id_files import SEPARATOR, read_ids, write_ids
 from foredraft.drafters.text.per_request import GuidedDrafter
-from foredraft.drafters.worth import NODE_COST
-from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, write_manifest
 from foredraft.models.files.progress import Progress, SilentProgress
 
-_RECIPE = "foredraft index 1"
-_META = "index.json"
-_SEPARATOR = -1
+_KIND = "foredraft index 2"
 _SORTED_DEPTH = 64
 """Suffixes are sorted by this many tokens: no match or draft is longer."""
 _SAMPLED = 32
@@ -78,8 +73,8 @@ class Datastore:
         return cls(ids_T, suffixes_T, _starts(ids_T, suffixes_T, vocab_size))
 
     @classmethod
-    def open(cls, directory: Path, fingerprint: str | None, vocab_size: int) -> Datastore:
-        """Map the index that `build_index` wrote, after its files have been checked byte by byte.
+    def open(cls, path: Path, fingerprint: str | None, vocab_size: int) -> Datastore:
+        """Map the index that `build_index` wrote.
 
         Args:
             fingerprint: of the tokenizer in use; None skips the comparison.
@@ -88,26 +83,12 @@ class Datastore:
         Raises:
             ConfigError: no index is there, it is damaged, or another tokenizer made it.
         """
-        if not (directory / _META).is_file():
+        if not path.is_file():
             raise ConfigError(
-                f"{directory} is no index; make one with: foredraft drafters index FILES "
-                f"--output {directory}"
+                f"{path} is no index; make one with: foredraft drafters index FILES --output {path}"
             )
-        if damage := find_damage(directory, _RECIPE):
-            raise ConfigError(f"the index {directory} cannot be used: {damage}; build it again")
-        meta = json.loads((directory / _META).read_text(encoding="utf-8"))
-        if fingerprint is not None and meta["tokenizer"] != fingerprint:
-            raise ConfigError(
-                f"the index {directory} was built with tokenizer {meta['tokenizer']} and this "
-                f"model's is {fingerprint}: the ids mean other text. Build one with --model"
-            )
-        if meta["vocab_size"] > vocab_size:
-            raise ConfigError(
-                f"the index {directory} holds ids up to {meta['vocab_size']} and the target's "
-                f"vocabulary has {vocab_size}; build one for this model"
-            )
-        names = ("ids", "suffixes", "starts")
-        return cls(*(_mapped(directory / f"{name}.npy") for name in names))
+        stored = read_ids(path, _KIND, fingerprint, vocab_size)
+        return cls(*(stored[name].numpy() for name in ("ids", "suffixes", "starts")))
 
     def starting_with(self, token: int) -> Interval | None:
         """All suffixes that start with ``token``."""
@@ -140,17 +121,17 @@ class Datastore:
         counts = Counter(self._ids[self._suffixes[i] + length] for i in range(first, end, stride))
         total = sum(counts.values())
         ranked = counts.most_common(_NUM_RANKED)
-        return [(token, count / total) for token, count in ranked if token != _SEPARATOR]
+        return [(token, count / total) for token, count in ranked if token != SEPARATOR]
 
 
 def build_index(
-    directory: Path,
+    path: Path,
     documents: Iterable[Sequence[int]],
     fingerprint: str,
     vocab_size: int,
     progress: Progress,
 ) -> int:
-    """Write an index of ``documents``; ``directory`` appears when it is complete, or not at all.
+    """Write an index of ``documents``; ``path`` appears when it is complete, or not at all.
 
     Args:
         documents: token ids of each, below ``vocab_size``.
@@ -163,57 +144,24 @@ def build_index(
         ConfigError: there are no tokens.
     """
     ids_T = _joined(documents)
-    if not (ids_T != _SEPARATOR).any():
+    num_tokens = int((ids_T != SEPARATOR).sum())
+    if not num_tokens:
         raise ConfigError("there is no text to index")
     progress.stage("Sorting suffixes")
     suffixes_T = _suffix_array(ids_T, progress)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
-    try:
-        progress.stage("Writing")
-        np.save(unfinished / "ids.npy", ids_T, allow_pickle=False)
-        np.save(unfinished / "suffixes.npy", suffixes_T, allow_pickle=False)
-        starts_V = _starts(ids_T, suffixes_T, vocab_size)
-        np.save(unfinished / "starts.npy", starts_V, allow_pickle=False)
-        num_documents = int((ids_T == _SEPARATOR).sum())
-        num_tokens = ids_T.size - num_documents
-        meta = {"tokenizer": fingerprint, "vocab_size": vocab_size, "num_tokens": num_tokens,
-                "num_documents": num_documents}  # fmt: skip
-        (unfinished / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        write_manifest(unfinished, _RECIPE)
-        unfinished.chmod(0o755)
-        remove_index(directory)
-        os.replace(unfinished, directory)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    progress.stage("Writing")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    starts_V = _starts(ids_T, suffixes_T, vocab_size)
+    arrays = {"ids": ids_T, "suffixes": suffixes_T, "starts": starts_V}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    write_ids(path, _KIND, fingerprint, tensors)
     return num_tokens
-
-
-def is_index(directory: Path) -> bool:
-    """Whether `build_index` wrote this directory."""
-    return (directory / _META).is_file() and (directory / MANIFEST_NAME).is_file()
-
-
-def remove_index(directory: Path) -> None:
-    """Delete an index; anything else that is there is left alone."""
-    if is_index(directory):
-        shutil.rmtree(directory)
-
-
-def _mapped(path: Path) -> NDArray[Any]:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); build the index again") from error
-    if array.ndim != 1 or array.dtype.kind != "i":
-        raise ConfigError(f"{path} holds {array.dtype}{list(array.shape)}; build the index again")
-    return np.asarray(array)
 
 
 def _joined(documents: Iterable[Sequence[int]]) -> NDArray[np.int32]:
     parts: list[NDArray[np.int32]] = []
     for document in documents:
-        parts += [np.asarray(document, np.int32), np.array([_SEPARATOR], np.int32)]
+        parts += [np.asarray(document, np.int32), np.array([SEPARATOR], np.int32)]
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
@@ -247,7 +195,7 @@ def _starts(
     ids_T: NDArray[np.int32], suffixes_T: NDArray[Any], vocab_size: int
 ) -> NDArray[np.int64]:
     """The start of each id's suffixes, which are sorted by their first id."""
-    counts_V = np.bincount(ids_T[ids_T != _SEPARATOR], minlength=vocab_size)
+    counts_V = np.bincount(ids_T[ids_T != SEPARATOR], minlength=vocab_size)
     num_separators = suffixes_T.size - int(counts_V.sum())
     return np.concatenate(([0], np.cumsum(counts_V))).astype(np.int64) + num_separators
 
@@ -311,9 +259,9 @@ class RetrievedText(Guide):
 def _build(context: DrafterContext) -> Drafter:
     options, vocab_size, datastore = context.options, context.target.vocab_size, None
     if (index := options.get("index")) is not None:
-        folder = Path(str(index)).expanduser()
-        datastore = Datastore.open(folder, context.fingerprint, vocab_size)
-    min_match = checked_count("min_match", options.get("min_match", 2))
+        path = Path(str(index)).expanduser()
+        datastore = Datastore.open(path, context.fingerprint, vocab_size)
+    min_match = checked_int("min_match", options.get("min_match", 2), 1)
 
     def new_text(row: DraftRow) -> RetrievedText:
         if datastore is not None:
@@ -322,7 +270,7 @@ def _build(context: DrafterContext) -> Drafter:
         own = Datastore.of_documents([row.tokens[:-1]], vocab_size)
         return RetrievedText(own, priors().repeated_text, min_match, row.tokens)
 
-    return GuidedDrafter.of(context, new_text)
+    return GuidedDrafter(new_text, context.target.capabilities.tree_attention)
 
 
 DRAFTER = DrafterSpec(
@@ -330,9 +278,8 @@ DRAFTER = DrafterSpec(
     summary="copies the tokens after the last ones in an index of your files",
     copies=True,
     options={
-        "index": "folder made by `foredraft drafters index`; without one the prompt is searched",
+        "index": "file made by `foredraft drafters index`; without one the prompt is searched",
         "min_match": "shortest suffix that counts as a match (2)",
-        **NODE_COST,
     },
     num_draft_tokens=16,
 )

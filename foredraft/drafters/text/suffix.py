@@ -8,26 +8,21 @@ follow there; its link leads to the longest suffix that also occurs elsewhere. (
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+import torch
 
+from foredraft.core.checks import checked_flag, checked_int
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.guide import Guide
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
+from foredraft.drafters.text.id_files import SEPARATOR, read_ids, write_ids
 from foredraft.drafters.text.per_request import GuidedDrafter, PerTenant
-from foredraft.drafters.worth import NODE_COST
-
-SEPARATOR = -1
-"""Goes between texts that share an automaton; never drafted, never matched."""
 
 _ROOT = 0
 _MAX_COUNTED = 16
@@ -158,7 +153,7 @@ class SuffixAutomaton:
         return [(token, n / total) for n, _, token in counted[:_NUM_RANKED] if token != SEPARATOR]
 
 
-_FORMAT = "foredraft-past-outputs-1"
+_KIND = "foredraft past outputs 2"
 
 
 class PastOutputs:
@@ -184,7 +179,7 @@ class PastOutputs:
         if path is not None:
             _check_writable(path.parent)
         if path is not None and path.exists():
-            self._append(_read(path, fingerprint, vocab_size))
+            self._append(read_ids(path, _KIND, fingerprint, vocab_size)["ids"].tolist())
 
     @property
     def automata(self) -> tuple[SuffixAutomaton, ...]:
@@ -201,7 +196,8 @@ class PastOutputs:
             return
         self._append([*output, SEPARATOR])
         if self._path is not None:
-            _write(self._path, [*self._texts[0], *self._texts[1]], self._fingerprint)
+            ids_T = torch.tensor([*self._texts[0], *self._texts[1]], dtype=torch.int32)
+            write_ids(self._path, _KIND, self._fingerprint, {"ids": ids_T}, mode=0o600)
 
     def _append(self, text: Sequence[int]) -> None:
         half = max(1, self._max_tokens // 2)
@@ -229,43 +225,6 @@ def _check_writable(directory: Path) -> None:
         raise ConfigError(
             f"shared_dir {directory} cannot be written ({error}); choose another folder"
         ) from error
-
-
-def _read(path: Path, fingerprint: str, vocab_size: int) -> list[int]:
-    try:
-        with safe_open(str(path), framework="np") as file:
-            metadata = file.metadata() or {}
-            tokens = file.get_tensor("tokens")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error}); delete it to start without past outputs"
-        ) from error
-    if metadata.get("format") != _FORMAT or tokens.ndim != 1 or tokens.dtype != np.int32:
-        raise ConfigError(f"{path} does not hold past outputs; delete it or choose another folder")
-    if metadata.get("tokenizer") != fingerprint:
-        raise ConfigError(
-            f"{path} was written with tokenizer {metadata.get('tokenizer')} and this model's is "
-            f"{fingerprint}: the ids mean other text. Choose another folder for this model"
-        )
-    if tokens.size and not SEPARATOR <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ConfigError(f"{path} holds ids outside the vocabulary of {vocab_size}; delete it")
-    return [int(token) for token in tokens]
-
-
-def _write(path: Path, tokens: Sequence[int], fingerprint: str) -> None:
-    """Replace the file atomically: a reader sees the whole old or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")  # readable by us alone
-    os.close(handle)
-    try:
-        save_file(
-            {"tokens": np.asarray(tokens, dtype=np.int32)},
-            temporary,
-            metadata={"format": _FORMAT, "tokenizer": fingerprint},
-        )
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 SuffixPlace = tuple[Match, ...]
@@ -351,13 +310,12 @@ def _probability(candidates: list[tuple[int, float]]) -> float:
 
 
 def _build(context: DrafterContext) -> Drafter:
-    options = {k: v for k, v in context.options.items() if k != "node_cost"}
-    past = _past_outputs(context, **options)
+    past = _past_outputs(context, **context.options)
 
     def new_text(row: DraftRow) -> SuffixText:
         return SuffixText(row.context, None if past is None else past.of(row.tenant))
 
-    return GuidedDrafter.of(context, new_text)
+    return GuidedDrafter(new_text, context.target.capabilities.tree_attention)
 
 
 def _past_outputs(
@@ -367,7 +325,7 @@ def _past_outputs(
     shared_dir: object = None,
     tenant: object = None,
 ) -> PerTenant[PastOutputs] | None:
-    max_tokens = checked_count("shared_tokens", shared_tokens)
+    max_tokens = checked_int("shared_tokens", shared_tokens, 1)
     if not checked_flag("shared", shared):
         if shared_dir is not None or tenant is not None:
             raise ConfigError("shared_dir and tenant are for shared=true, which was not given")
@@ -396,7 +354,6 @@ DRAFTER = DrafterSpec(
     summary="copies the tokens after the longest earlier match, while such matches are reliable",
     copies=True,
     options={
-        **NODE_COST,
         "shared": "also look in outputs of earlier requests (false)",
         "shared_tokens": "most tokens of earlier outputs to keep (100000)",
         "shared_dir": "folder to keep them in between runs; memory only when not given",

@@ -40,7 +40,6 @@ from foredraft.drafters.trained import (
     read_info,
     shipped_head,
 )
-from foredraft.drafters.worth import NODE_COST
 
 KIND = "table"
 BOTH = "with earlier matches"
@@ -293,7 +292,7 @@ def _build(context: DrafterContext) -> Drafter:
             "drafter 'table' needs a table of the target's text. Make one with 'foredraft train "
             "table --target MODEL --out DIR', and name its directory with the drafter option head"
         )
-    return GuidedDrafter.of(context, partial(new_text, table=table))
+    return GuidedDrafter(partial(new_text, table=table), context.target.capabilities.tree_attention)
 
 
 DRAFTER = DrafterSpec(
@@ -302,7 +301,6 @@ DRAFTER = DrafterSpec(
     copies=True,
     options={
         "head": "directory of the table (needed unless one comes with the model)",
-        **NODE_COST,
     },
     num_draft_tokens=16,
     needs=("parts",),

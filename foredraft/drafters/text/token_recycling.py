@@ -15,22 +15,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.core.cost import Prices
-from foredraft.core.errors import ConfigError
+from foredraft.core.checks import checked_int
 from foredraft.core.record import RowStep
 from foredraft.core.sampling import largest
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.guide import best_first
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import priors
-from foredraft.drafters.text.per_request import PerRequestDrafter, PerTenant
-from foredraft.drafters.worth import NODE_COST, asked_prices
+from foredraft.drafters.text.per_request import PerRequestDrafter
 
 _STEADIEST = 3
 _PRIOR_WEIGHT = 20.0
-_MOST_SHARED = 1 << 18
-"""Tokens that the shared tables of all tenants may know together: some 50 MB."""
 
 
 class _Row(NamedTuple):
@@ -54,10 +50,6 @@ class Successors:
     def __init__(self, num_candidates: int) -> None:
         self.num_candidates = num_candidates
         self._rows: dict[int, _Row] = {}
-
-    def __len__(self) -> int:
-        """Tokens it knows."""
-        return len(self._rows)
 
     def get(self, token: int) -> _Row | None:
         return self._rows.get(token)
@@ -106,10 +98,10 @@ class RankConfidence:
 class _Request:
     """One request: its last token, its table, and how its ranks have done."""
 
-    def __init__(self, prompt: Sequence[int], successors: Successors) -> None:
-        self.successors, self._confidence = successors, RankConfidence()
+    def __init__(self, prompt: Sequence[int], num_candidates: int) -> None:
+        self.successors, self._confidence = Successors(num_candidates), RankConfidence()
         self.last = prompt[-1]
-        successors.read(prompt)
+        self.successors.read(prompt)
 
     def commit(self, token: int, candidates: Sequence[int]) -> None:
         """A committed token, and the target's likeliest tokens at its position."""
@@ -143,38 +135,21 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
 
     Args:
         num_candidates: candidates kept for each token.
-        prices: of nodes; the controller's when None.
-        shared: one table for all requests of a tenant, instead of one each.
         tree: whether drafts may branch.
     """
 
-    def __init__(
-        self,
-        num_candidates: int = 8,
-        prices: Prices | None = None,
-        shared: bool = False,
-        tree: bool = True,
-    ) -> None:
+    def __init__(self, num_candidates: int = 8, tree: bool = True) -> None:
         super().__init__()
-        most = len(priors().ranks[0])
-        if num_candidates > most:
-            raise ConfigError(
-                f"num_candidates is {num_candidates}; more than {most} are never drafted"
-            )
-        self._num_candidates, self._prices, self._tree = num_candidates, prices, tree
-        self._shared = PerTenant(self._new, _MOST_SHARED) if shared else None
+        most = len(priors().ranks[0])  # more are never drafted
+        self._num_candidates = checked_int("num_candidates", num_candidates, 1, most)
+        self._tree = tree
 
     def begin_request(self, row: DraftRow) -> _Request:
-        tenant = row.tenant
-        table = self._new(tenant) if self._shared is None else self._shared.of(tenant)
-        return _Request(row.tokens, table)
-
-    def _new(self, tenant: str | None) -> Successors:
-        return Successors(self._num_candidates)
+        return _Request(row.tokens, self._num_candidates)
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         last = draft[-1] if draft else request.last
-        return best_first(last, request.following, row, self._tree, self._prices, len(draft))
+        return best_first(last, request.following, row, self._tree, len(draft))
 
     def observe_request(self, request: _Request, seen: RowStep) -> None:
         nodes = [0, *(node + 1 for node in seen.path)]
@@ -183,13 +158,8 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
 
 
 def _build(context: DrafterContext) -> TokenRecyclingDrafter:
-    options = context.options
-    return TokenRecyclingDrafter(
-        checked_count("num_candidates", options.get("num_candidates", 8)),
-        asked_prices(context),
-        checked_flag("shared", options.get("shared", False)),
-        context.target.capabilities.tree_attention,
-    )
+    tree = context.target.capabilities.tree_attention
+    return TokenRecyclingDrafter(context.options.get("num_candidates", 8), tree)
 
 
 DRAFTER = DrafterSpec(
@@ -197,8 +167,6 @@ DRAFTER = DrafterSpec(
     summary="drafts the target's likeliest successors at each token's last occurrence",
     options={
         "num_candidates": "candidates kept for each token, at most 8 (8)",
-        **NODE_COST,
-        "shared": "one table for all requests of a tenant instead of one each (false)",
     },
     num_draft_tokens=12,
 )

@@ -256,7 +256,7 @@ DRAFTER = DrafterSpec(
     options={
         "mode": "slem goes through text, tli uses the shared tokens (slem)",
         "drafter": "what drafts in the draft model's tokens (draft_model)",
-        "shape": "of that drafter: chain, children at each depth, or best-first (chain)",
+        "shape": "of that drafter: chain or best-first (chain)",
     },
     num_draft_tokens=4,
     draft_model="any vocabulary",
