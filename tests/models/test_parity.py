@@ -41,18 +41,36 @@ DECODERS: dict[str, Callable[[], DecoderFactory]] = {
 }
 
 
+class Reference:
+    """A checkpoint in transformers; what it says of a text is computed once for all decoders."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._found: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """Logits [T, V] after each token, read in one go without a cache."""
+        key = tuple(tokens)
+        if key not in self._found:
+            with torch.inference_mode():
+                found = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
+            self._found[key] = found
+        return self._found[key]
+
+
 @dataclass
 class Pair:
     """The same checkpoint in transformers and in a native decoder."""
 
-    reference: PreTrainedModel
+    theirs: Reference
     target: NativeTarget
 
+    @property
+    def reference(self) -> PreTrainedModel:
+        return self.theirs.model
+
     def reference_logits(self, tokens: list[int]) -> Tensor:
-        """Logits [T, V] after each token, read in one go without a cache."""
-        with torch.inference_mode():
-            logits: Tensor = self.reference(torch.tensor([tokens]), use_cache=False).logits
-        return logits[0]
+        return self.theirs.logits(tokens)
 
 
 @pytest.fixture(scope="module", params=DECODERS)
@@ -66,9 +84,13 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoint: Path, decoder: DecoderFactory) -> Pair:
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    return Pair(reference, NativeTarget.load(checkpoint, torch.float32, new_decoder=decoder))
+def theirs(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Path, theirs: Reference, decoder: DecoderFactory) -> Pair:
+    return Pair(theirs, NativeTarget.load(checkpoint, torch.float32, new_decoder=decoder))
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
