@@ -24,9 +24,8 @@ from foredraft.models.files.local import draft_models_for
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
-from tests.models.gguf_files import Typed, write_gguf
+from tests.models.gguf_files import Typed, metadata_of, shape_of, tensors_of, write_gguf
 from tests.models.progress import RecordedProgress
-from tests.models.test_gguf_checkpoint import metadata_of, shape_of, tensors_of
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from foredraft.models.native.quant import PackedMatrix, as_tensor
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
-from tests.models.test_gguf_checkpoint import shape_of
+from tests.models.gguf_files import shape_of
 
 GROUP = 64
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
