@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -41,12 +41,6 @@ class Requests:
             discard(self.cache, slot, tokens, num_cached)
         self.cache.check()
         return num_cached
-
-
-@pytest.fixture(params=[TokenProbe, KVProbe, HFProbe])
-def probe(request: pytest.FixtureRequest) -> Probe:
-    new: Callable[[], Probe] = request.param
-    return new()
 
 
 def test_a_turn_reads_only_what_is_new(probe: Probe) -> None:

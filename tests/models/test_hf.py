@@ -215,16 +215,6 @@ def test_a_slot_holds_no_more_than_the_context() -> None:
             use()
 
 
-def test_the_cache_refuses_slots_it_does_not_have(llama: HFTarget) -> None:
-    slot = llama.cache.allocate()
-    llama.cache.free(slot)
-    for use in (llama.cache.length, llama.cache.open, llama.cache.fork, llama.cache.free):
-        with pytest.raises(KeyError, match="not allocated"):
-            use(slot)
-    with pytest.raises(ValueError, match="cannot truncate 0 entries to 3"):
-        llama.cache.truncate(llama.cache.allocate(), 3)
-
-
 def test_cache_memory_is_reported_and_given_back() -> None:
     target = HFTarget(tiny_model(CONFIGS["llama"]()))
     assert target.cache.num_bytes == 0
