@@ -44,16 +44,7 @@ MIXES += [("Q4_K", K_M), ("Q5_0", {"v_proj": "Q8_0"}), ("Q5_1", {"up_proj": "Q4_
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     need_kernel()
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("foredraft.kernels.build.directories", _directories())
     return tmp_path / "cache"
-
-
-def _directories():  # type: ignore[no-untyped-def]
-    """The kernel is compiled already, elsewhere."""
-    from foredraft.kernels.build import directories
-
-    found = directories()
-    return lambda: found
 
 
 def gguf_of(

@@ -134,24 +134,6 @@ def test_steps_of_one_row_equal_the_eager_decoder(pair: Pair) -> None:
     assert pair.num_replayed == before + 4
 
 
-def test_a_kept_path_goes_on_as_the_eager_decoder_does(pair: Pair) -> None:
-    slot = pair.open(text(20))
-    pair.score([ScoreRow(slot, [11, 12], TREE)])
-    pair.keep(slot, 2, (1, 4, 6))
-    pair.score([ScoreRow(slot, [42], TREE)])
-
-
-def test_ragged_rows_equal_the_eager_decoder(pair: Pair) -> None:
-    slots = [pair.open(text(length, seed=length)) for length in (9, 30, 17, 70, 3)]
-    trees = (EMPTY_TREE, TREE, TokenTree.chain((3, 4, 5)), TREE, TokenTree((4, 5), (ROOT, ROOT)))
-    rows = [ScoreRow(slot, [7], tree) for slot, tree in zip(slots, trees, strict=True)]
-    before = pair.num_replayed
-    pair.score(rows)
-    for chosen in ((3, 1), (4,), (0, 1, 2), (2, 4)):
-        pair.score([rows[i] for i in chosen])
-    assert pair.num_replayed == before + 5
-
-
 def test_an_empty_slot_can_begin_with_a_step(pair: Pair) -> None:
     slot = pair.open()
     pair.score([ScoreRow(slot, [5], TREE)])
