@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Regex
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from foredraft import LLM, SamplingParams
@@ -212,7 +212,10 @@ def test_a_text_comes_back_and_special_tokens_are_single(tmp_path: Path, name: s
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-ODD_TEXTS = ("I'LL go\r\n\n  to  12345 places ", "x=1;\n\ty", "½ ２３ é́ العربية 🙂🙂")
+ODD_TEXTS = (
+    *("I'LL go\r\n\n  to  12345 places ", "x=1;\n\ty", "½ ２３ é́ العربية 🙂🙂"),
+    "don't HTTPServer naïveÉcole",
+)
 
 
 @pytest.mark.parametrize("kind_of_pads", [5, 1])
@@ -233,28 +236,6 @@ def test_names_behind_the_last_token_are_left_out(tmp_path: Path, kind_of_pads: 
         tokenizer = Tokenizer(directory)
         assert tokenizer.vocab_size == tokenizer.num_ids(400) == kept
         assert (tokenizer.id_of("[PAD300]") == 300) is bool(more)
-
-
-def test_qwen_is_split_as_transformers_splits_it(tmp_path: Path) -> None:
-    from transformers import Qwen2Tokenizer
-
-    theirs = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
-    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="qwen2")
-    ours = FastTokenizer.from_str(tokenizer.definition)
-    for text in ODD_TEXTS:
-        assert ours.normalizer.normalize_str(text) == theirs.normalizer.normalize_str(text)
-        found = ours.pre_tokenizer.pre_tokenize_str(text)
-        assert found == theirs.pre_tokenizer.pre_tokenize_str(text)
-
-
-def test_llama_3_is_split_as_transformers_splits_it(tmp_path: Path) -> None:
-    pattern = inspect.signature(TikTokenConverter).parameters["pattern"].default
-    parts = [Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)]
-    theirs = Sequence(parts)
-    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="llama-bpe")
-    ours = FastTokenizer.from_str(tokenizer.definition)
-    for text in ODD_TEXTS:
-        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize(
@@ -310,18 +291,33 @@ def test_names_of_one_splitting(tmp_path: Path, name: str, like: str) -> None:
     assert one.definition == other.definition
 
 
-def test_tekken_is_split_as_mistral_nemo_splits_it(tmp_path: Path) -> None:
-    pattern = (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    theirs = Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
-    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="tekken")
+def by_pattern(pattern: str) -> Any:
+    return Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
+
+
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Mistral Nemo."""
+QWEN = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
+THEIRS = {
+    "qwen2": QWEN.pre_tokenizer,
+    "llama-bpe": by_pattern(inspect.signature(TikTokenConverter).parameters["pattern"].default),
+    "tekken": by_pattern(TEKKEN),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_text_is_split_as_others_split_it(tmp_path: Path, name: str) -> None:
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre=name)
     ours = FastTokenizer.from_str(tokenizer.definition)
-    for text in (*ODD_TEXTS, "don't HTTPServer naïveÉcole"):
-        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
-    assert tokenizer.encode("a")[0] == 0, "a start token"
+    for text in ODD_TEXTS:
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == THEIRS[name].pre_tokenize_str(text)
+        if name == "qwen2":
+            assert ours.normalizer.normalize_str(text) == QWEN.normalizer.normalize_str(text)
+    assert (tokenizer.encode("a")[0] == 0) == (name != "qwen2"), "a start token"
 
 
 @pytest.mark.parametrize(

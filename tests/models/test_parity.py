@@ -99,14 +99,6 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert (actual - expected).abs().max().item() < TOLERANCE
 
 
-def test_prefill_equals_transformers(pair: Pair) -> None:
-    tokens = text(40)
-    slot = pair.target.cache.allocate()
-    [scores] = pair.target.score([ScoreRow(slot, tokens)])
-    assert_close(scores.logits_NV, pair.reference_logits(tokens)[-1:])
-    pair.target.cache.free(slot)
-
-
 def test_step_by_step_equals_transformers(pair: Pair) -> None:
     tokens = text(24)
     expected = pair.reference_logits(tokens)
