@@ -256,30 +256,23 @@ def test_every_end_of_a_turn_ends_a_reply(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (0, 1, 2)
 
 
-@pytest.mark.parametrize("text", sorted(ENDS_BY_TEXT))
-def test_tokens_that_end_a_reply_are_known_by_their_text(text: str) -> None:
+HARMONY = ["<|end|>", "<|return|>", "<|call|>"]
+"""The first ends a part of a reply, and not the reply."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end"),
+    [*((["a", "<end>", text], 1) for text in sorted(ENDS_BY_TEXT)), (HARMONY, None)],
+)
+def test_tokens_that_end_a_reply_are_known_by_their_text(tokens: list[str], end: Any) -> None:
     """Phi-3, Gemma 2 and early Llama 3 files name the end of a text alone."""
-    fields = GgufTokenizerFields.model_validate(
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.tokens": ["a", "<end>", text],
-            "tokenizer.ggml.token_type": [1, 3, 3],
-            "tokenizer.ggml.eos_token_id": 1,
-        }
-    )
-    assert fields.end_ids() == [1, 2]
-
-
-def test_a_part_of_a_harmony_reply_does_not_end_it() -> None:
-    tokens = ["<|end|>", "<|return|>", "<|call|>"]
-    fields = GgufTokenizerFields.model_validate(
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [3] * 3,
-        }
-    )
-    assert fields.end_ids() == [1, 2]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 3,
+        "tokenizer.ggml.eos_token_id": end,
+    }
+    assert GgufTokenizerFields.model_validate(metadata).end_ids() == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "like"), [("deepseek-r1-qwen", "qwen2"), ("llama3", "llama-bpe")])
