@@ -12,16 +12,13 @@ from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismat
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.model.chain import DraftCache
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
-from foredraft.drafters.model.shortlist import Shortlists
 from foredraft.drafters.shapes import BestFirstShape, FixedShape
 from foredraft.drafters.spec import DrafterContext
-from foredraft.models.base import MOST_OTHERS, Capabilities, ScoreRow, Scores, Shortlist
+from foredraft.models.base import Capabilities, ScoreRow, Scores
 from foredraft.models.table import TableModel
-from tests.conformance.harness import fused_decoder, run, table_kind
+from tests.conformance.harness import run, table_kind
 from tests.core.reference import logits_to_probs
-from tests.drafters.heads import tiny_target
 from tests.drafters.prices import FREE_NODES
 
 
@@ -267,83 +264,3 @@ def test_a_wider_tree_is_accepted_more_often() -> None:
         ]
         steps.append(sum(result.stats.steps for result in results))
     assert steps[1] < steps[0]
-
-
-# ---------------------------------------------------------------------------- a draft model's cache
-
-
-class Reads(TableModel):
-    """Notes how many tokens each forward reads, and whether it is to say something."""
-
-    read: list[tuple[int, bool]]
-
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        self.read = [*getattr(self, "read", []), *((len(r.pending), r.wants_logits) for r in rows)]
-        return super().score(rows, taps)
-
-
-def test_a_long_text_is_read_in_pieces_but_for_its_end() -> None:
-    model = Reads.random(50, seed=1)
-    cache, tokens = DraftCache(model), [i % 50 for i in range(1300)]
-    cache.begin(DraftRow.of(0, tokens))
-    pending = cache.catch_up(DraftRow.of(0, tokens))
-    assert pending == tokens[1024:]
-    assert model.read == [(512, False), (512, False)]
-    assert model.cache.context(cache.slot(0)) == tuple(tokens[:1024])
-    model.score([ScoreRow(cache.slot(0), pending)])
-    cache.keep(0, pending)
-    assert cache.catch_up(DraftRow.of(0, [*tokens, 7])) == [7]
-    assert cache.catch_up(DraftRow.of(0, [*tokens[:1100], 3])) == [3]
-
-
-def test_something_is_always_left_to_read() -> None:
-    cache = DraftCache(TableModel.random(5, seed=1))
-    for request_id, size in enumerate((1, 512, 513, 1024, 1025)):
-        cache.begin(DraftRow.of(request_id, [1] * size))
-        assert len(cache.catch_up(DraftRow.of(request_id, [1] * size))) in (1, 2, 511, 512)
-
-
-# ------------------------------------- which tokens a draft model may name beside the frequent ones
-
-
-def test_rare_tokens_of_the_text_may_be_named_the_last_ones_first() -> None:
-    lists = Shortlists(100)
-    assert lists.of(1, [1, 2, 200, 99, 100]) == Shortlist(100, (100, 200))
-    assert lists.of(1, [1, 2, 200, 99, 100, 3, 200, 300]) == Shortlist(100, (300, 200, 100))
-    assert lists.of(2, [1]) == Shortlist(100)
-    lists.end(1)
-    assert lists.of(1, [1]) == Shortlist(100)
-
-
-def test_a_text_that_brings_many_rare_tokens_has_all() -> None:
-    lists, text = Shortlists(100), [1] * 10
-    for token in range(200, 207):
-        text += [1, token]
-        assert lists.of(1, text) is not None
-    text.append(300)
-    assert lists.of(1, text) is None
-    text += [200, 201, 202] * 30  # nothing new
-    found = lists.of(1, text)
-    assert found is not None
-    assert set(found.others) == {*range(200, 207), 300}
-
-
-def test_others_are_few() -> None:
-    lists, text = Shortlists(100), [token for rare in range(200, 300) for token in (rare, *[1] * 9)]
-    found = lists.of(1, text)
-    assert found is not None
-    assert found.others == tuple(range(299, 299 - MOST_OTHERS, -1))
-
-
-def test_without_a_number_all_may_be_named() -> None:
-    assert Shortlists(0).of(1, [500]) is None
-
-
-def test_a_size_that_is_no_number_of_tokens_is_refused() -> None:
-    context = DrafterContext(tiny_target(fused_decoder()), tiny_target(fused_decoder()))
-    for size in (-1, 1.5, "64k"):
-        with pytest.raises(ConfigError, match="draft_vocab_size"):
-            build_drafter(
-                "draft_model",
-                DrafterContext(**{**vars(context), "options": {"draft_vocab_size": size}}),
-            )

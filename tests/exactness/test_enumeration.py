@@ -23,8 +23,7 @@ from tests.exactness.drafting import (
     Chosen,
     Draft,
     Drawn,
-    StopAfterUnlikely,
-    StopBeforeFlat,
+    Stopping,
 )
 from tests.exactness.laws import Rule, Steps
 from tests.exactness.ledger import total_variation
@@ -69,8 +68,8 @@ FILTERS = {
 }
 
 STOPPING: dict[str, Draft] = {
-    "stop after an unlikely token": StopAfterUnlikely(3, threshold=0.4),
-    "stop before a flat distribution": StopBeforeFlat(3, threshold=0.55),
+    "stop after an unlikely token": Stopping(3, unlikely=0.4),
+    "stop before a flat distribution": Stopping(3, flat=0.55),
 }
 
 

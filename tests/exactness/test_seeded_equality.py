@@ -1,24 +1,14 @@
-"""Same seed, same text: with chosen drafts, speculation changes no token at any temperature."""
+"""Drawn drafts: the seed is enough to repeat a text, whatever the batch. See test_seeded_fuzz.py."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import Proposal
-from foredraft.drafters.base import BaseDrafter, DraftRow
-from foredraft.drafters.guide import best_first
 from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.drafters.shapes import BestFirstShape, FixedShape, TreeShape
 from tests.exactness.drafting import SHAPES, Drawn, TableDrafter
 from tests.exactness.engine_runs import generate, texts
 from tests.exactness.worlds import Tokens, world
@@ -60,111 +50,3 @@ def test_a_seed_is_enough_to_repeat_a_drawn_text() -> None:
     )
     assert once == again
     assert once != plain(params), "drawn drafts take other numbers, so the text is another"
-
-
-# -------------------------------------------------------- a wrong draft never changes a seeded text
-
-
-FUZZED = world("random", 6)
-REQUESTS: tuple[Tokens, ...] = ((1,), (5, 0, 2))
-FREE = (1.0, 1.001)
-
-
-@dataclass(frozen=True)
-class Wild:
-    """Logits that have nothing to do with anything.
-
-    Attributes:
-        spread: 0 makes all of them equal.
-        gone: the share of tokens that cannot occur; one is left at least.
-    """
-
-    seed: int
-    spread: float
-    gone: float
-    dtype: torch.dtype
-
-    def logits(self, num: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + num)
-        logits_V = self.spread * torch.randn(FUZZED.vocab_size, generator=generator)
-        gone_V = torch.rand(FUZZED.vocab_size, generator=generator) < self.gone
-        gone_V[num % FUZZED.vocab_size] = False
-        return logits_V.masked_fill(gone_V, -math.inf).to(self.dtype)
-
-
-class WildDrafter(BaseDrafter):
-    """Grows a shape from wild logits."""
-
-    def __init__(self, wild: Wild, shape: TreeShape) -> None:
-        self._wild, self._shape = wild, shape
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._grown(row) for row in rows]
-
-    def _grown(self, row: DraftRow) -> Proposal:
-        growth = self._shape.grow(row)
-        while growth.frontier:
-            numbers = [len(row.tokens) + node + 1 for node in growth.frontier]
-            growth.extend(torch.stack([self._wild.logits(number) for number in numbers]))
-        return growth.build()
-
-
-class WildWeigher(BaseDrafter):
-    """Copies, with chances from nowhere."""
-
-    def __init__(self, wild: Wild) -> None:
-        self._wild = wild
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [
-            Proposal.chosen(best_first(len(row.tokens), self._successors, row, prices=FREE))
-            for row in rows
-        ]
-
-    def _successors(self, place: int) -> list[tuple[int, float, int]]:
-        probs = self._wild.logits(place).softmax(0).tolist()
-        return [(token, prob, place + 1) for token, prob in enumerate(probs) if prob > 0.0]
-
-
-wilds = st.builds(
-    Wild,
-    seed=st.integers(0, 2**32),
-    spread=st.sampled_from([0.0, 1.0, 5.0, 1e4]),
-    gone=st.sampled_from([0.0, 0.5, 1.0]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-shapes = st.one_of(
-    st.builds(FixedShape, st.lists(st.integers(1, 8), min_size=1, max_size=4).map(tuple)),
-    st.builds(BestFirstShape, st.integers(1, 8), st.integers(1, 4), prices=st.just(FREE)),
-)
-sampling = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 1e-3, 0.4, 0.7, 1.0, 3.0]),
-    top_k=st.sampled_from([0, 1, 3]),
-    top_p=st.sampled_from([1.0, 0.7]),
-    min_p=st.sampled_from([0.0, 0.2]),
-    seed=st.integers(0, 2**64 - 2),
-    max_tokens=st.just(12),
-)
-
-
-def assert_same_text(drafter: BaseDrafter, num_draft_tokens: int, params: SamplingParams) -> None:
-    requests = [(prompt, params) for prompt in REQUESTS]
-    requests[1] = (REQUESTS[1], replace(params, seed=(params.seed or 0) + 1))
-    plain = generate(FUZZED.target(), NoDrafter(), 0, requests)
-    drafted = generate(FUZZED.target(), drafter, num_draft_tokens, requests)
-    assert texts(drafted) == texts(plain)
-
-
-@settings(max_examples=120)
-@given(wilds, shapes, st.integers(0, 9), sampling)
-def test_any_logits_in_any_shape(
-    wild: Wild, shape: TreeShape, num_draft_tokens: int, params: SamplingParams
-) -> None:
-    assert_same_text(WildDrafter(wild, shape), num_draft_tokens, params)
-
-
-@settings(max_examples=60)
-@given(wilds, st.integers(0, 9), sampling)
-def test_any_chances_of_copies(wild: Wild, num_draft_tokens: int, params: SamplingParams) -> None:
-    assert_same_text(WildWeigher(wild), num_draft_tokens, params)
