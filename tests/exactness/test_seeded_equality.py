@@ -1,4 +1,4 @@
-"""Drawn drafts: the seed is enough to repeat a text, whatever the batch. See test_seeded_fuzz.py."""
+"""Drawn drafts: a seed is enough to repeat a text, whatever the batch; see test_seeded_fuzz.py."""
 
 from __future__ import annotations
 
