@@ -30,6 +30,7 @@ from foredraft.train.heads.base import start_head, training_of
 from foredraft.train.heads.dspark import DsparkTraining
 from tests.drafters.heads import (
     OUTPUT_IDS,
+    VOCAB,
     TinySource,
     decoded_by,
     drafted_logits,
@@ -189,8 +190,8 @@ def test_a_round_on_the_device_has_the_steps_that_pay(
 # ------------------------------------------------------------- heads choose with the target's noise
 
 
-VOCAB = 40
-IDS_R = torch.arange(0, VOCAB, 2)
+NUM_IDS = 40
+IDS_R = torch.arange(0, NUM_IDS, 2)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
@@ -198,7 +199,7 @@ IDS_R = torch.arange(0, VOCAB, 2)
 def test_the_best_choice_is_that_of_the_whole_law(
     temperature: float, filters: dict[str, float]
 ) -> None:
-    rows = OutputRows(IDS_R, VOCAB)
+    rows = OutputRows(IDS_R, NUM_IDS)
     generator = torch.Generator().manual_seed(1)
     params = SamplingParams.of(temperature=temperature, **filters)
     for seed in range(30):
@@ -215,7 +216,7 @@ def test_the_best_choice_is_that_of_the_whole_law(
 
 def test_copied_tokens_count_with_what_the_head_says() -> None:
     """Also one that the head has no row for, and what it says itself stays as it is."""
-    rows, params = OutputRows(IDS_R, VOCAB), SamplingParams.of(temperature=1.0)
+    rows, params = OutputRows(IDS_R, NUM_IDS), SamplingParams.of(temperature=1.0)
     logits_NR = torch.zeros(1, len(IDS_R))
     copied, taken = [[Choice(7, 0.9), Choice(8, 0.1)]], 0
     for seed in range(200):

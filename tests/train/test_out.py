@@ -168,7 +168,7 @@ def test_another_kind_is_refused(target: TrainingTarget, saved: Path) -> None:
 
 
 def test_no_head_is_there(target: TrainingTarget, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no trained saved"):
+    with pytest.raises(ConfigError, match="holds no trained head"):
         load_head(tmp_path, LinearHead, target.identity)
 
 
