@@ -259,7 +259,7 @@ def smollm2() -> tuple[Path, list[Tensor]]:
     rows: dict[int, Tensor] = {}
     for path in sorted(TREE.paths, key=len, reverse=True):
         if path[-1] not in rows:  # no longer path has gone by it
-            read = torch.tensor([[*text(200), *(TREE.tokens[node] for node in path)]])
+            read = torch.tensor([[*text(80), *(TREE.tokens[node] for node in path)]])
             with torch.inference_mode():
                 logits_TV = reference(read, use_cache=False).logits[0]
             rows |= zip((ROOT, *path), logits_TV[-len(path) - 1 :], strict=True)
@@ -272,7 +272,7 @@ def test_smollm2_equals_transformers(
 ) -> None:
     directory, expected = smollm2
     target = NativeTarget.load(directory, torch.float32, new_decoder=decoder)
-    [scores] = target.score([ScoreRow(target.cache.allocate(), text(200), TREE)])
+    [scores] = target.score([ScoreRow(target.cache.allocate(), text(80), TREE)])
     for found, row in zip(scores.logits_NV, expected, strict=True):
         # Logits of this model reach 30, thirty layers deep: float32 leaves room for no less.
         assert (found - row).abs().max().item() < 5e-4
