@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Before torch is imported. Programs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,17 @@ THREADS = torch.get_num_threads()
 # One profile: a machine with busy neighbours finds no other faults than a quiet one.
 settings.register_profile("foredraft", deadline=None)
 settings.load_profile("foredraft")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_kernels() -> Iterator[None]:
+    """A test that keeps its models elsewhere does not compile the kernels anew."""
+    from foredraft.kernels import build
+
+    places = build.directories()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "directories", lambda: places)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from foredraft.core.errors import ConfigError
+from foredraft.load import load_models
+from foredraft.options import LoadOptions
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tools import sizes
+
 PACKAGE = Path(__file__).parents[1] / "foredraft"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
@@ -320,3 +326,69 @@ def test_a_class_has_a_name_of_its_own() -> None:
                 places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert not twice
+
+
+# ------------------------------------------------------------ the wheel does not outgrow its budget
+
+
+def test_the_wheel_keeps_to_its_budget() -> None:
+    budget = sizes.budget_of((sizes.ROOT / sizes.BUDGETS).read_text())
+    assert sizes.problems(sum(sizes.lines_now().values()), budget, budget, []) == []
+
+
+def test_a_wheel_that_outgrows_its_budget_is_named() -> None:
+    [problem] = sizes.problems(11, 10, 10, [])
+    assert problem.startswith("the wheel has 11 lines; its budget is 10.")
+
+
+def test_the_budget_is_raised_with_a_decision_only() -> None:
+    [problem] = sizes.problems(11, 12, 10, ["foredraft/cli/main.py"])
+    assert "the budget is raised" in problem
+    assert sizes.problems(11, 12, 10, ["docs/decisions/0013-more.md"]) == []
+    assert sizes.problems(9, 9, 10, []) == []
+
+
+def test_budgets_by_package_are_read_as_their_sum() -> None:
+    assert sizes.budget_of("[lines]\ncore = 3\ncli = 4\n") == 7
+
+
+def test_modules_of_the_root_count_together() -> None:
+    assert sizes.package_of("foredraft/llm.py") == sizes.AT_THE_ROOT
+    assert sizes.package_of("foredraft/models/hf/parts.py") == "models"
+
+
+# ------------------------------------------------------------------------------------------- extras
+
+
+def uninstall(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Importing it, or what rests on it, is an error, as where it is not installed."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package:
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in ("foredraft.models.hf.target", "foredraft.models.hf.cache"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_native_model_needs_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama-tied"]())
+    uninstall(monkeypatch, "transformers")
+    uninstall(monkeypatch, "huggingface_hub")
+    assert load_models(LoadOptions(str(tmp_path)))[0].plan.backend == "native"
+
+
+def test_a_model_of_transformers_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama-tied"]())
+    uninstall(monkeypatch, "transformers")
+    with pytest.raises(ConfigError, match="runs through transformers, which needs") as caught:
+        load_models(LoadOptions(str(tmp_path), backend="hf"))
+    assert str(caught.value).endswith("pip install 'foredraft[hf]'")
+
+
+def test_custom_generate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    uninstall(monkeypatch, "transformers")
+    monkeypatch.delitem(sys.modules, "foredraft.hf_generate", raising=False)
+    with pytest.raises(ConfigError, match=r"custom_generate needs .*'foredraft\[hf\]'"):
+        importlib.import_module("foredraft.hf_generate")

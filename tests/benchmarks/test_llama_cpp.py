@@ -194,7 +194,11 @@ def test_a_crash_is_said_and_the_next_question_starts_it_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "failure"), [("crash", CRASHED), ("broken", "failed (RuntimeError: broken)")]
+    ("problem", "failure"),
+    [
+        ("crash", CRASHED),
+        pytest.param("broken", "failed (RuntimeError: broken)", marks=pytest.mark.slow),
+    ],
 )
 def test_what_fails_as_it_is_made_is_made_once(problem: str, failure: str) -> None:
     peer = PeerContender(Fragile, "x", problem=problem)

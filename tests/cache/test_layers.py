@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,15 +12,9 @@ import torch
 from foredraft.cache.base import KVShape
 from foredraft.cache.layers import StoredLayers
 from tests.cache.test_kv import SHAPE as KV_SHAPE
-from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
+from tests.cache.test_kv import KVProbe, Probe, TokenProbe
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=3)
-
-
-@pytest.fixture(params=[TokenProbe, KVProbe, HFProbe])
-def probe(request: pytest.FixtureRequest) -> Probe:
-    new: Callable[[], Probe] = request.param
-    return new()
 
 
 def write(layers: StoredLayers, slot: int, start: int, values: list[int]) -> None:

@@ -78,17 +78,8 @@ def test_a_closed_pipe_ends_quietly(checkpoint: Path) -> None:
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("compiler", "cure"),
-    [
-        ("no-such-compiler", "which is not there; correct or unset it"),
-        ("g++ 'x", "which cannot be read (No closing quotation); correct or unset it"),
-    ],
-)
-def test_a_fallback_is_said_once_with_its_cure(
-    checkpoint: Path, tmp_path: Path, compiler: str, cure: str
-) -> None:
-    environment = {**os.environ, "FOREDRAFT_CACHE": str(tmp_path), "CXX": compiler}
+def test_a_fallback_is_said_once_with_its_cure(checkpoint: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "FOREDRAFT_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
     environment.pop("FOREDRAFT_KERNELS", None)
     done = subprocess.run(
         command(checkpoint, "demo", "--max-tokens", "2"),
@@ -96,7 +87,7 @@ def test_a_fallback_is_said_once_with_its_cure(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("slower than it could") == 1, done.stderr
-    assert cure in done.stderr
+    assert "which is not there; correct or unset it" in done.stderr
 
 
 # ------------------------------------------------------------------------------------ conversations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foredraft.core import errors
+from foredraft.core.checks import checked_int
 from foredraft.core.errors import ConfigError, ForedraftError, nearest, unknown
 
 DRAFTERS = ("ngram", "draft_model", "none")
@@ -51,3 +52,22 @@ def test_every_error_is_one_of_ours() -> None:
 @pytest.mark.parametrize("kind", [errors.ConfigError, errors.PromptError])
 def test_bad_input_can_be_caught_as_a_value_error(kind: type[Exception]) -> None:
     assert issubclass(kind, ValueError)
+
+
+# ----------------------------------------------------------- messages of checks that refuse a value
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("stop", "stop"),
+        ("messages[3].role", "messages"),
+        ("prediction.content", "prediction"),
+        ("grammar (regex)", "grammar"),
+        ("the prompt", None),
+    ],
+)
+def test_errors_carry_the_field(name: str, field: str | None) -> None:
+    with pytest.raises(ConfigError) as raised:
+        checked_int(name, "x", low=1)
+    assert raised.value.field == field

@@ -1,4 +1,4 @@
-"""The noise: its bits, its law, and that what is skipped could not have won."""
+"""The noise: its bits, its law, what is skipped could not have won; and rows drawn together."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from foredraft.core.noise import (
     gumbel_top_rows,
 )
 from foredraft.core.rng import Purpose, philox4x32
+from foredraft.core.sampling import draw_rows
 from foredraft.kernels import build
 from tests.exactness.gtest import g_test
 
@@ -377,3 +378,36 @@ def test_nothing_is_compiled_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(build, "load_library", refuse)
     assert runpy.run_path(str(noise.__file__))["gumbel_argmax"]
+
+
+# ------------------------------------------------------------------------------ rows drawn together
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("vocab", [1, 7, 255, 256, 257, 1000])
+def test_rows_drawn_together_are_drawn_as_each_alone(dtype: Any, vocab: int) -> None:
+    """Also where the likeliest token is taken, and where rows are left out."""
+    generator = np.random.default_rng(vocab)
+    logits_NV = generator.normal(0.0, 3.0, (6, vocab)).astype(dtype)
+    logits_NV[2] = 1.0  # of equal ones the first
+    rows = [
+        *((4, (3, 0, 1.0)), (0, (1 << 63, 17, 0.0))),
+        *((2, (0, 1 << 40, 1.7)), (5, (9, 5, 0.0))),
+    ]
+    draws = draw_rows(torch.from_numpy(logits_NV), rows)
+    if None in draws:
+        pytest.skip("there is no compiler here")
+    for draw, (row, (seed, position, scale)) in zip(draws, rows, strict=True):
+        assert draw is not None
+        logits_V = logits_NV[row]
+        assert draw.token == int(logits_V.argmax())
+        alone = gumbel_argmax(logits_V, seed, position, scale) if scale else draw.token
+        assert (draw.drawn, draw.scale) == (alone, scale or None)
+        assert torch.equal(draw.given_V, torch.from_numpy(logits_V))
+
+
+def test_rows_that_are_not_finite_are_left_to_others() -> None:
+    logits_NV = np.zeros((4, 300), np.float32)
+    logits_NV[1, 5], logits_NV[2, 7], logits_NV[3] = np.nan, np.inf, -np.inf
+    draws = draw_rows(torch.from_numpy(logits_NV), [(i, (0, 0, 1.0 * (i < 3))) for i in range(4)])
+    assert draws[1:] == [None, None, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foredraft.core.errors import NonFiniteScoresError
+from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
-from foredraft.core.sampling import draw_token, law_of
+from foredraft.core.sampling import draw_token, kth_largest, largest, law_of
 from tests.core.reference import logits_to_probs, reference_probs
 
 LAST_UNIFORM = 1 - 2**-53
@@ -205,3 +207,36 @@ def test_draw_inverts_the_cumulative_distribution(values: list[float], u: float)
     total = sum(values)
     assert sum(values[:token]) <= u * total * (1 + 1e-12) + 1e-12
     assert u * total <= sum(values[: token + 1]) * (1 + 1e-12)
+
+
+# -------------------------------------- the largest of many numbers: as a full sort would have them
+
+
+@pytest.mark.parametrize("size", [1, 5, 128, 1000, 49_152])
+@pytest.mark.parametrize("count", [1, 2, 7, 60, 500])
+def test_they_are_those_of_a_sort(size: int, count: int) -> None:
+    generator = np.random.default_rng(size + count)
+    values_V = np.round(generator.normal(size=size) * 8).astype(np.float32)  # with many ties
+    expected = np.lexsort((np.arange(size), -values_V))[:count].tolist()
+    assert largest(values_V, count) == expected
+    if count <= size:
+        assert kth_largest(values_V, count) == np.sort(values_V)[-count]
+
+
+def test_none_are_none() -> None:
+    assert largest(np.ones(3), 0) == []
+
+
+# ------------------------------------------------------------------ log probabilities by themselves
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_they_are_computed_in_float64(kind: torch.dtype) -> None:
+    logits_V = (torch.randn(50_000, generator=torch.Generator().manual_seed(3)) * 4).to(kind)
+    expected_V = torch.log_softmax(logits_V.double(), 0)
+    found = TokenLogprobs.of(logits_V, 7, 3)
+    assert abs(found.logprob - float(expected_V[7])) < 1e-12
+    likeliest = expected_V.topk(3)
+    assert [token for token, _ in found.top] == likeliest.indices.tolist()
+    for (_, logprob), value in zip(found.top, likeliest.values.tolist(), strict=True):
+        assert abs(logprob - value) < 1e-12

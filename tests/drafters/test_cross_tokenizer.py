@@ -380,7 +380,7 @@ REAL_TEXT = "The list again: apples, pears, plums. The list again: apples,"
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("mode", ["slem", "tli"])
 @pytest.mark.parametrize("style", ["gpt2", "llama2"])
 def test_smollm2_with_a_draft_of_another_tokenizer(

@@ -1,14 +1,19 @@
-"""Checks of every kind of head: training sees the same predictions as drafting."""
+"""Heads: training sees the same predictions as drafting, and what each kind drafts."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
+from foredraft.core.choices import Choice, DrawnChoices
+from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import DrawnProposal, Proposal
+from foredraft.core.sampling import law_of
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.growth import GrowthLimits
 from foredraft.drafters.heads.base import HeadModule
@@ -18,11 +23,14 @@ from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.hydra import HydraModule
 from foredraft.drafters.heads.medusa import MedusaDrafter, MedusaModule
 from foredraft.drafters.heads.mtp import MtpModule
-from foredraft.drafters.heads.steps import StepDrafter
+from foredraft.drafters.heads.rows import HEAD_TRUST, OutputRows
+from foredraft.drafters.heads.steps import Reliability, StepDrafter
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.heads.base import start_head, training_of
+from foredraft.train.heads.dspark import DsparkTraining
 from tests.drafters.heads import (
     OUTPUT_IDS,
+    VOCAB,
     TinySource,
     decoded_by,
     drafted_logits,
@@ -31,6 +39,7 @@ from tests.drafters.heads import (
     text_batch,
     tiny_target,
 )
+from tests.drafters.prices import FREE_NODES
 
 DEPTH = 3
 CHAIN = GrowthLimits(DEPTH, width=1, branching=1, round_cost=0.0)
@@ -176,3 +185,165 @@ def test_a_round_on_the_device_has_the_steps_that_pay(
     row = DraftRow.of(0, (1, 2), budget=6)
     drafter.begin(row)
     assert drafter._num_steps(row, drafter._requests[0]) == steps == best + best % 2
+
+
+# ------------------------------------------------------------- heads choose with the target's noise
+
+
+NUM_IDS = 40
+IDS_R = torch.arange(0, NUM_IDS, 2)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_best_choice_is_that_of_the_whole_law(
+    temperature: float, filters: dict[str, float]
+) -> None:
+    rows = OutputRows(IDS_R, NUM_IDS)
+    generator = torch.Generator().manual_seed(1)
+    params = SamplingParams.of(temperature=temperature, **filters)
+    for seed in range(30):
+        logits_R = 2.0 * torch.randn(len(IDS_R), generator=generator)
+        row = DraftRow.of(1, (1, 2, 3), params, 4, seed)
+        (found,) = rows.choices(row, logits_R[None], [(7,)], 2)
+        assert not isinstance(row.choices, DrawnChoices)
+        law = law_of(rows.spread(logits_R), params)
+        expected = row.choices.best(law, 1, 2, HEAD_TRUST)
+        # Unlikely tokens are skipped: a sibling may be missed, hardly ever the best one.
+        assert found[0].token == expected[0].token
+        assert found[0].chance == pytest.approx(expected[0].chance, rel=0.15)
+
+
+def test_copied_tokens_count_with_what_the_head_says() -> None:
+    """Also one that the head has no row for, and what it says itself stays as it is."""
+    rows, params = OutputRows(IDS_R, NUM_IDS), SamplingParams.of(temperature=1.0)
+    logits_NR = torch.zeros(1, len(IDS_R))
+    copied, taken = [[Choice(7, 0.9), Choice(8, 0.1)]], 0
+    for seed in range(200):
+        row = DraftRow.of(1, (1, 2, 3), params, 4, seed)
+        (found,) = rows.choices(row, logits_NR, [()], 1, copied)
+        taken += found[0].token == 7
+    assert torch.equal(logits_NR, torch.zeros(1, len(IDS_R)))
+    assert taken / 200 == pytest.approx(0.35 * 0.9, abs=0.08)
+
+
+# ------------------------------------------------- chances that are corrected by how they have held
+
+
+@pytest.mark.parametrize(("claimed", "true"), [(0.9, 0.45), (0.5, 0.5), (0.9, 0.0), (0.1, 0.9)])
+def test_the_factor_follows_what_comes(claimed: float, true: float) -> None:
+    reliability, draw = Reliability(), random.Random(0)
+    assert reliability.factor == 1.0
+    for _ in range(600):
+        reliability.record([Choice(1, claimed)], 1 if draw.random() < true else 2)
+    assert reliability.factor == pytest.approx(min(1.2, max(0.3, true / claimed)), abs=0.08)
+
+
+def test_tokens_and_their_order_stay() -> None:
+    reliability = Reliability()
+    for _ in range(50):
+        reliability.record([Choice(1, 0.9)], 1)
+    corrected = reliability.corrected([Choice(5, 0.95), Choice(6, 0.02)])
+    assert [choice.token for choice in corrected] == [5, 6]
+    assert all(0.0 < choice.chance < 1.0 for choice in corrected)
+
+
+# ------------------------------------------------------------------------------------------- dspark
+
+
+def new_module(target: NativeTarget, **options: int) -> DsparkModule:
+    torch.manual_seed(4)
+    module = start_head(DsparkModule, TinySource(target), None, options)
+    shaken(module)
+    return module.eval()
+
+
+@torch.no_grad()
+def drafted(drafter: DsparkDrafter, seed: int, price: float) -> Proposal:
+    """A draft, drawn from a block that says the same at every place."""
+    params = SamplingParams(temperature=1.0, coupling="drawn", seed=seed)
+    row = DraftRow.of(1, (1, 2, 3), params, 4, seed, prices=(1.0, 1.0 + price))
+    return drafter._drawn(row, torch.zeros(4, 64), torch.zeros(4, VOCAB))
+
+
+def test_what_is_drawn_stays_and_its_probabilities_are_those_it_was_drawn_from() -> None:
+    """Whether a token is submitted depends on tokens before it alone: so prefixes agree."""
+    target = tiny_target()
+    module, sizes = new_module(target), set()
+    with torch.no_grad():
+        module.confidence.bias.fill_(2.0)
+    drafter = DsparkDrafter(module, target)
+    for seed in range(12):
+        short, long = (drafted(drafter, seed, price) for price in (0.4, 0.0))
+        size = len(short.tree)
+        assert short.tree.tokens == long.tree.tokens[:size]
+        assert isinstance(long, DrawnProposal)
+        if isinstance(short, DrawnProposal):
+            assert torch.equal(short.draft_probs_NV, long.draft_probs_NV[:size])
+        assert len(long.tree) == 4
+        sizes.add(size)
+    assert len(sizes) > 1
+
+
+@torch.no_grad()
+def test_a_sure_head_drafts_more_than_an_unsure_one() -> None:
+    target = tiny_target()
+    sizes = []
+    for bias in (-3.0, 0.0, 3.0):
+        module = new_module(target)
+        with torch.no_grad():
+            module.confidence.weight.zero_()
+            module.confidence.bias.fill_(bias)
+        drafter = DsparkDrafter(module, target)
+        row = DraftRow.of(1, (1, 2, 3), SamplingParams(), 4, prices=(1.0, 1.2))
+        proposal = drafter._chosen(row, torch.zeros(4, 64), torch.randn(4, VOCAB))
+        sizes.append(len(proposal.tree))
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] == 4
+
+
+@torch.no_grad()
+def test_dflash_is_the_special_case() -> None:
+    """Without the Markov head the places do not know each other's tokens."""
+    target = tiny_target()
+    module = new_module(target, rank=0)
+    assert not {name for name in module.state_dict() if "markov" in name or "confidence" in name}
+    drafter = DsparkDrafter(module, target)
+    row = replace(
+        DraftRow.of(1, (1, 2, 3), SamplingParams(temperature=0.0), 4, prices=FREE_NODES),
+        rules=SamplingParams(temperature=0.0),
+    )
+    logits_SR = torch.randn(4, VOCAB)
+    proposal = drafter._chosen(row, torch.zeros(4, 64), logits_SR)
+    assert list(proposal.tree.tokens) == logits_SR.argmax(1).tolist()
+
+
+def test_a_block_of_one_is_still_a_block() -> None:
+    target = tiny_target()
+    module = new_module(target, block_size=1, num_layers=1)
+    batch = text_batch(target, [random_text(10)], module.taps)
+    (only,) = training_of(module).predictions(batch, 3)
+    assert (only.shift, only.depth) == (2, 1)
+
+
+@pytest.mark.parametrize("true_scale", [0.5, 2.0])
+def test_calibration_finds_the_scale(true_scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Confidences that are off by a factor in log odds, and tokens that are right as they say."""
+    module = new_module(tiny_target())
+    generator = torch.Generator().manual_seed(3)
+    logits_NS = torch.randn(20_000, 4, generator=generator, dtype=torch.float64) * 2 + 1
+    right_NS = torch.rand(20_000, 4, generator=generator) < (logits_NS * true_scale).sigmoid()
+    training = training_of(module)
+    monkeypatch.setattr(training, "_places", lambda batch: (logits_NS, right_NS))
+    scales = training.calibrate([None])  # type: ignore[list-item]
+    for scale in scales[:3]:  # few blocks are right up to the last place
+        assert scale == pytest.approx(true_scale, rel=0.25)
+
+
+def test_calibration_looks_inside_the_texts_only() -> None:
+    target = tiny_target()
+    module = new_module(target)
+    batch = text_batch(target, [random_text(14), random_text(9, seed=2)], module.taps)
+    logits_NS, right_NS = DsparkTraining(module)._places(batch)
+    assert logits_NS.shape == right_NS.shape == (14 - 5 + 9 - 5, 4)
+    assert len(training_of(module).calibrate([batch])) == 4

@@ -41,21 +41,6 @@ def drafter(request: pytest.FixtureRequest) -> Drafter:
     return made[request.param]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("max_batch_size", [1, 3, 8])
-def test_text_does_not_depend_on_drafter_or_company(
-    drafter: Drafter, temperature: float, max_batch_size: int
-) -> None:
-    target = counting_model()
-    params = SamplingParams(temperature=temperature, seed=11, max_tokens=25)
-    alone = [generate(new_engine(target), [prompt], params)[0] for prompt in PROMPTS]
-    engine = new_engine(target, drafter, max_batch_size=max_batch_size)
-    together = generate(engine, PROMPTS, params)
-    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
-    assert [r.text for r in together] == [r.text for r in alone]
-    assert target.cache.slots == []
-
-
 @pytest.mark.parametrize(
     ("options", "reason", "token_ids", "text"),
     [

@@ -88,11 +88,17 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class StopAfterUnlikely:
-    """A drawn chain that keeps a token its draft model found unlikely, and ends with it."""
+class Stopping:
+    """A drawn chain that ends by itself.
+
+    Attributes:
+        unlikely: it ends with a token that its draft model finds less likely than this.
+        flat: it ends before a position where no token is as likely as this.
+    """
 
     num_draft_tokens: int
-    threshold: float
+    unlikely: float = 0.0
+    flat: float = 0.0
 
     def __call__(
         self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
@@ -101,34 +107,14 @@ class StopAfterUnlikely:
         parent = ROOT
         for _ in range(min(self.num_draft_tokens, budget)):
             probs_V = probs(context)
+            if float(probs_V.max()) < self.flat:
+                break
             node = builder.draw(parent, probs_V)
             assert node is not None
             token = builder.tokens[node]
-            if float(probs_V[token]) < self.threshold:
+            if float(probs_V[token]) < self.unlikely:
                 break
             parent, context = node, (*context, token)
-        return builder.build()
-
-
-@dataclass(frozen=True)
-class StopBeforeFlat:
-    """A drawn chain that ends before a position where no token is likely."""
-
-    num_draft_tokens: int
-    threshold: float
-
-    def __call__(
-        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
-    ) -> Proposal:
-        builder = Builder(choices, replacement=True)
-        parent = ROOT
-        for _ in range(min(self.num_draft_tokens, budget)):
-            probs_V = probs(context)
-            if float(probs_V.max()) < self.threshold:
-                break
-            node = builder.draw(parent, probs_V)
-            assert node is not None
-            parent, context = node, (*context, builder.tokens[node])
         return builder.build()
 
 

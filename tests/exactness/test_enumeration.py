@@ -23,8 +23,7 @@ from tests.exactness.drafting import (
     Chosen,
     Draft,
     Drawn,
-    StopAfterUnlikely,
-    StopBeforeFlat,
+    Stopping,
 )
 from tests.exactness.laws import Rule, Steps
 from tests.exactness.ledger import total_variation
@@ -69,8 +68,8 @@ FILTERS = {
 }
 
 STOPPING: dict[str, Draft] = {
-    "stop after an unlikely token": StopAfterUnlikely(3, threshold=0.4),
-    "stop before a flat distribution": StopBeforeFlat(3, threshold=0.55),
+    "stop after an unlikely token": Stopping(3, unlikely=0.4),
+    "stop before a flat distribution": Stopping(3, flat=0.55),
 }
 
 
@@ -104,13 +103,23 @@ CASES = [
 ]
 
 
+OURS = [taken.rule for taken in RULES.values() if taken.ours]
+
+
 def cases_in_every_kind() -> Iterator[ParameterSet]:
     """The rules that ours are compared with, and do not ship, are slow in most kinds."""
-    ours = [taken.rule for taken in RULES.values() if taken.ours]
     for kind, case in itertools.product(KINDS, CASES):
-        is_slow = case.values[0] not in ours and kind not in ("random", "zeros in both")
+        is_slow = case.values[0] not in OURS and kind not in ("random", "zeros in both")
         marks = pytest.mark.slow if is_slow else ()
         yield pytest.param(kind, *case.values, id=f"{case.id}-{kind}", marks=marks)
+
+
+def small_cases() -> Iterator[ParameterSet]:
+    """Of two nodes; slow where the rule does not ship."""
+    for case in CASES:
+        if is_small(case.values[1]):
+            marks = () if case.values[0] in OURS else pytest.mark.slow
+            yield pytest.param(*case.values, id=case.id, marks=marks)
 
 
 def assert_exact(
@@ -132,14 +141,14 @@ def test_every_rule_and_shape_in_every_kind_of_world(rule: Rule, draft: Draft, k
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros in both"])
-@pytest.mark.parametrize(("rule", "draft"), [case for case in CASES if is_small(case.values[1])])
+@pytest.mark.parametrize(("rule", "draft"), [*small_cases()])
 def test_four_tokens_of_four_or_five(rule: Rule, draft: Draft, kind: str) -> None:
     assert_exact(world(kind, 5 if kind == "zeros in both" else 4), draft, rule, num_tokens=4)
 
 
 @pytest.mark.parametrize("drafted_from", ["the same", "everything"])
 @pytest.mark.parametrize("name", FILTERS)
-@pytest.mark.parametrize(("rule", "draft"), [case for case in CASES if is_small(case.values[1])])
+@pytest.mark.parametrize(("rule", "draft"), [*small_cases()])
 def test_every_filter(rule: Rule, draft: Draft, name: str, drafted_from: str) -> None:
     params = FILTERS[name]
     draft_params = params if drafted_from == "the same" else PLAIN

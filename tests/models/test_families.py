@@ -256,8 +256,12 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
         assert text == tuple(found[0, len(prompt) :].tolist())
 
 
+COLD = pytest.param(0.0, marks=pytest.mark.slow)
+"""At temperature 0 the row of the table is run; what follows differs in formats and drafters."""
+
+
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [COLD, 1.0])
 def test_drafts_change_no_text(family: str, format_name: str, temperature: float) -> None:
     target = new_target(family, format_name)
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)
@@ -266,8 +270,7 @@ def test_drafts_change_no_text(family: str, format_name: str, temperature: float
     for size in (1, 4):
         results = run(target, drafter, PROMPTS, params, size, 3)
         assert [result.token_ids for result in results] == expected
-    if temperature == 0.0:
-        assert sum(result.stats.drafted for result in results) > 0
+    assert sum(result.stats.drafted for result in results) > 0
 
 
 def works(drafter: str, family: str) -> bool:
@@ -278,18 +281,18 @@ def works(drafter: str, family: str) -> bool:
     return drafter != "early_exit" or config.recurrent is None
 
 
+@pytest.mark.parametrize("temperature", [COLD, 1.0])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_each_sort_of_drafter_works(family: str, name: str) -> None:
+def test_each_sort_of_drafter_works(family: str, name: str, temperature: float) -> None:
     target = new_target(family)
     if not works(name, family):
         with pytest.raises(CapabilityError):
             drafter_on(name, family, target)
         return
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, seed=17, max_tokens=24, ignore_eos=True)
-        expected = plain(target, PROMPTS, params)
-        results = run(target, drafter_on(name, family, target), PROMPTS, params, 3, 3)
-        assert [result.token_ids for result in results] == expected
+    params = SamplingParams(temperature=temperature, seed=17, max_tokens=24, ignore_eos=True)
+    expected = plain(target, PROMPTS, params)
+    results = run(target, drafter_on(name, family, target), PROMPTS, params, 3, 3)
+    assert [result.token_ids for result in results] == expected
     assert sum(result.stats.drafted for result in results) > 0
 
 
@@ -383,7 +386,7 @@ def test_other_shapes_of_a_family(name: str) -> None:
     for format_name in FORMATS:
         test_drafts_change_no_text(name, format_name, 1.0)
     for drafter in ("early_exit", "self_draft"):
-        test_each_sort_of_drafter_works(name, drafter)
+        test_each_sort_of_drafter_works(name, drafter, 1.0)
     test_a_copy_is_tuned_or_that_is_refused(name)
     test_the_row_of_the_table(name)
 
@@ -702,7 +705,7 @@ def test_scores_times_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_mutated_config_is_right_or_refused(family: str, tmp_path: Path) -> None:
-    check_mutations(family, 30, tmp_path)
+    check_mutations(family, 15, tmp_path)
 
 
 @pytest.mark.slow

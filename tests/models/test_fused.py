@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -294,8 +295,15 @@ class Int8Reference(EagerDecoder):
         return super()._linear((x / step).round() * step, weight, bias)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if is_quick else pytest.mark.slow)
+        for name, dtype in itertools.product(CONFIGS, DTYPES)
+        for is_quick in [dtype == torch.bfloat16 or name in FEW_CONFIGS]
+    ],
+    ids=str,
+)
 def test_int8_logits_equal_the_eager_decoder_on_the_same_integers(
     name: str, dtype: torch.dtype, checkpoints: dict[str, Path]
 ) -> None:
@@ -337,11 +345,15 @@ def test_activations_of_8_bits_equal_the_eager_decoder_on_the_same_integers(
 # ---------------------------------------------------------------------------------------- same bits
 
 
+AT_ENDS_OF_CHUNKS = [(2, 249), (1, 255), (3, 256), (2, 510), (3, 510)]
+"""Threads and lengths of texts of which each differs in the chunks that a thread gets."""
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_a_chain_has_the_bits_of_one_token_at_a_time(alone: Alone, num_threads: int) -> None:
     target, prompt, longest = alone.with_threads(num_threads), text(21), 17
     expected = alone.logits([*prompt, *text(longest, seed=1)])
-    for length in range(1, longest + 1):
+    for length in range(1, longest + 1, 1 if num_threads == 1 else 4):
         slot = target.cache.allocate()
         step(target, slot, prompt)
         first, *rest = text(longest, seed=1)[:length]
@@ -360,8 +372,13 @@ def test_a_tree_node_has_the_bits_of_its_path_alone(alone: Alone, num_threads: i
         assert torch.equal(found[node], alone.logits(tokens)[-1])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("length", [249, 255, 256, 510])
+@pytest.mark.parametrize(
+    ("num_threads", "length"),
+    [
+        pytest.param(*case, marks=() if case in AT_ENDS_OF_CHUNKS else pytest.mark.slow)
+        for case in itertools.product((1, 2, 3), (249, 255, 256, 510))
+    ],
+)
 def test_a_tree_across_chunks_of_attention_has_the_bits_of_its_paths(
     alone: Alone, num_threads: int, length: int
 ) -> None:

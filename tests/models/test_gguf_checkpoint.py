@@ -6,7 +6,6 @@ import inspect
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Regex
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from foredraft import LLM, SamplingParams
@@ -31,124 +30,20 @@ from foredraft.models.files.schema import ENDS_BY_TEXT, GgufTokenizerFields
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.source_blocks import stacked_blocks
 from foredraft.models.text.tokenizer import Tokenizer
-from tests.models.checkpoints import CHAT_TEMPLATE, train_tokenizer
-from tests.models.gguf_files import ARRAY, STRING, Stored, Typed, gguf_bytes, write_gguf
+from tests.models.checkpoints import CHAT_TEMPLATE
+from tests.models.gguf_files import (
+    ARRAY,
+    CODES,
+    STRING,
+    Stored,
+    Typed,
+    gguf_bytes,
+    metadata_of,
+    shape_of,
+    tensors_of,
+    write_gguf,
+)
 from tests.models.progress import RecordedProgress
-from tests.models.test_smollm2 import interleave_halves
-
-CODES = {kind.name: code for code, kind in KINDS.items()}
-HEADS, KV_HEADS = 4, 2
-CONTROL = 3
-
-
-def shape_of(**more: Any) -> LlamaConfig:
-    """Rows of 256 weights, which every format can hold."""
-    sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 256}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": 2}
-    limits = {"max_position_embeddings": 128, "rms_norm_eps": 1e-5}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}}
-    ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2}
-    return LlamaConfig(**(sizes | heads | limits | rope | ids | more))
-
-
-def metadata_of(config: LlamaConfig, **more: Any) -> dict[str, Any]:
-    """What a file says of such a model; dots in the names of ``more`` are written ``__``."""
-    definition = train_tokenizer()
-    tokens = [definition.id_to_token(i) for i in range(definition.get_vocab_size())]
-    kinds = [CONTROL if token.startswith("<|") else 1 for token in tokens]
-    merges = _merges(definition)
-    found = {
-        "general.architecture": "llama",
-        "llama.block_count": config.num_hidden_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.freq_base": 1234.0,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.chat_template": CHAT_TEMPLATE,
-    }
-    return found | {key.replace("__", "."): value for key, value in more.items()}
-
-
-def _merges(definition: FastTokenizer) -> list[str]:
-    import json
-
-    merges = json.loads(definition.to_str())["model"]["merges"]
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-
-
-SCALES: dict[str, tuple[int, ...]] = {
-    "Q6_K": (208,),
-    "Q8_0": (0,),
-    "Q4_0": (0,),
-    "Q5_0": (0,),
-    "MXFP4": (),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "TQ1_0": (52,),
-    "TQ2_0": (64,),
-}
-"""Places of a block's scales, where they are not its first one or two numbers."""
-
-
-def raw_rows(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
-    """Stored rows of small weights: random integers, and scales of about a hundredth."""
-    found = KINDS[CODES[kind]]
-    if found.unpack is None:
-        weights = draw.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
-        return gguf.quantize(weights, gguf.GGMLQuantizationType[kind]).view(np.uint8)
-    rows, inputs = shape
-    size = (rows, inputs // found.block_weights, found.block_bytes)
-    blocks = draw.integers(0, 256, size, np.uint8)
-    halves = SCALES.get(kind, (0,) if kind.startswith("IQ") else (0, 2))
-    nested = kind.endswith("_K") or kind.startswith("IQ")
-    if kind == "MXFP4":
-        blocks[..., 0] = draw.integers(115, 122, size[:2])
-    for place in halves:
-        scale = draw.uniform(0.001, 0.01, size[:2]).astype("<f2") / np.float16(32 if nested else 1)
-        blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-def tensors_of(
-    config: LlamaConfig, kind: str, others: Mapping[str, str] = MappingProxyType({})
-) -> tuple[list[tuple[str, Stored]], dict[str, torch.Tensor]]:
-    """The tensors of a file, and the numbers in them, by their names in transformers.
-
-    Args:
-        kind: of matrices.
-        others: of those whose names in transformers hold one of these words, another one.
-    """
-    draw = np.random.default_rng(5)
-    model = LlamaForCausalLM(config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    stored: list[tuple[str, Stored]] = []
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        shape, of = tuple(tensor.shape), kind if tensor.ndim == 2 else "F32"
-        of = next((other for word, other in others.items() if word in name), of)
-        rows = raw_rows(of, shape, draw)
-        code = gguf.GGMLQuantizationType[of]
-        exact = gguf.dequantize(rows.view(np.float32) if of == "F32" else rows, code)
-        values = torch.from_numpy(exact.reshape(shape))
-        weights[name] = values
-        target = names.get_name(name, try_suffixes=(".weight",))
-        assert target is not None
-        if heads := {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2]):
-            rows = interleave_halves(rows, heads)
-        stored.append((target, Stored(CODES[of], shape[::-1], rows.tobytes())))
-    return stored, weights
 
 
 @pytest.fixture
@@ -183,6 +78,7 @@ def test_weights_and_logits_are_those_of_the_same_model(tmp_path: Path, kind: st
     assert found.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(found[name].float(), tensor), name
+    assert len({path.stat().st_mode for path in directory.iterdir()}) == 1, "one is as readable"
     model = LlamaForCausalLM(config).eval()
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
@@ -316,7 +212,10 @@ def test_a_text_comes_back_and_special_tokens_are_single(tmp_path: Path, name: s
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-ODD_TEXTS = ("I'LL go\r\n\n  to  12345 places ", "x=1;\n\ty", "½ ２３ é́ العربية 🙂🙂")
+ODD_TEXTS = (
+    *("I'LL go\r\n\n  to  12345 places ", "x=1;\n\ty", "½ ２３ é́ العربية 🙂🙂"),
+    "don't HTTPServer naïveÉcole",
+)
 
 
 @pytest.mark.parametrize("kind_of_pads", [5, 1])
@@ -339,28 +238,6 @@ def test_names_behind_the_last_token_are_left_out(tmp_path: Path, kind_of_pads: 
         assert (tokenizer.id_of("[PAD300]") == 300) is bool(more)
 
 
-def test_qwen_is_split_as_transformers_splits_it(tmp_path: Path) -> None:
-    from transformers import Qwen2Tokenizer
-
-    theirs = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
-    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="qwen2")
-    ours = FastTokenizer.from_str(tokenizer.definition)
-    for text in ODD_TEXTS:
-        assert ours.normalizer.normalize_str(text) == theirs.normalizer.normalize_str(text)
-        found = ours.pre_tokenizer.pre_tokenize_str(text)
-        assert found == theirs.pre_tokenizer.pre_tokenize_str(text)
-
-
-def test_llama_3_is_split_as_transformers_splits_it(tmp_path: Path) -> None:
-    pattern = inspect.signature(TikTokenConverter).parameters["pattern"].default
-    parts = [Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)]
-    theirs = Sequence(parts)
-    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="llama-bpe")
-    ours = FastTokenizer.from_str(tokenizer.definition)
-    for text in ODD_TEXTS:
-        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
-
-
 @pytest.mark.parametrize(
     ("pre", "said", "adds"),
     [("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", True, True)],
@@ -379,30 +256,23 @@ def test_every_end_of_a_turn_ends_a_reply(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (0, 1, 2)
 
 
-@pytest.mark.parametrize("text", sorted(ENDS_BY_TEXT))
-def test_tokens_that_end_a_reply_are_known_by_their_text(text: str) -> None:
+HARMONY = ["<|end|>", "<|return|>", "<|call|>"]
+"""The first ends a part of a reply, and not the reply."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end"),
+    [*((["a", "<end>", text], 1) for text in sorted(ENDS_BY_TEXT)), (HARMONY, None)],
+)
+def test_tokens_that_end_a_reply_are_known_by_their_text(tokens: list[str], end: Any) -> None:
     """Phi-3, Gemma 2 and early Llama 3 files name the end of a text alone."""
-    fields = GgufTokenizerFields.model_validate(
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.tokens": ["a", "<end>", text],
-            "tokenizer.ggml.token_type": [1, 3, 3],
-            "tokenizer.ggml.eos_token_id": 1,
-        }
-    )
-    assert fields.end_ids() == [1, 2]
-
-
-def test_a_part_of_a_harmony_reply_does_not_end_it() -> None:
-    tokens = ["<|end|>", "<|return|>", "<|call|>"]
-    fields = GgufTokenizerFields.model_validate(
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [3] * 3,
-        }
-    )
-    assert fields.end_ids() == [1, 2]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 3,
+        "tokenizer.ggml.eos_token_id": end,
+    }
+    assert GgufTokenizerFields.model_validate(metadata).end_ids() == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "like"), [("deepseek-r1-qwen", "qwen2"), ("llama3", "llama-bpe")])
@@ -414,18 +284,33 @@ def test_names_of_one_splitting(tmp_path: Path, name: str, like: str) -> None:
     assert one.definition == other.definition
 
 
-def test_tekken_is_split_as_mistral_nemo_splits_it(tmp_path: Path) -> None:
-    pattern = (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    theirs = Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
-    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="tekken")
+def by_pattern(pattern: str) -> Any:
+    return Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
+
+
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Mistral Nemo."""
+QWEN = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
+THEIRS = {
+    "qwen2": QWEN.pre_tokenizer,
+    "llama-bpe": by_pattern(inspect.signature(TikTokenConverter).parameters["pattern"].default),
+    "tekken": by_pattern(TEKKEN),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_text_is_split_as_others_split_it(tmp_path: Path, name: str) -> None:
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre=name)
     ours = FastTokenizer.from_str(tokenizer.definition)
-    for text in (*ODD_TEXTS, "don't HTTPServer naïveÉcole"):
-        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
-    assert tokenizer.encode("a")[0] == 0, "a start token"
+    for text in ODD_TEXTS:
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == THEIRS[name].pre_tokenize_str(text)
+        if name == "qwen2":
+            assert ours.normalizer.normalize_str(text) == QWEN.normalizer.normalize_str(text)
+    assert (tokenizer.encode("a")[0] == 0) == (name != "qwen2"), "a start token"
 
 
 @pytest.mark.parametrize(

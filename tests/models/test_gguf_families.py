@@ -57,12 +57,8 @@ NEAR_TIE = 5e-3
 @pytest.fixture(scope="module", autouse=True)
 def _cache() -> Iterator[None]:
     need_kernel()
-    from foredraft.kernels.build import directories
-
-    kernels = directories()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREDRAFT_CACHE", f"{_scratch().name}/cache")
-        patch.setattr("foredraft.kernels.build.directories", lambda: kernels)
         yield
     _files.cache_clear()
 

@@ -18,8 +18,7 @@ from foredraft.models.files.gguf_tokenizer import _rebuilt
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.schema import GgufTokenizerFields
 from foredraft.models.text.tokenizer import Tokenizer
-from tests.models.gguf_files import ARRAY, Typed, write_gguf
-from tests.models.test_gguf_checkpoint import metadata_of, shape_of, tensors_of
+from tests.models.gguf_files import ARRAY, Typed, metadata_of, shape_of, tensors_of, write_gguf
 
 FLOAT32 = 6
 WORDS = "the ferry leaves at noon and comes back late; a bell rings twice, then nobody speaks "

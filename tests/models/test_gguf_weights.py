@@ -28,10 +28,9 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import AS_STORED, DecoderWeights, load_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import need_kernel
-from tests.models.gguf_files import Stored, Typed, write_gguf
+from tests.models.gguf_files import CODES, Stored, Typed, metadata_of, shape_of, write_gguf
+from tests.models.gguf_files import tensors_of as stored_tensors
 from tests.models.progress import RecordedProgress
-from tests.models.test_gguf_checkpoint import CODES, metadata_of, shape_of
-from tests.models.test_gguf_checkpoint import tensors_of as stored_tensors
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 K_M = {"v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K"}
@@ -45,16 +44,7 @@ MIXES += [("Q4_K", K_M), ("Q5_0", {"v_proj": "Q8_0"}), ("Q5_1", {"up_proj": "Q4_
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     need_kernel()
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("foredraft.kernels.build.directories", _directories())
     return tmp_path / "cache"
-
-
-def _directories():  # type: ignore[no-untyped-def]
-    """The kernel is compiled already, elsewhere."""
-    from foredraft.kernels.build import directories
-
-    found = directories()
-    return lambda: found
 
 
 def gguf_of(

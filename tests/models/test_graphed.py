@@ -1,4 +1,4 @@
-"""The graphed decoder computes what the eager one does, and its padding touches nothing.
+"""Decoders of fixed shapes compute what the eager one does, and padding touches nothing.
 
 Nothing is recorded on a CPU, but all else runs: grids, masks, scratch entries, buckets.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.random_model import random_weights
 from foredraft.cache.kv import KVCache
+from foredraft.core.errors import CapabilityError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.llm import LLM
@@ -32,10 +33,13 @@ from foredraft.models.native.cuda import (
     choose_bucket,
     fits_grid,
     grid_inputs,
+    paged_bucket,
 )
-from foredraft.models.native.plan import plan_forward
+from foredraft.models.native.model import FixedShapeDecoder, probe
+from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import load_weights
+from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import made, text
 
@@ -128,24 +132,6 @@ def test_steps_of_one_row_equal_the_eager_decoder(pair: Pair) -> None:
         pair.score([ScoreRow(slot, [11], tree)])
         pair.keep(slot, 1)
     assert pair.num_replayed == before + 4
-
-
-def test_a_kept_path_goes_on_as_the_eager_decoder_does(pair: Pair) -> None:
-    slot = pair.open(text(20))
-    pair.score([ScoreRow(slot, [11, 12], TREE)])
-    pair.keep(slot, 2, (1, 4, 6))
-    pair.score([ScoreRow(slot, [42], TREE)])
-
-
-def test_ragged_rows_equal_the_eager_decoder(pair: Pair) -> None:
-    slots = [pair.open(text(length, seed=length)) for length in (9, 30, 17, 70, 3)]
-    trees = (EMPTY_TREE, TREE, TokenTree.chain((3, 4, 5)), TREE, TokenTree((4, 5), (ROOT, ROOT)))
-    rows = [ScoreRow(slot, [7], tree) for slot, tree in zip(slots, trees, strict=True)]
-    before = pair.num_replayed
-    pair.score(rows)
-    for chosen in ((3, 1), (4,), (0, 1, 2), (2, 4)):
-        pair.score([rows[i] for i in chosen])
-    assert pair.num_replayed == before + 5
 
 
 def test_an_empty_slot_can_begin_with_a_step(pair: Pair) -> None:
@@ -447,3 +433,104 @@ def test_drafting_changes_no_text(checkpoint: Path, target: NativeTarget) -> Non
             texts.append([result.token_ids for result in results])
     assert all(found == texts[0] for found in texts)
     assert decoder_of(target).num_replayed > 0
+
+
+# ------------------------------------------------------------- a step as the kernels of gpus get it
+
+
+SMALL_TREE = TokenTree((7, 8, 9, 8), (ROOT, ROOT, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "start", "bucket"),
+    [
+        ([1], 10, Bucket(1, 16, 256, (), True)),
+        ([16], 10, Bucket(1, 16, 256, (), True)),
+        ([17], 10, Bucket(1, 32, 256, (), True)),
+        ([1, 1, 1], 10, Bucket(16, 1, 256, (), True)),
+        ([3, 1], 300, Bucket(4, 4, 1024, (), True)),
+        ([1] * 32, 1023, Bucket(32, 1, 1024, (), True)),
+    ],
+)
+def test_a_step_has_at_least_sixteen_tokens(sizes: list[int], start: int, bucket: Bucket) -> None:
+    rows = [ScoreRow(i, [5], TokenTree.chain([6] * (n - 1))) for i, n in enumerate(sizes)]
+    assert paged_bucket(plan_forward(rows, [start] * len(rows)), 64) == bucket
+
+
+def test_paths_lead_through_the_tree() -> None:
+    target = NativeTarget.load(made("llama"))
+    cache, slot = target.cache, target.cache.allocate()
+    target.score([ScoreRow(slot, [3] * 70)])
+    cache.keep(slot, 70, ())
+    cache.reserve(slot, 5)
+    plan = plan_forward([ScoreRow(slot, [5], SMALL_TREE)], [70])
+    bucket = paged_bucket(plan, cache.store.block_size)
+    assert not bucket.is_chain
+    inputs = GridInputs.of(grid_inputs(plan, bucket, cache), bucket)
+    assert inputs.token_ids[:6].tolist() == [5, 7, 8, 9, 8, 0]
+    assert inputs.lengths.tolist() == [71, 72, 72, 73, 74, *[0] * 11]
+    assert [inputs.paths[i, :4].tolist() for i in range(5)] == [
+        *([0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 1, 3, 0], [0, 1, 3, 4])
+    ]
+    assert inputs.starts[0] == 70
+    assert inputs.blocks[5:].unique().tolist() == [cache.store.num_blocks]
+
+
+@pytest.mark.parametrize("window", [1, 3, 12, 40])
+def test_a_prompts_window_hides_what_lies_behind_it(window: int) -> None:
+    rows = [ScoreRow(0, [1] * 9, SMALL_TREE)]
+    plan: ForwardPlan = plan_forward(rows, [20])
+    mask = plan.mask(plan.rows[0], window)
+    assert mask is not None
+    for i, token in enumerate(plan.rows[0]):
+        seen = [*range(plan.prefixes[token]), *plan.extras[token]][-window:]
+        assert mask[i].nonzero()[:, 0].tolist() == seen
+    assert mask.dtype == torch.bool
+
+
+# ----------------------------------------- the fixed-shape decoder computes what the eager one does
+
+
+TEXT = [(i * 7) % 250 + 3 for i in range(40)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_accepts_this_machine(checkpoint: Path, dtype: torch.dtype) -> None:
+    probe(NativeTarget.load(checkpoint, dtype, new_decoder=FixedShapeDecoder))
+
+
+def test_equals_the_eager_decoder(checkpoint: Path) -> None:
+    eager = NativeTarget.load(checkpoint)
+    fixed = NativeTarget.load(checkpoint, new_decoder=FixedShapeDecoder)
+    tree = TokenTree((5, 6, 7, 8), (-1, -1, 0, 1))
+    scored = []
+    for target in (eager, fixed):
+        slot = target.cache.allocate()
+        scored.append(target.score([ScoreRow(slot, TEXT, tree)])[0].logits_NV)
+    assert torch.allclose(*scored, atol=1e-4)
+
+
+def test_a_tree_node_has_the_bits_of_its_path_alone(checkpoint: Path) -> None:
+    target = NativeTarget.load(checkpoint, torch.bfloat16, new_decoder=FixedShapeDecoder)
+    tree = TokenTree((5, 6, 7, 8), (-1, -1, 0, 1))
+    slots = [target.cache.allocate() for _ in range(3)]
+    other = ScoreRow(slots[1], TEXT[:9])
+    in_company = target.score([other, ScoreRow(slots[0], TEXT, tree)])[1].logits_NV
+    for node, path in enumerate(tree.paths):
+        chain = TokenTree.chain(tree.tokens[i] for i in path)
+        alone = target.score([ScoreRow(slots[2], TEXT, chain)])[0].logits_NV
+        assert torch.equal(in_company[node + 1], alone[-1])
+
+
+def test_probe_refuses_a_target_whose_bits_depend_on_the_shape() -> None:
+    class Noisy(TableModel):
+        def score(self, rows, taps=()):  # type: ignore[no-untyped-def]
+            scores = super().score(rows, taps)
+            for score in scores:
+                score.logits_NV.mul_(1 + 1e-12 * len(score.logits_NV))
+            return scores
+
+    model = Noisy.random(30, seed=1)
+    noisy = Noisy(30, model.probs)
+    with pytest.raises(CapabilityError, match="exact=True"):
+        probe(noisy)

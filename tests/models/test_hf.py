@@ -204,27 +204,6 @@ def test_a_chunk_without_logits_says_nothing(target: HFTarget) -> None:
     assert_close(scores.logits_NV, reference(target, tokens)[-1:])
 
 
-def test_a_slot_holds_no_more_than_the_context() -> None:
-    target = HFTarget(tiny_model(CONFIGS["llama"]()), max_context=12)
-    slot = target.cache.allocate()
-    for use in (
-        lambda: target.score([ScoreRow(slot, text(13))]),
-        lambda: target.cache.reserve(slot, 13),
-    ):
-        with pytest.raises(ValueError, match="13 cache entries wanted; a slot holds 12"):
-            use()
-
-
-def test_the_cache_refuses_slots_it_does_not_have(llama: HFTarget) -> None:
-    slot = llama.cache.allocate()
-    llama.cache.free(slot)
-    for use in (llama.cache.length, llama.cache.open, llama.cache.fork, llama.cache.free):
-        with pytest.raises(KeyError, match="not allocated"):
-            use(slot)
-    with pytest.raises(ValueError, match="cannot truncate 0 entries to 3"):
-        llama.cache.truncate(llama.cache.allocate(), 3)
-
-
 def test_cache_memory_is_reported_and_given_back() -> None:
     target = HFTarget(tiny_model(CONFIGS["llama"]()))
     assert target.cache.num_bytes == 0
@@ -287,8 +266,12 @@ def test_context_is_limited_by_the_model_and_by_the_caller() -> None:
     assert HFTarget(model, 100, trees=False).max_context == 100
     target = HFTarget(model, 8, trees=False)
     slot = read(target, text(8))
-    with pytest.raises(ValueError, match="9 cache entries wanted; a slot holds 8"):
-        target.score([ScoreRow(slot, [1])])
+    for use in (
+        lambda: target.score([ScoreRow(slot, [1])]),
+        lambda: target.cache.reserve(slot, 1),
+    ):
+        with pytest.raises(ValueError, match="9 cache entries wanted; a slot holds 8"):
+            use()
 
 
 # Loading
@@ -374,21 +357,4 @@ def test_weights_that_are_not_finite_are_refused(checkpoint: Path, value: float)
     name = "transformer.h.0.attn.c_attn.weight"
     change_weights(checkpoint, lambda weights: weights[name][3, 5].fill_(value))
     with pytest.raises(ModelLoadError, match=rf"NaN or infinite weights in {name}"):
-        HFTarget.load(checkpoint)
-
-
-def test_pickled_weights_are_not_read(checkpoint: Path) -> None:
-    weights = load_file(checkpoint / "model.safetensors")
-    (checkpoint / "model.safetensors").unlink()
-    torch.save(weights, checkpoint / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match="safetensors"):
-        HFTarget.load(checkpoint)
-
-
-def test_code_in_the_checkpoint_is_not_run(checkpoint: Path) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    (checkpoint / "mine.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ModelLoadError):
         HFTarget.load(checkpoint)

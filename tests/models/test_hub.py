@@ -18,15 +18,15 @@ from typing import Any, ClassVar
 import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.kernels.build import directories
 from foredraft.models.files import hub, outline
 from foredraft.models.files.gguf import GgufFile
 from foredraft.models.files.local import draft_models_for
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
-from tests.models.gguf_files import Typed, write_gguf
+from tests.models.gguf_files import Typed, metadata_of, shape_of, tensors_of, write_gguf
 from tests.models.progress import RecordedProgress
-from tests.models.test_gguf_checkpoint import metadata_of, shape_of, tensors_of
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any]]:
@@ -263,6 +263,8 @@ def stand_in(tmp_path: Path) -> Iterator[dict[str, str]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     own = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(directories()[0])  # compiled already
     yield os.environ | own | {"FOREDRAFT_CACHE": str(tmp_path / "cache"), "NO_PROXY": "*"}
     server.shutdown()
     server.server_close()

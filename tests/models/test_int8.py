@@ -1,4 +1,4 @@
-"""Int8 weights: what rounding does, what is stored, and who may use them."""
+"""Weights in int8 and in tiles: what rounding does, what is stored, and who may use them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,25 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError
 from foredraft.load import ModelPlan, plan_models
+from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
-from foredraft.models.native.quant import INT8, SCALE_INPUTS, PackedMatrix, as_tensor, tensor_of
+from foredraft.models.native.cuda import GraphedDecoder
+from foredraft.models.native.model import (
+    DecoderFactory,
+    EagerDecoder,
+    FixedShapeDecoder,
+    head_logits,
+)
+from foredraft.models.native.quant import (
+    INT8,
+    SCALE_INPUTS,
+    TILES,
+    PackedMatrix,
+    Shelf,
+    as_tensor,
+    tensor_of,
+)
+from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import load_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import made
@@ -147,3 +164,77 @@ def test_int8_is_there_on_gpus_that_have_the_kernels(monkeypatch: pytest.MonkeyP
     for options in ({"exact": True}, {"activations": "int8"}, {"cache_dtype": "int8"}):
         with pytest.raises(ConfigError, match="leave"):
             plan_of(directory, weights="int8", device="cuda", **options)
+
+
+# -------------------------------------------------------------- bfloat16 weights laid out for tiles
+
+
+def half_noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.mark.parametrize(("shape", "num_parts"), [((32, 64), 1), ((50, 45), 1), ((70, 130), 2)])
+def test_weights_come_back_as_they_were(shape: tuple[int, int], num_parts: int) -> None:
+    weight_RK = half_noise(*shape)
+    matrix = TILES.of_weight(weight_RK, num_parts)
+    assert matrix.shape == shape
+    assert torch.equal(matrix.dequantised(torch.bfloat16), weight_RK)
+
+
+def test_rows_come_back_alone() -> None:
+    weight_RK, indices_R = half_noise(1030, 45), torch.tensor([5, 0, 17, 1029, 5])
+    matrix = TILES.of_weight(weight_RK)
+    assert torch.equal(matrix.rows(indices_R, torch.float32), weight_RK[indices_R].float())
+
+
+def test_a_tile_holds_pairs_of_inputs_of_sixteen_rows() -> None:
+    weight_RK = half_noise(16, 64)
+    [[first, second]] = (
+        TILES.of_weight(weight_RK).packed_GCN.view(torch.bfloat16).view(1, 2, 16, 16, 2)
+    )
+    assert torch.equal(first[3, 7], weight_RK[7, 6:8])
+    assert torch.equal(second[0, 15], weight_RK[15, 32:34])
+
+
+def test_a_shelf_puts_one_tensor_beside_the_other() -> None:
+    shelf = Shelf()
+    first, second = shelf.empty((3, 5)), shelf.empty((64,))
+    assert (first.shape, second.shape) == ((3, 5), (64,))
+    assert first.data_ptr() % (2 << 20) == 0
+    assert second.data_ptr() == first.data_ptr() + 64
+    large = shelf.empty((70 << 20,))  # more than a piece
+    large[::4096] = 1
+    assert len(large) == 70 << 20
+
+
+# ------------------------------------------------------------------ the head's sums stay in float32
+
+
+@pytest.mark.parametrize("num_rows", [1, 512, 700])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logits_are_as_near_as_float32_comes(dtype: torch.dtype, num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    head_VE = torch.randn((num_rows, 96), generator=generator).to(dtype)
+    normed_NE = torch.randn((5, 96), generator=generator).to(dtype)
+    logits_NV = head_logits(normed_NE, head_VE)
+    assert logits_NV.dtype == torch.float32
+    assert (logits_NV - normed_NE.double() @ head_VE.double().T).abs().max() < 1e-4
+    assert head_logits(normed_NE[:0], head_VE).shape == (0, num_rows)
+
+
+def test_an_int8_head_is_multiplied_in_float32() -> None:
+    head = INT8.of_weight(torch.randn(70, 64))
+    normed_NE = torch.randn(3, 64).bfloat16()
+    expected_NV = normed_NE.float() @ as_tensor(head, torch.float32).T
+    assert torch.equal(head_logits(normed_NE, head), expected_NV)
+
+
+@pytest.mark.parametrize("new_decoder", [EagerDecoder, FixedShapeDecoder, GraphedDecoder])
+def test_no_decoder_rounds_its_logits(new_decoder: DecoderFactory) -> None:
+    """Rounded to bfloat16, hundreds of logits share a few dozen values."""
+    target = NativeTarget.load(made("llama"), torch.bfloat16, new_decoder=new_decoder)
+    for tokens in ([3], [5] * 20):
+        [scores] = target.score([ScoreRow(target.cache.allocate(), tokens)])
+        assert scores.logits_NV.dtype == torch.float32
+        assert not torch.equal(scores.logits_NV, scores.logits_NV.bfloat16().float())
+        assert len(scores.logits_NV.unique()) > 0.9 * target.vocab_size

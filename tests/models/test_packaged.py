@@ -15,8 +15,8 @@ from foredraft.models.files import packages
 from foredraft.models.files.packaged import MODELS, PackagedModel
 from foredraft.models.files.packages import KnownFile
 from foredraft.models.files.store import resolve_model
+from tests.models.gguf_files import tiny_llama
 from tests.models.progress import RecordedProgress
-from tests.models.test_smollm2 import tiny_model, write_gguf
 
 NAME = "qwen2.5-coder-0.5b-instruct"
 
@@ -46,9 +46,7 @@ class Index:
 
 @pytest.fixture
 def content(tmp_path: Path) -> bytes:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(tiny_model(), path)
-    return path.read_bytes()
+    return tiny_llama(tmp_path).read_bytes()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from foredraft.models.native.quant import PackedMatrix, as_tensor
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
-from tests.models.test_gguf_checkpoint import shape_of
+from tests.models.gguf_files import shape_of
 
 GROUP = 64
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -249,21 +249,21 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
         target_of(plan_of(tmp_path))
 
 
-def test_zero_points_that_the_config_denies_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, "gptq zeros")
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("gptq zeros", "sym", True, r"int4 weights from .* zero points"),
+        ("gptq order", "desc_act", False, "do not follow each other"),
+    ],
+)
+def test_what_the_config_denies_is_refused(
+    tmp_path: Path, name: str, field: str, value: bool, message: str
+) -> None:
+    written(tmp_path, name)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["sym"] = True
+    config["quantization_config"][field] = value
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match=r"int4 weights from .* zero points"):
-        target_of(plan_of(tmp_path))
-
-
-def test_an_order_that_the_config_denies_is_refused(tmp_path: Path) -> None:
-    written(tmp_path, "gptq order")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["desc_act"] = False
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match="do not follow each other"):
+    with pytest.raises(ModelLoadError, match=message):
         target_of(plan_of(tmp_path))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +74,9 @@ def test_one_file_that_holds_everything_goes_before_an_index_as_with_transformer
     assert Checkpoint(checkpoint).tensors.keys() == {"a", "b"}
 
 
-def test_files_that_nothing_names_are_not_put_together(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").rename(checkpoint / "half.safetensors")
-    with pytest.raises(ModelLoadError, match=r"half\.safetensors.*is not guessed"):
-        Checkpoint(checkpoint)
-
-
 def test_pickles_beside_safetensors_are_let_be(checkpoint: Path) -> None:
     (checkpoint / "pytorch_model.bin").write_bytes(b"never opened")
     Checkpoint(checkpoint)
-
-
-def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="no such directory"):
-        Checkpoint(tmp_path / "nowhere")
-
-
-def test_no_config(checkpoint: Path) -> None:
-    (checkpoint / "config.json").unlink()
-    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
-        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000])
@@ -116,24 +101,12 @@ def test_pickle_only(checkpoint: Path, name: str) -> None:
         Checkpoint(checkpoint)
 
 
-def test_no_weights(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="has no weights"):
-        Checkpoint(checkpoint)
-
-
 @pytest.mark.parametrize("with_config", [True, False])
 def test_a_gguf_file_beside_is_named(checkpoint: Path, with_config: bool) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "model.gguf")
     if not with_config:
         (checkpoint / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"name it as the model \(model\.gguf\)"):
-        Checkpoint(checkpoint)
-
-
-def test_missing_shards_are_counted_and_named(checkpoint: Path) -> None:
-    write_index(checkpoint, a="a.safetensors", b="b.safetensors", c="c.safetensors")
-    with pytest.raises(ModelLoadError, match=r"lacks 2 of the 3 .*b\.safetensors, c\.safetensors"):
         Checkpoint(checkpoint)
 
 
@@ -175,36 +148,56 @@ def test_a_file_cut_anywhere_is_found(checkpoint: Path) -> None:
             Checkpoint(checkpoint)
 
 
-def test_a_file_with_something_behind_it_is_found(checkpoint: Path) -> None:
-    path = checkpoint / "model.safetensors"
+def rename_weights(directory: Path, name: str) -> None:
+    (directory / "model.safetensors").rename(directory / name)
+
+
+def append_a_byte(directory: Path) -> None:
+    path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(ModelLoadError, match="should have"):
-        Checkpoint(checkpoint)
 
 
-def test_a_damaged_shard_is_found(checkpoint: Path) -> None:
-    (checkpoint / "b.safetensors").write_bytes(b"<html>not found</html>")
-    write_index(checkpoint, a="a.safetensors", b="b.safetensors")
-    with pytest.raises(ModelLoadError, match=r"b\.safetensors is truncated or damaged"):
-        Checkpoint(checkpoint)
+def damage_a_shard(directory: Path) -> None:
+    (directory / "b.safetensors").write_bytes(b"<html>not found</html>")
+    write_index(directory, a="a.safetensors", b="b.safetensors")
 
 
-def test_an_index_that_is_wrong_about_a_tensor(checkpoint: Path) -> None:
-    write_index(checkpoint, a="a.safetensors", c="a.safetensors")
-    with pytest.raises(ModelLoadError, match=r"says that 'c' is in a\.safetensors, and it is not"):
-        Checkpoint(checkpoint)
+def hold_a_tensor_twice(directory: Path) -> None:
+    write_index(directory, a="a.safetensors", b="b.safetensors")
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, directory / "b.safetensors")
 
 
-def test_a_tensor_in_two_files(checkpoint: Path) -> None:
-    write_index(checkpoint, a="a.safetensors", b="b.safetensors")
-    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, checkpoint / "b.safetensors")
-    with pytest.raises(ModelLoadError, match="which one is meant cannot be known"):
-        Checkpoint(checkpoint)
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no directory": (shutil.rmtree, "no such directory"),
+    "no config": (lambda d: (d / "config.json").unlink(), r"has no config\.json"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
+    "a file that nothing names": (
+        lambda d: rename_weights(d, "half.safetensors"),
+        r"half\.safetensors.*is not guessed",
+    ),
+    "missing shards": (
+        lambda d: write_index(d, a="a.safetensors", b="b.safetensors", c="c.safetensors"),
+        r"lacks 2 of the 3 .*b\.safetensors, c\.safetensors",
+    ),
+    "something behind a file": (append_a_byte, "should have"),
+    "a damaged shard": (damage_a_shard, r"b\.safetensors is truncated or damaged"),
+    "an index that is wrong about a tensor": (
+        lambda d: write_index(d, a="a.safetensors", c="a.safetensors"),
+        r"says that 'c' is in a\.safetensors, and it is not",
+    ),
+    "a tensor in two files": (hold_a_tensor_twice, "which one is meant cannot be known"),
+    "a config that names weight files of its own": (
+        lambda d: (d / "config.json").write_text('{"transformers_weights": "other.safetensors"}'),
+        r"transformers_weights \('other\.safetensors'\)",
+    ),
+}
 
 
-def test_a_config_that_names_weight_files_of_its_own(checkpoint: Path) -> None:
-    (checkpoint / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
-    with pytest.raises(ModelLoadError, match=r"transformers_weights \('other\.safetensors'\)"):
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_refused_by_name(checkpoint: Path, name: str) -> None:
+    breaks, message = BROKEN[name]
+    breaks(checkpoint)
+    with pytest.raises(ModelLoadError, match=message):
         Checkpoint(checkpoint)
 
 

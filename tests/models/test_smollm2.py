@@ -7,25 +7,24 @@ import hashlib
 import json
 import zipfile
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.load import plan_models
 from foredraft.models.files import packages
+from foredraft.models.files.gguf_checkpoint import write_checkpoint
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.packaged import MODELS, SMOLLM2
 from foredraft.models.files.packages import KnownFile, Package
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.store import resolve_model
 from foredraft.options import LoadOptions
+from tests.models.gguf_files import tiny_llama
 
 # ------------------------------------------------------------------------------------- obtaining
 
@@ -151,154 +150,10 @@ def test_a_failed_download_says_why_and_what_to_do(
 
 # ------------------------------------------------------------------------------------ converting
 
-HIDDEN, FEED_FORWARD, LAYERS, HEADS, KV_HEADS = 32, 48, 2, 4, 2
-
-
-@cache
-def vocabulary() -> tuple[list[str], list[str]]:
-    """Three special tokens, every byte, and two merges."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    return special, [*sorted(ByteLevel.alphabet()), "ĠĠ", "ĊĊ"]
-
-
-def interleave_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of the rows of queries and keys: row i of the first half, then of the
-    second, and so on, within each head."""
-    head_dim = weight.shape[0] // heads
-    order = [
-        head * head_dim + half * head_dim // 2 + i
-        for head in range(heads)
-        for i in range(head_dim // 2)
-        for half in range(2)
-    ]
-    return weight[order]
-
-
-def tiny_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    special, rest = vocabulary()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(special) + len(rest),
-        hidden_size=HIDDEN,
-        intermediate_size=FEED_FORWARD,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1234.0},
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def write_gguf(model: Any, path: Path) -> None:
-    import gguf
-
-    special, rest = vocabulary()
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_vocab_size(len(special) + len(rest))
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1234.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(special + rest)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * len(rest))
-    writer.add_token_merges(["Ġ Ġ", "Ċ Ċ"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_chat_template("{{ messages[0]['content'] }}…")
-    for name, tensor in model.state_dict().items():
-        _add_tensor(writer, name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add_tensor(writer: Any, name: str, values: np.ndarray) -> None:
-    if name == "lm_head.weight":  # tied: GGUF leaves it out
-        return
-    import gguf
-
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-    heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
-    values = values if heads is None else interleave_halves(values, heads)
-    writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
-
 
 @pytest.fixture
 def tiny_gguf(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(tiny_model(), path)
-    return path
-
-
-def convert(gguf: Path, into: Path) -> None:
-    assert SMOLLM2.finish is not None
-    SMOLLM2.finish(gguf, into, SilentProgress())
-
-
-@pytest.fixture
-def converted(tiny_gguf: Path, tmp_path: Path) -> Path:
-    directory = tmp_path / "converted"
-    directory.mkdir()
-    convert(tiny_gguf, directory)
-    return directory
-
-
-def test_every_tensor_is_the_original(converted: Path) -> None:
-    expected = tiny_model().state_dict()
-    del expected["lm_head.weight"]
-    found = load_file(converted / "model.safetensors")
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def test_transformers_computes_the_same_from_the_converted_directory(converted: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    original = tiny_model()
-    loaded = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
-    assert loaded.config.rope_parameters["rope_theta"] == 1234.0
-    assert loaded.config.rms_norm_eps == 1e-5
-    ids = torch.arange(12).unsqueeze(0)
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, original(ids).logits)
-
-
-def test_the_tokenizer_splits_digits_before_joining_spaces(converted: Path) -> None:
-    from foredraft.models.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(converted)
-    assert [tokenizer.decode([i]) for i in tokenizer.encode("  12\n\n7")] == [
-        "  ",
-        "1",
-        "2",
-        "\n\n",
-        "7",
-    ]
-    assert tokenizer.encode("<|im_start|>a")[0] == 1
-    assert tokenizer.eos_token_ids == (0, 2)
-    assert tokenizer.chat_template == "{{ messages[0]['content'] }}…"
-
-
-def test_weights_are_as_readable_as_their_config(converted: Path) -> None:
-    modes = {path.stat().st_mode for path in converted.iterdir()}
-    assert len(modes) == 1
+    return tiny_llama(tmp_path, tokenizer__ggml__pre="smollm")
 
 
 @pytest.mark.parametrize("writer", ["weights", "tokenizer"])
@@ -311,10 +166,8 @@ def test_a_disk_that_fills_up_is_an_os_error(
     else:
         monkeypatch.setattr("tokenizers.Tokenizer.save", raising(Exception(full)))
         monkeypatch.setattr(Path, "write_text", raising(OSError(errno.ENOSPC, full)))
-    into = tmp_path / "full"
-    into.mkdir()
     with pytest.raises(OSError, match="No space left"):
-        convert(tiny_gguf, into)
+        write_checkpoint(tiny_gguf, tmp_path, SilentProgress())
 
 
 def raising(error: Exception) -> Any:

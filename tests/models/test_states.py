@@ -94,11 +94,10 @@ def test_texts_are_those_of_transformers_with_drafts_and_without(
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
         plain = LLM(target, None, LoadOptions(drafter="none")).generate(prompts, params)
-        for drafter in ("ngram", "suffix"):
-            options = LoadOptions(drafter=drafter, num_draft_tokens=4)
-            drafted = LLM(target, None, options).generate(prompts, params)
-            assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
-            assert sum(r.stats.drafted for r in drafted)
+        options = LoadOptions(drafter="suffix", num_draft_tokens=4)
+        drafted = LLM(target, None, options).generate(prompts, params)
+        assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+        assert sum(r.stats.drafted for r in drafted)
         if not temperature:
             ids = torch.tensor([prompts[0]])
             theirs = target.model.generate(

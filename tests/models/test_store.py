@@ -102,15 +102,6 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve_model("~/model") == tmp_path / "model"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["./nowhere", "../nowhere/x", "~/nowhere", "/nowhere/x", "~nobody-of-that-name", "a/b/c"],
-)
-def test_what_looks_like_a_path_must_exist(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"no such directory: .*(nowhere|nobody|a/b/c)"):
-        resolve_model(name)
-
-
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file; name the directory"):
@@ -123,12 +114,6 @@ def test_an_unknown_name_gets_the_nearest(name: str) -> None:
         resolve_model(name)
 
 
-@pytest.mark.parametrize("name", ["", "zzz", "two words"])
-def test_any_other_name_is_told_what_a_model_can_be(name: str) -> None:
-    with pytest.raises(ConfigError, match="local directory or a hub id"):
-        resolve_model(name)
-
-
 def test_a_revision_belongs_to_a_hub_id(tmp_path: Path) -> None:
     for name in (NAME, str(tmp_path)):
         with pytest.raises(ConfigError, match="revision 'v1' was given"):
@@ -138,6 +123,12 @@ def test_a_revision_belongs_to_a_hub_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        *(
+            (name, "no such directory: .*(nowhere|a/b/c)")
+            for name in ("./nowhere", "../nowhere/x", "~/nowhere", "/nowhere/x", "a/b/c")
+        ),
+        ("~nobody-of-that-name", "no such directory: .*nobody"),
+        *((name, "local directory or a hub id") for name in ("", "zzz", "two words", "\n")),
         ("a" * 300, "unknown model"),
         ("a/" * 400, "no such directory"),
         ("a" * 100_000, r"'a{40}'… \(100000 bytes\) can be no path and no hub id: it is too long"),
@@ -148,7 +139,6 @@ def test_a_revision_belongs_to_a_hub_id(tmp_path: Path) -> None:
         ("~root-of-nobody/model", "no such directory"),
         ("https://huggingface.co/org/name/tree/main", "give the hub id alone, such as 'org/name'"),
         ("hf://org/name", "is an address; give the hub id alone"),
-        ("\n", "local directory or a hub id"),
     ],
 )
 def test_a_name_that_can_be_none_is_refused_with_a_reason(name: str, message: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.table import TableModel, TokenCache
+from foredraft.models.table import TableModel
 
 ORDER_1 = {
     (): (0.5, 0.25, 0.25),
@@ -71,40 +71,3 @@ def test_random_tables_are_distributions_fixed_by_their_seed() -> None:
     assert model.probs((1, 2, 3)) == twin.probs((0, 2, 3))  # order 2: older tokens do not count
     assert model.probs((1, 2, 3)) != TableModel.random(4, seed=4).probs((1, 2, 3))
     assert TableModel.random(4, seed=3, sharpness=0.0).probs(()) == pytest.approx([0.25] * 4)
-
-
-def test_keep_leaves_the_pending_tokens_and_the_path() -> None:
-    cache = TokenCache()
-    slot = cache.allocate()
-    cache.write(slot, (1, 2, 10, 11, 12, 13))
-    cache.keep(slot, 2, (1, 3))
-    assert cache.context(slot) == (1, 2, 11, 13)
-    cache.write(slot, (5, 6))
-    assert cache.context(slot) == (1, 2, 11, 13)
-    cache.keep(slot, 1, ())
-    assert cache.context(slot) == (1, 2, 11, 13, 5)
-
-
-def test_a_fork_is_independent() -> None:
-    cache = TokenCache()
-    slot = cache.allocate()
-    cache.write(slot, (1, 2, 3))
-    cache.keep(slot, 3, ())
-    copy = cache.fork(slot)
-    cache.truncate(slot, 1)
-    cache.write(copy, (4,))
-    cache.keep(copy, 1, ())
-    assert cache.context(slot) == (1,)
-    assert cache.context(copy) == (1, 2, 3, 4)
-
-
-def test_slots_are_reused_and_unknown_ones_refused() -> None:
-    cache = TokenCache()
-    first, second = cache.allocate(), cache.allocate()
-    assert (first, second) == (0, 1)
-    cache.free(first)
-    assert cache.allocate() == first
-    with pytest.raises(KeyError, match="slot 7 is not allocated"):
-        cache.length(7)
-    with pytest.raises(ValueError, match="cannot truncate 0 entries to 2"):
-        cache.truncate(second, 2)

@@ -234,7 +234,10 @@ serve._run(lambda feed: time.sleep(60), ServerSettings(port=int(sys.argv[1])))
 """
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, -15)],
+)
 def test_a_signal_ends_a_server_that_loads(sent: signal.Signals, code: int) -> None:
     port = free_port()
     with subprocess.Popen(

@@ -1,16 +1,21 @@
-"""A head that is there is never lost: refused, kept aside, or replaced by a better one only."""
+"""A head that is there is never lost, and is what was saved."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from foredraft.core.errors import ConfigError
-from foredraft.drafters.trained import load_head, read_info
+from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.drafters.trained import finish_saving, identify, load_head, read_info
 from foredraft.models.files.progress import SilentProgress
+from foredraft.models.native.target import NativeTarget
 from foredraft.train.folder import check_out, move_aside, state_path
+from foredraft.train.heads.saving import load_tested
 from foredraft.train.options import TableOptions
 from foredraft.train.table import train_table
 from foredraft.train.target import TrainingTarget
@@ -122,3 +127,70 @@ def test_a_folder_of_something_else_is_left_alone(target: TrainingTarget, tmp_pa
     with pytest.raises(ConfigError, match=r"README\.md that is not of a head"):
         trainer_of(target, tmp_path)
     assert (tmp_path / "README.md").read_text() == "my notes"
+
+
+# ------------------------------------------------------------------------------------ heads on disk
+
+
+@pytest.fixture
+def saved(target: TrainingTarget, tmp_path: Path) -> Path:
+    train(target, tmp_path / "saved", watch=Watch(stop_after=2), options=options_of(evaluations=1))
+    return tmp_path / "saved"
+
+
+def test_it_is_what_was_saved(target: TrainingTarget, saved: Path) -> None:
+    loaded = load_head(saved, LinearHead, target.identity)
+    stored = load_file(saved / "weights.safetensors")
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
+    info = read_info(saved)
+    assert info.provenance["data"] == "rules"
+    assert info.measured["committed_greedy"] >= 1.0
+    assert os.stat(saved / "weights.safetensors").st_mode & 0o044
+
+
+def test_a_head_of_another_target_is_refused(saved: Path, other_checkpoint: Path) -> None:
+    other = training_target(other_checkpoint, "stranger")
+    with pytest.raises(ConfigError, match=r"trained for 'tiny' .* the target is 'stranger'"):
+        load_head(saved, LinearHead, other.identity)
+
+
+def test_the_dtype_of_the_target_does_not_matter(saved: Path, checkpoint: Path) -> None:
+    target = NativeTarget.load(checkpoint, torch.bfloat16)
+    assert load_head(saved, LinearHead, identify(target)).kind == "linear"
+
+
+def test_another_kind_is_refused(target: TrainingTarget, saved: Path) -> None:
+    with pytest.raises(ConfigError, match="of kind 'linear' and not 'other'"):
+        load_head(saved, OtherHead, target.identity)
+
+
+def test_no_head_is_there(target: TrainingTarget, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no trained head"):
+        load_head(tmp_path, LinearHead, target.identity)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "self_test.safetensors"])
+def test_a_torn_file_is_explained(target: TrainingTarget, saved: Path, name: str) -> None:
+    (saved / name).write_bytes((saved / name).read_bytes()[:-10])
+    with pytest.raises(ForedraftError, match=name.replace(".", r"\.")):
+        load_tested(saved, LinearHead, target.identity)
+
+
+def test_other_logits_than_when_it_was_saved(target: TrainingTarget, saved: Path) -> None:
+    tensors = load_file(saved / "self_test.safetensors")
+    save_file(tensors | {"logits": tensors["logits"] + 1}, saved / "self_test.safetensors")
+    with pytest.raises(ModelLoadError, match="other logits"):
+        load_tested(saved, LinearHead, target.identity)
+
+
+def test_an_interrupted_swap_is_completed(target: TrainingTarget, saved: Path) -> None:
+    """Killed after the new files were ready, with one of them in its place."""
+    ready = saved / ".ready"
+    ready.mkdir()
+    for name in ("weights.safetensors", "self_test.safetensors"):
+        os.replace(saved / name, ready / name)
+    with pytest.raises(ForedraftError):
+        load_head(saved, LinearHead, target.identity)
+    finish_saving(saved)
+    assert load_head(saved, LinearHead, target.identity).kind == "linear"
