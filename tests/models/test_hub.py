@@ -23,6 +23,7 @@ from foredraft.models.files.gguf import GgufFile
 from foredraft.models.files.local import draft_models_for
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
+from foredraft.system.paths import cache_root
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.models.gguf_files import Typed, write_gguf
 from tests.models.progress import RecordedProgress
@@ -263,6 +264,10 @@ def stand_in(tmp_path: Path) -> Iterator[dict[str, str]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     own = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    kernels = cache_root() / "kernels"  # to compile them anew takes a minute
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(kernels)
     yield os.environ | own | {"FOREDRAFT_CACHE": str(tmp_path / "cache"), "NO_PROXY": "*"}
     server.shutdown()
     server.server_close()
