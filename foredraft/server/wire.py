@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 _FEW = 64
 """Entries of a list that are written at once."""
 DONE = b"data: [DONE]\n\n"
-_PING = b": ping\n\n"
+_PING = b": ping\n"  # SDKs take an empty line behind an event with an id for one more event
 _STREAM_HEADERS = {
     "cache-control": "no-store",
     "connection": "keep-alive",

@@ -12,11 +12,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Regex
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from foredraft import LLM, SamplingParams
@@ -239,6 +240,35 @@ def test_names_behind_the_last_token_are_left_out(tmp_path: Path, kind_of_pads: 
 
 
 @pytest.mark.parametrize(
+    ("pre", "name"),
+    [
+        ("qwen2", "Qwen2Tokenizer"),
+        ("qwen35", "Qwen3_5Tokenizer"),
+        ("command-r", "CohereTokenizer"),
+        ("mpt", "GPTNeoXTokenizer"),
+    ],
+)
+def test_texts_are_split_as_transformers_splits_them(tmp_path: Path, pre: str, name: str) -> None:
+    theirs = getattr(transformers, name)(vocab={"a": 0}, merges=[]).backend_tokenizer
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre=pre)
+    ours = FastTokenizer.from_str(tokenizer.definition)
+    for text in (*ODD_TEXTS, "e\u0301te\u0301 \u0928\u092e\u0938\u094d\u0924\u0947\u0964"):
+        assert ours.normalizer.normalize_str(text) == theirs.normalizer.normalize_str(text)
+        found = ours.pre_tokenizer.pre_tokenize_str(text)
+        assert found == theirs.pre_tokenizer.pre_tokenize_str(text)
+
+
+def test_llama_3_is_split_as_transformers_splits_it(tmp_path: Path) -> None:
+    pattern = inspect.signature(TikTokenConverter).parameters["pattern"].default
+    parts = [Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)]
+    theirs = Sequence(parts)
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="llama-bpe")
+    ours = FastTokenizer.from_str(tokenizer.definition)
+    for text in ODD_TEXTS:
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
     ("pre", "said", "adds"),
     [("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", True, True)],
 )
@@ -275,7 +305,13 @@ def test_tokens_that_end_a_reply_are_known_by_their_text(tokens: list[str], end:
     assert GgufTokenizerFields.model_validate(metadata).end_ids() == [1, 2]
 
 
-@pytest.mark.parametrize(("name", "like"), [("deepseek-r1-qwen", "qwen2"), ("llama3", "llama-bpe")])
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        *(("deepseek-r1-qwen", "qwen2"), ("llama3", "llama-bpe"), ("glm4", "dbrx")),
+        *(("starcoder", "smollm"), ("exaone4", "gpt-2"), ("hunyuan-dense", "deepseek-v3")),
+    ],
+)
 def test_names_of_one_splitting(tmp_path: Path, name: str, like: str) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
@@ -284,33 +320,38 @@ def test_names_of_one_splitting(tmp_path: Path, name: str, like: str) -> None:
     assert one.definition == other.definition
 
 
-def by_pattern(pattern: str) -> Any:
-    return Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
-
-
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Of Mistral Nemo."""
-QWEN = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
-THEIRS = {
-    "qwen2": QWEN.pre_tokenizer,
-    "llama-bpe": by_pattern(inspect.signature(TikTokenConverter).parameters["pattern"].default),
-    "tekken": by_pattern(TEKKEN),
+PUBLISHED: dict[str, list[str]] = {
+    "tekken": [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "seed-coder": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+        r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "deepseek-v3": [
+        *(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"),
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+    "deepseek-coder": [
+        *(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}"),
+    ],
 }
+"""The expressions of ``tokenizer.json`` of Mistral Nemo, Seed-Coder, DeepSeek-V3 and -Coder."""
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_a_text_is_split_as_others_split_it(tmp_path: Path, name: str) -> None:
-    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre=name)
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_texts_are_split_as_published(tmp_path: Path, pre: str) -> None:
+    splits = [Split(Regex(pattern), "isolated") for pattern in PUBLISHED[pre]]
+    theirs = Sequence([*splits, ByteLevel(False, use_regex=False)])
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre=pre)
     ours = FastTokenizer.from_str(tokenizer.definition)
-    for text in ODD_TEXTS:
-        assert ours.pre_tokenizer.pre_tokenize_str(text) == THEIRS[name].pre_tokenize_str(text)
-        if name == "qwen2":
-            assert ours.normalizer.normalize_str(text) == QWEN.normalizer.normalize_str(text)
-    assert (tokenizer.encode("a")[0] == 0) == (name != "qwen2"), "a start token"
+    for text in (*ODD_TEXTS, "don't HTTPServer naïveÉcole", "東京タワーは\n_x[0]).y();\r\n 한국"):
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+    if pre == "tekken":
+        assert tokenizer.encode("a")[0] == 0, "a start token"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
     response = client.post("/page/run", json={"messages": ASKED, "max_tokens": 24, **body})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
-    return [json.loads(part[6:]) for part in response.text.split("\n\n") if part]
+    lines = response.text.split("\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -222,7 +223,7 @@ def test_the_limit_of_the_page_holds_for_many_at_once(slow: Any, path: str, body
 def test_a_run_that_takes_too_long_ends_with_an_error(slow: Any) -> None:
     body = {"messages": ASKED, "max_tokens": 400}
     with running(slow, request_timeout=0.5) as server, server.client() as client:
-        last = client.post("/page/run", json=body).text.strip().split("\n\n")[-1]
+        last = client.post("/page/run", json=body).text.strip().split("\n")[-1]
     event = json.loads(last.removeprefix("data: "))
     assert event["type"] == "error"
     assert "not over after 0.5 seconds" in event["message"]

@@ -46,6 +46,15 @@ TWICE: dict[str, str] = {
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
         "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
     ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=look>\n<parameter=city>Köln </tool_call> }{</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
+        "<seed:tool_call>\n<function=stop>\n</function>\n</seed:tool_call>"
+    ),
+    "glm": (
+        "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Köln </tool_call> }{</arg_value>\n"
+        "<arg_key>days</arg_key><arg_value>3</arg_value>\n</tool_call>\n<tool_call>stop</tool_call>"
+    ),
     "llama3_json": (
         f'{{"name": "look", "parameters": {ARGUMENTS}}}; {{"name": "stop", "parameters": {{}}}}'
     ),
@@ -306,6 +315,8 @@ def test_what_is_no_call_is_content(inner: str) -> None:
 TEMPLATES = {
     "hermes": "{{ tools }}<tool_call>\n</tool_call><think>",
     "qwen3_coder": "{{ tools }}<tool_call>\n<function=example>",
+    "seed_oss": "{{ tools }}<seed:tool_call>\n<function=example><seed:think>",
+    "glm": "{{ tools }}<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",
     "llama3_json": '{{ tools }}{"name": function name, "parameters": dictionary of',
     "mistral_v3": "{{ tools }}[TOOL_CALLS][",
     "mistral_tekken": "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]",
@@ -371,6 +382,14 @@ def call_in(form: Format, arguments: str) -> str:
         "qwen3_coder": (
             "<tool_call>\n<function=look>\n<parameter=city>\nKöln\n</parameter>\n"
             "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+        ),
+        "seed_oss": (
+            "<seed:tool_call>\n<function=look>\n<parameter=city>Köln</parameter>\n"
+            "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"
+        ),
+        "glm": (
+            "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n"
+            "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
         ),
         "gemma4": '<|tool_call>call:look{city:<|"|>Köln<|"|>,days:3}<tool_call|>',
         "functiongemma": (

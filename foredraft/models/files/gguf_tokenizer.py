@@ -10,7 +10,6 @@ has merges, and splits nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +36,41 @@ _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED_WORDS = _CASED + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}" + _OTHERS
 # Tekken's: an apostrophe begins a word, and digits stand alone.
 _TEKKEN_WORDS = _CASED + r"|\p{N}" + _OTHERS
+# Qwen 3.5's: marks are letters. Seed's: signs take no end of a line along.
+_QWEN_35_WORDS = (
+    (_WORDS % "").replace(r"?\p{L}", r"?[\p{L}\p{M}]").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+)
+_SEED_WORDS = (_WORDS % "").replace(r"+[\r\n]*", "+")
+# DeepSeek's, one behind another.
+_DEEPSEEK_3 = (
+    *(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+"),
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_IDEOGRAMS_AND_SYLLABLES = "[\u0800-\u9fa5\uac00-\ud7ff]+"
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAMS_AND_SYLLABLES, r"\p{N}")
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
 _QWEN_2 = ("qwen2", "deepseek-r1-qwen")
 _WHOLE_WORDS = (*_LLAMA_3, "tekken")
 """Tokenizers that take a word which is a token as it is, whatever its merges give, and that begin a
 text with a start token."""
-_NORMALISED = (*_QWEN_2, "olmo")
+_NORMALISED = (*_QWEN_2, "qwen35", "olmo", "mpt", "command-r")
 """Tokenizers that bring letters and their accents together first (NFC)."""
+_DIGITS_FIRST = ("smollm", "refact", "starcoder", "command-r")
+"""Digits by themselves, then as GPT-2. The other order joins white space to a digit."""
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*_DIGITS_FIRST, "gpt-2", "olmo", "mpt", "exaone4"), ()),
+    **dict.fromkeys((*_LLAMA_3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_WORDS % "{1,3}",)),
+    **dict.fromkeys((*_QWEN_2, "stablelm2"), (_WORDS % "",)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_3),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "qwen35": (_QWEN_35_WORDS,),
+    "seed-coder": (_SEED_WORDS,),
+    "gpt-4o": (_CASED_WORDS,),
+    "tekken": (_TEKKEN_WORDS,),
+}
+"""Expressions by the name of a splitting; none: GPT-2's. Granite has "refact", OLMoE "olmo", OLMo 2
+and Phi-4 "dbrx", SmolLM3 "smaug-bpe", Phi-4-mini "gpt-4o", GLM-4.5 "glm4"."""
 
 
 def write_tokenizer(
@@ -82,10 +109,10 @@ def write_tokenizer(
 
 def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
     is_split, has_scores = fields.tokenizer_model == "gpt2", fields.tokenizer_model == "llama"
-    if is_split and fields.pre_tokenizer not in _PRE_TOKENIZERS:
+    if is_split and fields.pre_tokenizer not in _SPLITS:
         raise ModelLoadError(
             f"{gguf}: how its tokenizer {fields.pre_tokenizer!r:.80} splits text is not known, "
-            f"only {', '.join(_PRE_TOKENIZERS)}; get the model as safetensors"
+            f"only {', '.join(_SPLITS)}; get the model as safetensors"
         )
     problems = {
         "a token is there twice": len(set(fields.tokens)) < len(fields.tokens),
@@ -166,7 +193,7 @@ def _of_merges(fields: GgufTokenizerFields) -> Tokenizer:
     merges = [_pair(merge) for merge in fields.merges]
     whole_words = fields.pre_tokenizer in _WHOLE_WORDS
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[fields.pre_tokenizer]()
+    tokenizer.pre_tokenizer = _pre_tokenizer(fields.pre_tokenizer)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.decoder = decoders.ByteLevel()
     if fields.pre_tokenizer in _NORMALISED:
@@ -236,39 +263,13 @@ def _adds_bos(fields: GgufTokenizerFields) -> bool:
     return fields.tokenizer_model != "gpt2" or fields.pre_tokenizer in _WHOLE_WORDS
 
 
-def _digits_first() -> Any:
-    """SmolLM's splitting: digits, then as GPT-2. The other order joins white space to a digit."""
-    from tokenizers import pre_tokenizers
+def _pre_tokenizer(name: str) -> Any:
+    from tokenizers import Regex, pre_tokenizers
 
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    return pre_tokenizers.Sequence([digits, _gpt2()])
-
-
-def _gpt2() -> Any:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
-
-
-def _split_at(pattern: str) -> Callable[[], Any]:
-    def pre_tokenizer() -> Any:
-        from tokenizers import Regex, pre_tokenizers
-
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([split, to_bytes])
-
-    return pre_tokenizer
-
-
-_TRIPLES = _split_at(_WORDS % "{1,3}")
-_PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys(("smollm", "refact"), _digits_first),
-    **dict.fromkeys(("gpt-2", "olmo"), _gpt2),
-    **dict.fromkeys((*_LLAMA_3, "dbrx", "smaug-bpe"), _TRIPLES),
-    **dict.fromkeys(_QWEN_2, _split_at(_WORDS % "")),
-    "gpt-4o": _split_at(_CASED_WORDS),
-    "tekken": _split_at(_TEKKEN_WORDS),
-}
-"""By the name of a splitting. Granite has "refact", OLMoE "olmo", OLMo 2 and Phi-4 "dbrx", SmolLM3
-"smaug-bpe", Phi-4-mini "gpt-4o"."""
+    patterns = _SPLITS[name]
+    parts: list[Any] = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
+    if name in _DIGITS_FIRST:
+        parts = [pre_tokenizers.Digits(individual_digits=True)]
+    # Its own expression is GPT-2's.
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
+    return pre_tokenizers.Sequence(parts) if parts[1:] else parts[0]

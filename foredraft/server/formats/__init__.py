@@ -17,11 +17,11 @@ from foredraft.server.formats.hermes import Hermes
 from foredraft.server.formats.llama3_json import Llama3Json
 from foredraft.server.formats.mistral import MistralTekken, MistralV3
 from foredraft.server.formats.phi4_mini import Phi4Mini
-from foredraft.server.formats.qwen3_coder import Qwen3Coder
+from foredraft.server.formats.qwen3_coder import Glm, Qwen3Coder, SeedOss
 
 FORMATS: tuple[type[Format], ...] = (
     *(GptOss, Gemma4, FunctionGemma, DeepSeekV3, DeepSeek, MistralTekken, MistralV3),
-    *(Phi4Mini, Qwen3Coder, Hermes, Granite, Llama3Json),
+    *(Phi4Mini, SeedOss, Glm, Qwen3Coder, Hermes, Granite, Llama3Json),
 )
 """In the order in which templates are asked: the marks of some are among those of others."""
 

@@ -74,11 +74,11 @@ export async function* run(request, signal) {
     while (left) {
       const { value, done } = await reader.read();
       if (done) throw new ServerError(CUT);
-      const parts = (held + value).split("\n\n");
-      held = parts.pop();
-      for (const part of parts) {
-        if (!part.startsWith("data: ")) continue;
-        const event = JSON.parse(part.slice(6));
+      const lines = (held + value).split("\n");
+      held = lines.pop();
+      for (const line of lines) {
+        if (!line.startsWith("data: ")) continue;
+        const event = JSON.parse(line.slice(6));
         if (event.type === "error") throw new ServerError(event.message);
         if (event.type === "end") left -= 1;
         yield event;
