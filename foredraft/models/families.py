@@ -20,7 +20,9 @@ class Names:
     A norm without a name does not exist. Matrices of several names are concatenated by rows.
     ``{expert}`` stands for the number of an expert; a name without it is of all experts. The bias
     of a router has its whole name. The first layers of some mixtures have no experts (``dense``);
-    where ``dense_post_norm`` is named, all layers have such a part beside them.
+    where ``dense_post_norm`` is named, all layers have such a part beside them. Of latent attention
+    ``qkv`` gives queries and the latent, or ``query_low`` what ``query_up`` makes queries of, and
+    ``latent_up`` makes keys and values of each head.
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -30,6 +32,9 @@ class Names:
     query_norm: str | None = None
     key_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    query_low: str = ""
+    query_up: str = ""
+    latent_up: tuple[str, ...] = ()
     output: str = "self_attn.o_proj"
     router: str | None = None
     router_bias: str | None = None
@@ -70,6 +75,8 @@ class Names:
             found = replace(
                 found, recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
             )
+        if self.latent_up:
+            found = replace(found, latent_up=("self_attn.k_b_proj", "self_attn.v_b_proj"))
         if self.dense_gate_up == ("shared_mlp.input_linear",):
             part = self.dense_gate_up[0].rpartition(".")[0]
             both = (f"{part}.gate_proj", f"{part}.up_proj")
@@ -250,6 +257,13 @@ _EXPERTS: dict[str, Any] = {
     "router": "mlp.gate",
     "gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
     "down": "mlp.experts.{expert}.down_proj",
+}
+_BESIDE_SHARED: dict[str, Any] = _EXPERTS | {
+    "dense_gate_up": _LLAMA.gate_up,
+    "dense_down": _LLAMA.down,
+    "router_bias": "mlp.gate.e_score_correction_bias",
+    "shared_gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared_down": "mlp.shared_experts.down_proj",
 }
 _EXPERT_READS = _fields("num_experts num_local_experts num_experts_per_tok norm_topk_prob")
 _WINDOW_DEFAULT = {"sliding_window": 4096}
@@ -589,6 +603,52 @@ _NEMOTRON = replace(
     gguf=replace(_STATES_GGUF, architecture="nemotron_h"),
 )
 
+_LATENT = replace(
+    _LLAMA,
+    qkv=("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+    query_low="self_attn.q_a_proj",
+    query_up="self_attn.q_b_proj",
+    latent_up=("self_attn.kv_b_proj",),
+    query_norm="self_attn.q_a_layernorm",
+    key_norm="self_attn.kv_a_layernorm",
+)
+_LATENT_READS = _fields(
+    "attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+)
+_LATENT_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
+_DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    names=replace(_LATENT, **_BESIDE_SHARED),
+    reads=_LATENT_READS
+    | _EXPERT_READS
+    | _fields(
+        "moe_intermediate_size first_k_dense_replace routed_scaling_factor n_shared_experts "
+        "n_routed_experts n_group topk_group"
+    ),
+    defaults=_LATENT_DEFAULTS
+    | {
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    fixed={"num_key_value_heads": 1},
+    neutral={
+        "rope_interleave": True,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    is_paired=True,
+    chances="sigmoid",
+    chance_floor=1e-20,
+)
+
 _FAMILIES = (
     Family("llama", reads=_fields("attention_bias mlp_bias"), gguf=Gguf("llama", is_paired=True)),
     _MISTRAL,
@@ -796,15 +856,7 @@ _FAMILIES = (
     ),
     Family(
         "glm4_moe",
-        names=replace(
-            _HEAD_NORMS,
-            **_EXPERTS,
-            dense_gate_up=_LLAMA.gate_up,
-            dense_down=_LLAMA.down,
-            router_bias="mlp.gate.e_score_correction_bias",
-            shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-            shared_down="mlp.shared_experts.down_proj",
-        ),
+        names=replace(_HEAD_NORMS, **_BESIDE_SHARED),
         reads=_EXPERT_READS
         | _fields(
             "attention_bias partial_rotary_factor moe_intermediate_size use_qk_norm "
@@ -1099,6 +1151,57 @@ _FAMILIES = (
         fixed={},
         defaults=_WINDOW_DEFAULT | {"attention_bias": True},
         gguf=None,
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="deepseek_v2",
+        names=replace(_DEEPSEEK_V3.names, router_bias=None),
+        reads=(_DEEPSEEK_V3.reads - {"norm_topk_prob"}) | {"topk_method"},
+        defaults=_LATENT_DEFAULTS
+        | {
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "topk_method": "greedy",
+        },
+        neutral={
+            "rope_interleave": True,
+            "moe_layer_freq": 1,
+            "scoring_func": "softmax",
+            "topk_method": ("greedy", "group_limited_greedy"),
+            **dict.fromkeys(("norm_topk_prob", "mlp_bias"), False),
+        },
+        chances="softmax",
+    ),
+    _DEEPSEEK_V3,
+    replace(_DEEPSEEK_V3, model_type="kimi_k2"),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        reads=(_DEEPSEEK_V3.reads - {"first_k_dense_replace"})
+        | _fields("num_dense_layers mlp_layer_types"),
+        defaults={
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.8,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="youtu",
+        names=_LATENT,
+        reads=_LATENT_READS,
+        defaults=_LATENT_DEFAULTS | {"tie_word_embeddings": True},
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

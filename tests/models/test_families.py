@@ -101,10 +101,15 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "arcee": ("Arcee", "arcee"),
     "apertus": ("Apertus", "apertus"),
     "mimo": ("MiMo", "qwen2"),
+    "deepseek_v2": ("DeepSeek-V2", "deepseek-v2"),
+    "deepseek_v3": ("DeepSeek-V3, R1", "deepseek-v3"),
+    "kimi_k2": ("Kimi K2", "deepseek-v3"),
+    "glm4_moe_lite": ("GLM-4.7-Flash", "glm4-moe-lite"),
+    "youtu": ("Youtu-LLM", "youtu"),
 }
 """By ``model_type``: what people call it, and the tiny model that stands for it here."""
 
-NOT_THEIRS = {"mimo"}
+NOT_THEIRS = {"mimo", "kimi_k2"}
 """Families of models with code of their own, which transformers has under another name."""
 
 SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {

@@ -980,6 +980,7 @@ def _unusual_layers(config: DecoderConfig) -> str | None:
         "attention sinks": family.names.sinks is not None,
         "norms behind rotary embedding": family.norms_rotated,
         "heads of two sizes": config.wide_heads is not None,
+        "latent attention": config.latent is not None,
     }
     return next((name for name, is_there in features.items() if is_there), None)
 

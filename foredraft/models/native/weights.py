@@ -33,7 +33,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.stored import packed_reader, read_blocks, read_tensor
 from foredraft.models.files.tensors import FLOATS, StoredTensor
 from foredraft.models.native import quant
-from foredraft.models.native.config import USUAL_KIND, DecoderConfig, LayerKind
+from foredraft.models.native.config import USUAL_KIND, DecoderConfig, Latent, LayerKind
 from foredraft.models.native.quant import (
     CENTRED4,
     FORMS,
@@ -99,6 +99,9 @@ class LayerWeights:
         input_gate: how much of that counts, by the hidden states.
         input_output: what is added to them.
         factor_1: of all that it gives.
+        query_weight: makes queries of what ``qkv_weight`` does, whose norm ``query_norm_D`` is then.
+        key_weight: of each head: what its scores take a latent times, by its query.
+        value_weight: of each head: its value, of a latent.
     """
 
     attention_norm_E: Tensor | None
@@ -138,6 +141,9 @@ class LayerWeights:
     input_output: Matrix | None = None  # [E, P]
     input_norm_E: Tensor | None = None
     factor_1: Tensor | None = None
+    query_weight: Matrix | None = None  # [Q, query rank]
+    key_weight: Matrix | None = None  # [H C, N]
+    value_weight: Matrix | None = None  # [H value size, C]
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All that there are, by their fields and layouts (see `quant.to_tensors`)."""
@@ -167,6 +173,13 @@ class LayerWeights:
         return (1 + is_gated) * self.num_experts
 
     @property
+    def num_heads(self) -> int:
+        """Matrices of as many rows in ``key_weight``; 0: it is not there."""
+        if self.key_weight is None or self.value_weight is None:
+            return 0
+        return self.key_weight.shape[0] // self.value_weight.shape[1]
+
+    @property
     def matrices(self) -> dict[str, tuple[Stack, int]]:
         """By field: a matrix, and how many lie one below the other in it."""
         parts = {
@@ -181,6 +194,9 @@ class LayerWeights:
             "input_weight": 1,
             "input_gate": 1,
             "input_output": 1,
+            "query_weight": 1,
+            "key_weight": self.num_heads,
+            "value_weight": self.num_heads,
         }
         found = ((name, getattr(self, name), count) for name, count in parts.items())
         return {name: (one, n) for name, one, n in found if one is not None and one.shape[0]}
@@ -622,7 +638,7 @@ class _Layer:
             return {"qkv_weight": _NOTHING, "output_weight": _NOTHING}
         if self._kind.is_recurrent:
             return self._recurrent()
-        found = self._attention()
+        found = self._attention() if self._config.latent is None else self._latent(self._config.latent)
         if self._kind.mixes_beside:
             beside = self._recurrent()
             found |= {
@@ -690,6 +706,56 @@ class _Layer:
             "output_weight": self._single([out], num_query * size),
             "output_bias": self._reader.take_stacked([out_bias]) if config.output_bias else None,
             "sinks_H": take(sinks, num_query) if names.sinks else None,
+        }
+
+    def _latent(self, sizes: Latent) -> dict[str, Any]:
+        """Attention to latents. Of heads and entries numbers that turn come first, by halves."""
+        config, names, prefix = self._config, self._names, self._prefix
+        heads, hidden, rotated = config.num_attention_heads, config.hidden_size, config.ropes[0].size
+        query, value, low = heads * (sizes.still + rotated), sizes.value_size, sizes.query_rank
+        first = partial(_turned_first, size=sizes.still + rotated, rotated=rotated)
+        order = partial(_turned_first, size=config.head_dim, rotated=rotated)
+
+        def inputs(kind: str) -> list[_Part]:
+            own = (names.query_low, names.qkv[1]) if low else names.qkv
+            rows, entry = self._parts(own, (low or query, config.head_dim), kind)
+            if not low:
+                rows = replace(rows, change=first, moves_rows=True)
+            return [rows, replace(entry, change=order, moves_rows=True)]
+
+        up = _Part(f"{prefix}{names.query_up}.weight", query, None, first, moves_rows=True)
+        out, out_bias = (
+            self._parts([names.output], [hidden], kind) for kind in ("weight", "bias")
+        )
+        return {
+            "qkv_weight": self._reader.take_matrix(inputs("weight"), hidden),
+            "qkv_bias": (
+                self._reader.take_stacked(inputs("bias")) if config.attention_bias else None
+            ),
+            "query_weight": self._single([up], low) if low else None,
+            "query_norm_D": self._norm(names.query_norm, low) if low else None,
+            "key_norm_D": self._norm(names.key_norm, sizes.rank),
+            **self._of_heads(sizes, heads),
+            "output_weight": self._single(out, heads * value),
+            "output_bias": self._reader.take_stacked(out_bias) if config.output_bias else None,
+        }
+
+    def _of_heads(self, sizes: Latent, heads: int) -> dict[str, Any]:
+        """What makes keys and values of latents: of keys the inputs are rows."""
+        names = [f"{self._prefix}{name}.weight" for name in self._names.latent_up]
+        rank, still, value = sizes.rank, sizes.still, sizes.value_size
+        rows = heads * rank, heads * value
+        if len(names) == 2:
+            keys = _Part(names[0], rows[0], (heads, rank, still))
+            values = _Part(names[1], rows[1], (heads, value, rank))
+        else:
+            shape = (heads * (still + value), rank)
+            each = partial(_of_heads, heads=heads, still=still)
+            keys = _Part(names[0], rows[0], shape, partial(each, is_key=True))
+            values = _Part(names[0], rows[1], shape, partial(each, is_key=False), moves_rows=True)
+        return {
+            "key_weight": self._single([keys], still, heads),
+            "value_weight": self._single([values], rank, heads),
         }
 
     def _inputs(self) -> dict[str, Any]:
@@ -910,6 +976,18 @@ def _halves(rows: Tensor, size: int, rotated: int) -> Tensor:
     order = torch.arange(size)
     order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
     return heads[:, order].flatten(0, 1)
+
+
+def _turned_first(rows: Tensor, size: int, rotated: int) -> Tensor:
+    """Rows of heads in which the last ``rotated`` turn, in neighbours, with these in front."""
+    return _halves(torch.roll(rows.unflatten(0, (-1, size)), rotated, 1).flatten(0, 1), size, rotated)
+
+
+def _of_heads(stored: Tensor, heads: int, still: int, is_key: bool) -> Tensor:
+    """Of rows of keys and values, head by head: those of values, or the transposed ones of keys."""
+    each = stored.unflatten(0, (heads, -1))
+    found = each[:, :still].transpose(1, 2) if is_key else each[:, still:]
+    return found.flatten(0, 1)
 
 
 def _turned(stored: Tensor, is_woven: bool) -> Tensor:
@@ -1277,7 +1355,7 @@ def _packed(
         return rows
 
     num_rows = sum(part.rows for part in parts)
-    return form.of_rows(rows_of, (num_rows, tensors[0].shape[1]), num_parts, shelf)
+    return form.of_rows(rows_of, (num_rows, tensors[0].shape[-1]), num_parts, shelf)
 
 
 def _in_order(rows_of: _RowsOf, order_R: Tensor | None) -> _RowsOf:
