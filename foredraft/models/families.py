@@ -8,7 +8,7 @@ docs/extend/add-a-family.md.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -99,7 +99,8 @@ class Gguf:
         ignored: keys that change nothing of a text model.
         norms: names of norms that differ from `GGUF_NORMS`; "final_norm" is one of them.
         may_be_dense: a file of the family may have no experts.
-        mark: a key that tells the family from an older one of the same architecture.
+        mark: a key that tells the family from an older one of the same architecture, and the value
+            of it that does; None: any.
         rope: fields of rotary scaling that files do not say.
         wide_size: the number of layers of the one model of the family whose scores are divided by
             the root of hidden size / heads, and not of the head size. Files do not say it.
@@ -113,7 +114,7 @@ class Gguf:
     ignored: frozenset[str] = frozenset()
     norms: Mapping[str, str] = field(default_factory=dict)
     may_be_dense: bool = False
-    mark: str | None = None
+    mark: tuple[str, object] | None = None
     rope: Mapping[str, Any] = field(default_factory=dict)
     wide_size: int | None = None
 
@@ -616,6 +617,33 @@ _LATENT_READS = _fields(
     "attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 )
 _LATENT_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
+_LATENT_GGUF = Gguf(
+    "deepseek2",
+    keys=_keys_of_experts("n_routed_experts")
+    | {
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "q_lora_rank": "attention.q_lora_rank",
+        "qk_nope_head_dim": "attention.key_length_mla",
+        "qk_rope_head_dim": "rope.dimension_count",
+        "v_head_dim": "attention.value_length_mla",
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": _DENSE_KEY,
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+    },
+    implied={
+        "q_lora_rank": None,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    ignored=_fields("rope.scaling.yarn_log_multiplier nextn_predict_layers"),
+    norms={"query_norm": "attn_q_a_norm", "key_norm": "attn_kv_a_norm"},
+)
 _DEEPSEEK_V3 = Family(
     "deepseek_v3",
     names=replace(_LATENT, **_BESIDE_SHARED),
@@ -647,6 +675,7 @@ _DEEPSEEK_V3 = Family(
     is_paired=True,
     chances="sigmoid",
     chance_floor=1e-20,
+    gguf=replace(_LATENT_GGUF, mark=("expert_gating_func", 2), only=_SIGMOIDS),
 )
 
 _FAMILIES = (
@@ -1064,7 +1093,7 @@ _FAMILIES = (
         head_norms="all",
         windows="pattern",
         local_rope=True,
-        gguf=Gguf("olmo2", keys=_PATTERN_KEYS, mark="attention.sliding_window"),
+        gguf=Gguf("olmo2", keys=_PATTERN_KEYS, mark=("attention.sliding_window", None)),
     ),
     Family(
         "cohere2",
@@ -1172,9 +1201,14 @@ _FAMILIES = (
             **dict.fromkeys(("norm_topk_prob", "mlp_bias"), False),
         },
         chances="softmax",
+        gguf=replace(
+            _LATENT_GGUF,
+            implied={**_LATENT_GGUF.implied, "topk_method": "group_limited_greedy"},
+            only=_SOFTMAX,
+        ),
     ),
     _DEEPSEEK_V3,
-    replace(_DEEPSEEK_V3, model_type="kimi_k2"),
+    replace(_DEEPSEEK_V3, model_type="kimi_k2", gguf=None),
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
@@ -1195,10 +1229,12 @@ _FAMILIES = (
             "norm_topk_prob": True,
             "rms_norm_eps": 1e-5,
         },
+        gguf=None,  # as DeepSeek-V3
     ),
     replace(
         _DEEPSEEK_V3,
         model_type="youtu",
+        gguf=_LATENT_GGUF,
         names=_LATENT,
         reads=_LATENT_READS,
         defaults=_LATENT_DEFAULTS | {"tie_word_embeddings": True},
@@ -1209,19 +1245,24 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMIL
 
 
 def family_of_gguf(
-    architecture: object, has_experts: bool, keys: Container[str] = ()
+    architecture: object, has_experts: bool, metadata: Mapping[str, object]
 ) -> Family | None:
     """The family of a GGUF file; None: none of these.
 
     Args:
-        keys: of its metadata.
+        metadata: of the file.
     """
+
+    def has(mark: tuple[str, object] | None) -> bool:
+        key = mark and f"{architecture}.{mark[0]}"
+        return mark is None or (key in metadata and mark[1] in (None, metadata[key]))
+
     found = [
         family
         for family in _FAMILIES
         if family.gguf
         and family.gguf.architecture == architecture
         and (family.gguf.may_be_dense or (family.names.router is not None) == has_experts)
-        and (family.gguf.mark is None or f"{architecture}.{family.gguf.mark}" in keys)
+        and has(family.gguf.mark)
     ]
     return found[-1] if found else None

@@ -200,7 +200,7 @@ _GROUPS: dict[str, Any] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
-    "rope_parameters": _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.2},
+    "rope_parameters": _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.4},
 }
 
 NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -416,7 +416,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "arcee": lambda: ArceeConfig(**_sizes(), mlp_bias=True),
     "apertus": lambda: ApertusConfig(**_sizes()),
     "deepseek-v2": lambda: DeepseekV2Config(
-        **_sizes(**_LATENT) | {"q_lora_rank": None, "rms_norm_eps": 1e-4},
+        **_sizes(**_LATENT) | {"q_lora_rank": None, "rms_norm_eps": 1e-2},
         **_GROUPS,
         topk_method="group_limited_greedy",
     ),

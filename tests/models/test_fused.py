@@ -50,6 +50,7 @@ keys and values are rounded to 8 bits as they enter the cache."""
 MIXTURES = (
     *("mixtral", "qwen3-moe", "olmoe", "qwen3.5-moe"),
     *("qwen3-next", "gpt-oss", "granite-hybrid-moe", "gemma4-moe"),
+    *("deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
 )
 """Where two experts are nearly as likely, rounding decides which of them a token chooses."""
 
@@ -81,7 +82,7 @@ def _awkward_sizes() -> PretrainedConfig:
 
 
 CONFIGS = {**NATIVE_CONFIGS, "awkward-sizes": _awkward_sizes}
-FEW_CONFIGS = ("llama", "qwen3", "gemma2", "awkward-sizes")
+FEW_CONFIGS = ("llama", "qwen3", "gemma2", "awkward-sizes", "youtu")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -279,8 +279,8 @@ class EagerDecoder:
     def _of_heads(self, x_THK: Tensor, weight: Matrix | None) -> Tensor:
         """Of each head the product with its own matrix, which lie one below the other."""
         assert weight is not None
-        weight_HRK = as_tensor(weight, x_THK.dtype).unflatten(0, (x_THK.shape[1], -1))
-        return torch.einsum("thk,hrk->thr", x_THK, weight_HRK)
+        parts = weight.chunk(x_THK.shape[1]) if isinstance(weight, Tensor) else weight.parts
+        return torch.stack([self._linear(x_THK[:, i], part) for i, part in enumerate(parts)], 1)
 
     def _attention_input(self, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
         return self._norm(hidden_TE, layer.attention_norm_E, layer.attention_norm_bias_E)
@@ -740,10 +740,6 @@ class FixedShapeDecoder(EagerDecoder):
     def _latent_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         norm = super()._latent_norm
         return _in_blocks(x, lambda block: norm(block, weight))
-
-    def _of_heads(self, x_THK: Tensor, weight: Matrix | None) -> Tensor:
-        product = super()._of_heads
-        return _in_blocks(x_THK, lambda block: product(block, weight))
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         return _in_blocks(normed_TE, super().logits)

@@ -746,8 +746,7 @@ class _Layer:
         rank, still, value = sizes.rank, sizes.still, sizes.value_size
         rows = heads * rank, heads * value
         if len(names) == 2:
-            keys = _Part(names[0], rows[0], (heads, rank, still))
-            values = _Part(names[1], rows[1], (heads, value, rank))
+            keys, values = map(_Part, names, rows)
         else:
             shape = (heads * (still + value), rank)
             each = partial(_of_heads, heads=heads, still=still)
@@ -1355,7 +1354,7 @@ def _packed(
         return rows
 
     num_rows = sum(part.rows for part in parts)
-    return form.of_rows(rows_of, (num_rows, tensors[0].shape[-1]), num_parts, shelf)
+    return form.of_rows(rows_of, (num_rows, tensors[0].shape[1]), num_parts, shelf)
 
 
 def _in_order(rows_of: _RowsOf, order_R: Tensor | None) -> _RowsOf:
