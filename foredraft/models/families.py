@@ -114,7 +114,7 @@ class Gguf:
     ignored: frozenset[str] = frozenset()
     norms: Mapping[str, str] = field(default_factory=dict)
     may_be_dense: bool = False
-    mark: tuple[str, object] | None = None
+    mark: tuple[str, int | None] | None = None
     rope: Mapping[str, Any] = field(default_factory=dict)
     wide_size: int | None = None
 
@@ -1253,9 +1253,11 @@ def family_of_gguf(
         metadata: of the file.
     """
 
-    def has(mark: tuple[str, object] | None) -> bool:
-        key = mark and f"{architecture}.{mark[0]}"
-        return mark is None or (key in metadata and mark[1] in (None, metadata[key]))
+    def has(mark: tuple[str, int | None] | None) -> bool:
+        if mark is None:
+            return True
+        found, value = metadata.get(f"{architecture}.{mark[0]}"), mark[1]
+        return found is not None if value is None else type(found) is int and found == value
 
     found = [
         family

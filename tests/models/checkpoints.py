@@ -195,7 +195,7 @@ _LATENT: dict[str, Any] = {
 _GROUPS: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
+    "num_experts_per_tok": 2,
     "n_group": 4,
     "topk_group": 2,
     "first_k_dense_replace": 1,
@@ -416,7 +416,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "arcee": lambda: ArceeConfig(**_sizes(), mlp_bias=True),
     "apertus": lambda: ApertusConfig(**_sizes()),
     "deepseek-v2": lambda: DeepseekV2Config(
-        **_sizes(**_LATENT) | {"q_lora_rank": None, "rms_norm_eps": 1e-2},
+        **_sizes(**_LATENT) | {"q_lora_rank": None, "rms_norm_eps": 1e-3},
         **_GROUPS,
         topk_method="group_limited_greedy",
     ),

@@ -112,8 +112,6 @@ ROWS: Mapping[str, tuple[str, str]] = {
 NOT_THEIRS = {"mimo", "kimi_k2"}
 """Families of models with code of their own, which transformers has under another name."""
 
-LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu")
-
 SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "gemma4-moe": NATIVE_CONFIGS["gemma4-moe"],
     "nemotron-h": NATIVE_CONFIGS["nemotron-h"],
@@ -404,7 +402,15 @@ HARMLESS = {
     *("num_nextn_predict_layers", "mamba_chunk_size", "eod_token_id", "residual_dropout"),
     *("hidden_dropout", "embedding_dropout", "num_logits_to_keep"),
     *("chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "rescale_prenorm_residual"),
-    *("embedding_initializer_range", "residual_in_fp32", "time_step_max", "time_step_floor", "time_step_rank"),
+    *(
+        "embedding_initializer_range",
+        "qk_head_dim",
+        "num_mtp_layers",
+        "residual_in_fp32",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_rank",
+    ),
     *("architectures", "dtype", "torch_dtype", "return_dict", "chunk_size_feed_forward"),
 }
 """Fields that change no logits."""
@@ -420,7 +426,6 @@ IGNORED = {
         *("moe_shared_expert_overlap", "mtp_layers_block_type"),
     },
     "mamba2": {"time_step_min"},
-    **dict.fromkeys(LATENTS, {"qk_head_dim", "num_mtp_layers"}),
 }
 """Fields that transformers has for a family, and does nothing with."""
 

@@ -242,8 +242,10 @@ def test_an_int8_cache_holds_the_same_entries_rounded(
     exact = fused(checkpoints[name], torch.float32)
     rounded = fused(checkpoints[name], torch.float32, 2, cache_dtype=torch.int8)
     assert rounded.cache.store.block_bytes < 0.6 * exact.cache.store.block_bytes
-    # Steps of 1/127 of the largest number, where bfloat16 has steps of 1/256 of each.
-    assert 0 < largest_difference(exact, rounded) < 2 * BFLOAT16_TOLERANCE
+    # Steps of 1/127 of the largest number, where bfloat16 has steps of 1/256 of each. A latent is
+    # key and value of all heads.
+    most = BFLOAT16_TOLERANCE * (4 if exact.config.latent else 2)
+    assert 0 < largest_difference(exact, rounded) < most
     layer, num_entries = 0, 40  # the first layer's depend on no other entries
     for numbers, entries in (
         (exact.cache.store.keys, rounded.cache.store.keys),

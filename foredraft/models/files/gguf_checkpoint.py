@@ -620,9 +620,9 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
     if config.family.mixes_beside:  # Falcon-H1, whose files leave ".weight" out here
         names = replace(names, mlp_norm=f"{names.mlp_norm}.weight")
     yield from ((getattr(names, norm), norms[norm]) for norm in GGUF_NORMS)
-    qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
+    qkv = ["attn_q", "attn_k", "attn_v"] if len(names.qkv) > 1 else ["attn_qkv"]
     if names.latent_up:
-        qkv = ("attn_q", "attn_kv_a_mqa")
+        qkv = ["attn_q", "attn_kv_a_mqa"]
         yield from ((names.query_low, "attn_q_a"), (names.query_up, "attn_q_b"))
         yield from zip(names.latent_up, ("attn_k_b", "attn_v_b"), strict=True)
     yield from zip(names.qkv, qkv, strict=True)

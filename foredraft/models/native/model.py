@@ -35,7 +35,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.native.config import DecoderConfig, Experts, LayerKind
 from foredraft.models.native.plan import ForwardPlan
-from foredraft.models.native.quant import Matrix, Stack, as_tensor, rows_of
+from foredraft.models.native.quant import Matrix, PackedMatrix, Stack, as_tensor, rows_of
 from foredraft.models.native.recurrent import mixed, open_rows, states_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
@@ -260,7 +260,7 @@ class EagerDecoder:
         query, entry_TD = inputs_TX[:, :-size], inputs_TX[:, -size:]
         if layer.query_weight is not None:
             query = self._linear(self._latent_norm(query, layer.query_norm_D), layer.query_weight)
-        query_THX = query.unflatten(1, (config.num_attention_heads, -1))
+        query_THX = query.reshape(len(query), config.num_attention_heads, -1)
         turned = config.ropes[0].size
         still_THC = self._of_heads(query_THX[..., turned:], layer.key_weight)
         query_THD = torch.cat((query_THX[..., :turned], still_THC), -1)
@@ -279,7 +279,9 @@ class EagerDecoder:
     def _of_heads(self, x_THK: Tensor, weight: Matrix | None) -> Tensor:
         """Of each head the product with its own matrix, which lie one below the other."""
         assert weight is not None
-        parts = weight.chunk(x_THK.shape[1]) if isinstance(weight, Tensor) else weight.parts
+        parts: Sequence[Matrix] = weight.parts if isinstance(weight, PackedMatrix) else ()
+        if isinstance(weight, Tensor):
+            parts = weight.chunk(x_THK.shape[1])
         return torch.stack([self._linear(x_THK[:, i], part) for i, part in enumerate(parts)], 1)
 
     def _attention_input(self, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
@@ -474,16 +476,15 @@ class EagerDecoder:
             chosen_TK = torch.cat((chosen_TK, shared_S.expand(len(chosen_TK), -1)), 1)
         return chances_TK, chosen_TK
 
-
     def _of_best_groups(self, experts: Experts, ranked_TX: Tensor) -> Tensor:
         """Ranks of experts, -inf outside of the groups whose best ones rank highest together: two
         where chances are sigmoids, else one."""
-        ranked_TGN = ranked_TX.unflatten(1, (experts.groups, -1))
+        ranked_TGN = ranked_TX.view(len(ranked_TX), experts.groups, -1)
         num_best = 2 if self._config.family.chances == "sigmoid" else 1
         groups_TG = ranked_TGN.topk(num_best).values.sum(-1)
         chosen_TK = groups_TG.topk(experts.chosen_groups).indices
         is_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, chosen_TK, False)
-        return ranked_TGN.masked_fill(is_out_TG[..., None], -torch.inf).flatten(1)
+        return ranked_TGN.masked_fill(is_out_TG[..., None], -torch.inf).view(ranked_TX.shape)
 
 
 class _RowRun:

@@ -99,9 +99,10 @@ class LayerWeights:
         input_gate: how much of that counts, by the hidden states.
         input_output: what is added to them.
         factor_1: of all that it gives.
-        query_weight: makes queries of what ``qkv_weight`` does, whose norm ``query_norm_D`` is then.
-        key_weight: of each head: what its scores take a latent times, by its query.
-        value_weight: of each head: its value, of a latent.
+        query_weight: makes queries of what ``qkv_weight`` gives, behind ``query_norm_D``; None:
+            that gives queries.
+        key_weight: of each head: what latents are multiplied with, by its query.
+        value_weight: of each head: its value, by a latent.
     """
 
     attention_norm_E: Tensor | None
@@ -638,7 +639,7 @@ class _Layer:
             return {"qkv_weight": _NOTHING, "output_weight": _NOTHING}
         if self._kind.is_recurrent:
             return self._recurrent()
-        found = self._attention() if self._config.latent is None else self._latent(self._config.latent)
+        found = self._latent(sizes) if (sizes := self._config.latent) else self._attention()
         if self._kind.mixes_beside:
             beside = self._recurrent()
             found |= {
@@ -710,34 +711,39 @@ class _Layer:
 
     def _latent(self, sizes: Latent) -> dict[str, Any]:
         """Attention to latents. Of heads and entries numbers that turn come first, by halves."""
-        config, names, prefix = self._config, self._names, self._prefix
-        heads, hidden, rotated = config.num_attention_heads, config.hidden_size, config.ropes[0].size
-        query, value, low = heads * (sizes.still + rotated), sizes.value_size, sizes.query_rank
-        first = partial(_turned_first, size=sizes.still + rotated, rotated=rotated)
-        order = partial(_turned_first, size=config.head_dim, rotated=rotated)
+        config, names, low = self._config, self._names, sizes.query_rank
+        heads, hidden, rotated = (
+            config.num_attention_heads,
+            config.hidden_size,
+            config.ropes[0].size,
+        )
+        size = sizes.still + rotated
+        rows, own = (low or heads * size, config.head_dim), names.qkv
+        if low:
+            own = (names.query_low, own[1])
+
+        def in_order(part: _Part, size: int) -> _Part:
+            change = partial(_halves, size=size, rotated=rotated, behind=rotated)
+            return replace(part, change=change, moves_rows=True)
 
         def inputs(kind: str) -> list[_Part]:
-            own = (names.query_low, names.qkv[1]) if low else names.qkv
-            rows, entry = self._parts(own, (low or query, config.head_dim), kind)
-            if not low:
-                rows = replace(rows, change=first, moves_rows=True)
-            return [rows, replace(entry, change=order, moves_rows=True)]
+            query, entry = self._parts(own, rows, kind)
+            return [query if low else in_order(query, size), in_order(entry, config.head_dim)]
 
-        up = _Part(f"{prefix}{names.query_up}.weight", query, None, first, moves_rows=True)
-        out, out_bias = (
-            self._parts([names.output], [hidden], kind) for kind in ("weight", "bias")
-        )
-        return {
+        found = self._of_heads(sizes, heads)
+        if low:
+            (up,) = self._parts([names.query_up], [heads * size], "weight")
+            found["query_weight"] = self._single([in_order(up, size)], low)
+            found["query_norm_D"] = self._norm(names.query_norm, low)
+        if config.attention_bias:
+            bias = self._parts([names.output], [hidden], "bias")
+            found["qkv_bias"] = self._reader.take_stacked(inputs("bias"))
+            found["output_bias"] = self._reader.take_stacked(bias)
+        out = self._parts([names.output], [hidden], "weight")
+        return found | {
             "qkv_weight": self._reader.take_matrix(inputs("weight"), hidden),
-            "qkv_bias": (
-                self._reader.take_stacked(inputs("bias")) if config.attention_bias else None
-            ),
-            "query_weight": self._single([up], low) if low else None,
-            "query_norm_D": self._norm(names.query_norm, low) if low else None,
             "key_norm_D": self._norm(names.key_norm, sizes.rank),
-            **self._of_heads(sizes, heads),
-            "output_weight": self._single(out, heads * value),
-            "output_bias": self._reader.take_stacked(out_bias) if config.output_bias else None,
+            "output_weight": self._single(out, heads * sizes.value_size),
         }
 
     def _of_heads(self, sizes: Latent, heads: int) -> dict[str, Any]:
@@ -969,22 +975,18 @@ class _Layer:
         )
 
 
-def _halves(rows: Tensor, size: int, rotated: int) -> Tensor:
-    """Rows of heads in which neighbours turn as those in which halves do."""
+def _halves(rows: Tensor, size: int, rotated: int, behind: int = 0) -> Tensor:
+    """Rows of heads in which neighbours turn as those in which halves do, with the ``behind`` last
+    ones in front."""
     heads = rows.reshape(-1, size, *rows.shape[1:])
-    order = torch.arange(size)
+    order = torch.arange(size).roll(behind)
     order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
     return heads[:, order].flatten(0, 1)
 
 
-def _turned_first(rows: Tensor, size: int, rotated: int) -> Tensor:
-    """Rows of heads in which the last ``rotated`` turn, in neighbours, with these in front."""
-    return _halves(torch.roll(rows.unflatten(0, (-1, size)), rotated, 1).flatten(0, 1), size, rotated)
-
-
 def _of_heads(stored: Tensor, heads: int, still: int, is_key: bool) -> Tensor:
     """Of rows of keys and values, head by head: those of values, or the transposed ones of keys."""
-    each = stored.unflatten(0, (heads, -1))
+    each = stored.view(heads, -1, stored.shape[1])
     found = each[:, :still].transpose(1, 2) if is_key else each[:, still:]
     return found.flatten(0, 1)
 
