@@ -56,15 +56,12 @@ class BlockStore:
     ) -> None:
         self.shape, self.block_size = shape, block_size
         self.wide = BlockStore(shape.wide, dtype, device, block_size) if shape.wide else None
-        self._own = [self._empty(0, dtype, device) for _ in range(2 - shape.keys_are_values)]
+        own = [self._empty(0, dtype, device) for _ in range(2 - shape.keys_are_values)]
+        self.keys, self.values = own[0], own[-1]
 
     @property
-    def keys(self) -> Tensor:
-        return self._own[0]
-
-    @property
-    def values(self) -> Tensor:
-        return self._own[-1]
+    def _own(self) -> list[Tensor]:
+        return [self.keys] if self.shape.keys_are_values else [self.keys, self.values]
 
     @property
     def _all(self) -> list[Tensor]:
@@ -207,7 +204,7 @@ class BlockStore:
         kept = min(count, self.num_blocks)  # not the last one
         for new, store in zip(grown, self._own, strict=True):
             new[:kept] = store[:kept]
-        self._own = grown
+        self.keys, self.values = grown[0], grown[-1]
 
     def _empty(self, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         layers, heads = self.shape.num_layers, self.shape.num_kv_heads

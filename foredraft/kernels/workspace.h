@@ -96,7 +96,7 @@ struct Workspace {
     rope_stride_ = T * rope_pairs;
     take(cosine, model.num_ropes * rope_stride_);
     take(sine, model.num_ropes * rope_stride_);
-    take(attended, T * padded(most_attended));
+    take(attended, T * padded(std::max(most_attended, latent.query_rank)));
     take(feed_forward, std::max(T * padded(F), chosen_by_all * padded(model.feed_forward)));
     take(added, has_post_norms(model) ? T * E : 0);
     take(before, model.keeps_inputs ? T * E : 0);

@@ -279,6 +279,12 @@ _LAYER_NORM_KEY = {"layer_norm_eps": "attention.layer_norm_epsilon"}
 _MLP_NORM = {"mlp_norm": "post_attention_norm"}
 _SIGMOIDS = {"expert_gating_func": 2}
 _DENSE_KEY = "leading_dense_block_count"
+_KEYS_BESIDE_SHARED = _keys_of_experts("n_routed_experts") | {
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": _DENSE_KEY,
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
 _NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
 _MISTRAL = Family(
@@ -616,20 +622,17 @@ _LATENT = replace(
 _LATENT_READS = _fields(
     "attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 )
+_LATENT_NEUTRAL: dict[str, Any] = dict.fromkeys(("rope_interleave", "moe_layer_freq"), True)
 _LATENT_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
 _LATENT_GGUF = Gguf(
     "deepseek2",
-    keys=_keys_of_experts("n_routed_experts")
+    keys=_KEYS_BESIDE_SHARED
     | {
         "kv_lora_rank": "attention.kv_lora_rank",
         "q_lora_rank": "attention.q_lora_rank",
         "qk_nope_head_dim": "attention.key_length_mla",
         "qk_rope_head_dim": "rope.dimension_count",
         "v_head_dim": "attention.value_length_mla",
-        "n_shared_experts": "expert_shared_count",
-        "first_k_dense_replace": _DENSE_KEY,
-        "routed_scaling_factor": "expert_weights_scale",
-        "norm_topk_prob": "expert_weights_norm",
         "n_group": "expert_group_count",
         "topk_group": "expert_group_used_count",
     },
@@ -666,12 +669,7 @@ _DEEPSEEK_V3 = Family(
         "norm_topk_prob": True,
     },
     fixed={"num_key_value_heads": 1},
-    neutral={
-        "rope_interleave": True,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    },
+    neutral=_LATENT_NEUTRAL | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     is_paired=True,
     chances="sigmoid",
     chance_floor=1e-20,
@@ -909,13 +907,7 @@ _FAMILIES = (
         chance_floor=1e-20,
         gguf=Gguf(
             "glm4moe",
-            keys=_keys_of_experts("n_routed_experts")
-            | {
-                "n_shared_experts": "expert_shared_count",
-                "first_k_dense_replace": _DENSE_KEY,
-                "routed_scaling_factor": "expert_weights_scale",
-                "norm_topk_prob": "expert_weights_norm",
-            },
+            keys=_KEYS_BESIDE_SHARED,
             only=_SIGMOIDS | _ONE_GROUP,
             ignored=_fields("nextn_predict_layers"),
             norms=_MLP_NORM,
@@ -1193,9 +1185,8 @@ _FAMILIES = (
             "n_shared_experts": 2,
             "topk_method": "greedy",
         },
-        neutral={
-            "rope_interleave": True,
-            "moe_layer_freq": 1,
+        neutral=_LATENT_NEUTRAL
+        | {
             "scoring_func": "softmax",
             "topk_method": ("greedy", "group_limited_greedy"),
             **dict.fromkeys(("norm_topk_prob", "mlp_bias"), False),

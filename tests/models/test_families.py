@@ -686,6 +686,36 @@ def test_layers_of_nemotron_that_are_not_known_are_refused(
         read_config(path)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        ("deepseek_v3", {"q_lora_rank": None}, "attention_bias without a q_lora_rank"),
+        ("deepseek_v3", {"n_group": 3}, "experts in 3 groups"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 3}, "3 of 8 experts in 4 groups"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+    ],
+)
+def test_latents_and_groups_that_are_not_known_are_refused(
+    family: str, changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelLoadError, match=problem):
+        read_config(changed(family, changes, tmp_path))
+
+
+def test_entries_of_latent_attention_are_in_memory_once(tmp_path: Path) -> None:
+    changes = {"topk_method": "greedy"}  # groups are then not heeded
+    path = changed("deepseek_v2", changes, tmp_path)
+    target = NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
+    assert check_logits(path, target, changes)
+    store, sizes = target.cache.store, target.config.latent
+    assert sizes is not None
+    assert store.keys is store.values
+    assert store.shape.bytes_per_token(torch.float32) == 4 * 3 * (sizes.rank + 16)
+
+
 def test_a_head_of_a_model_that_attends_nowhere_is_refused() -> None:
     source = TrainingTarget(new_target("mamba2", "float32"), "mamba2", "its weights")
     with pytest.raises(CapabilityError, match="mamba2 has not both"):

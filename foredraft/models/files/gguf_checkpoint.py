@@ -382,11 +382,12 @@ def _said_by_family(
 
 def _of_latents(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of latent attention, of which files have sums of sizes, and yarn's factor anew."""
-    if "kv_lora_rank" not in config or "qk_nope_head_dim" not in config:
+    both, rotated = config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim")
+    if not (config.get("kv_lora_rank") and type(both) is int and type(rotated) is int):
         _refuse(file, "latent attention is read from newer files alone, in which keys are apart")
-    found = {"qk_nope_head_dim": config["qk_nope_head_dim"] - config["qk_rope_head_dim"]}
+    found: dict[str, Any] = {"qk_nope_head_dim": both - rotated}
     weight = file.metadata.get(f"{file.metadata[_ARCHITECTURE]}.{_YARN_WEIGHT}")
-    if isinstance(weight, float) and "rope_scaling" in config:
+    if isinstance(weight, float) and weight and "rope_scaling" in config:
         scales = dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * weight, 6))
         found["rope_scaling"] = config["rope_scaling"] | scales
     return found

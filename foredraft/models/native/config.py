@@ -219,13 +219,13 @@ class Latent:
 
     Attributes:
         rank: C, numbers of the latent.
-        query_rank: numbers that queries are made of; None: a layer's input.
+        query_rank: numbers that queries are made of; 0: a layer's input.
         still: N, numbers of a head's query that do not turn.
         value_size: of a head.
     """
 
     rank: int
-    query_rank: int | None
+    query_rank: int
     still: int
     value_size: int
 
@@ -657,7 +657,7 @@ def _latent(fields: DecoderFields) -> Latent | None:
     if not fields.kv_lora_rank:
         return None
     sizes = fields.qk_nope_head_dim, fields.v_head_dim
-    return Latent(fields.kv_lora_rank, fields.q_lora_rank, *sizes)
+    return Latent(fields.kv_lora_rank, fields.q_lora_rank or 0, *sizes)
 
 
 def _query_scale(family: Family, fields: DecoderFields) -> float | None:
@@ -885,18 +885,12 @@ def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) 
 
 
 def _unsupported_latent(fields: DecoderFields) -> str | None:
-    rank, width = fields.q_lora_rank, fields.num_attention_heads * fields.head_size
-    if rank is None and fields.attention_bias:
+    if fields.q_lora_rank is None and fields.attention_bias:
         return "attention_bias without a q_lora_rank is not implemented"
-    if rank is not None and rank > width:
-        return f"q_lora_rank {rank}, more than the {width} numbers of all heads, is not implemented"
-    if (types := fields.mlp_layer_types) is None:
-        return None
-    if (count := len(types)) != fields.num_hidden_layers:
-        return f"mlp_layer_types lists {count} layers, and there are {fields.num_hidden_layers}"
-    dense = types.count("dense")
-    if types != ("dense",) * dense + ("sparse",) * (count - dense):
-        return f"mlp_layer_types {list(types)!r:.80}, not dense ones first, are not implemented"
+    types, count = fields.mlp_layer_types, min(fields.num_hidden_layers, _MOST_LAYERS)
+    dense = _num_dense(fields)
+    if types is not None and types != ("dense",) * dense + ("sparse",) * (count - dense):
+        return f"mlp_layer_types {list(types)!r:.80}, not first dense ones, are not implemented"
     return None
 
 
@@ -1022,10 +1016,9 @@ def _unsupported_experts(family: Family, fields: DecoderFields) -> str | None:
         return f"{chosen} experts a token of {count} are not implemented"
     if (experts := _experts(family, fields)) and experts.groups > 1:
         each, rest = divmod(count, experts.groups)
-        if rest or not chosen <= each * experts.chosen_groups <= count or each < 2:
+        fits = chosen <= each * experts.chosen_groups <= count and each > 1 and not rest
+        if not fits or experts.groups > _MOST_GROUPS:
             return f"{chosen} of {count} experts in {experts.groups} groups are not implemented"
-        if experts.groups > _MOST_GROUPS:
-            return f"{experts.groups} groups of experts are not implemented"
     shared, size = _shared_size(family, fields), _feed_forward_size(family, fields)
     if shared % size:
         return f"a shared expert of {shared} beside others of {size} is not implemented"

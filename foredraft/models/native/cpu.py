@@ -23,6 +23,7 @@ import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, addressof, c_double, c_int32, c_int64, c_void_p
+from dataclasses import astuple
 from itertools import accumulate, chain
 from typing import Any
 
@@ -619,7 +620,7 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "feed_forward": config.intermediate_size,
         "num_heads": config.num_attention_heads,
         "heads": (interface.Heads * 2)(*(interface.Heads(*one) for one in _heads(config))),
-        "latent": interface.LatentSizes(*_latent_sizes(config)),
+        "latent": interface.LatentSizes(*(astuple(config.latent) if config.latent else ())),
         "num_experts": config.experts.count if config.experts else 0,
         "chosen_experts": config.experts.per_token if config.experts else 0,
         "dense_feed_forward": max(
@@ -645,12 +646,6 @@ def _heads(config: DecoderConfig) -> Sequence[tuple[int, int]]:
     count = config.num_attention_heads
     together = max(n for n in range(1, min(count, _HEADS_TOGETHER) + 1) if count % n == 0)
     return [(count // together, config.head_dim)] * 2
-
-
-def _latent_sizes(config: DecoderConfig) -> Sequence[int]:
-    if (sizes := config.latent) is None:
-        return ()
-    return sizes.rank, sizes.query_rank or 0, sizes.still, sizes.value_size
 
 
 def has_tiles() -> bool:

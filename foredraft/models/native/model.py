@@ -230,13 +230,16 @@ class EagerDecoder:
             found.append((torch.cat((cos_TF, cos_TF), 1), torch.cat((-sin_TF, sin_TF), 1)))
         return found
 
-    def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    def _norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
         """Without a weight there is no norm."""
         if weight is None:
             return x
+        eps = eps or self._config.rms_norm_eps
         if self._config.family.layer_norms:
-            return layer_norm(x, weight, bias, self._config.rms_norm_eps)
-        return rms_norm(x, weight, self._config.rms_norm_eps, self._config.family.norm_offset)
+            return layer_norm(x, weight, bias, eps)
+        return rms_norm(x, weight, eps, self._config.family.norm_offset)
 
     def _head_norm(self, x_THD: Tensor, weight: Tensor | None) -> Tensor:
         """Of each head, or of all heads together, as the weight has it."""
@@ -259,22 +262,19 @@ class EagerDecoder:
         config, size = self._config, self._config.head_dim
         query, entry_TD = inputs_TX[:, :-size], inputs_TX[:, -size:]
         if layer.query_weight is not None:
-            query = self._linear(self._latent_norm(query, layer.query_norm_D), layer.query_weight)
+            query = self._norm(query, layer.query_norm_D, eps=LATENT_EPS)
+            query = self._linear(query, layer.query_weight)
         query_THX = query.reshape(len(query), config.num_attention_heads, -1)
         turned = config.ropes[0].size
         still_THC = self._of_heads(query_THX[..., turned:], layer.key_weight)
         query_THD = torch.cat((query_THX[..., :turned], still_THC), -1)
-        latent_TC = self._latent_norm(entry_TD[:, turned:], layer.key_norm_D)
+        latent_TC = self._norm(entry_TD[:, turned:], layer.key_norm_D, eps=LATENT_EPS)
         entry_T1D = torch.cat((entry_TD[:, :turned], latent_TC), -1)[:, None]
         query_THD, entry_T1D = (rotate(x, *run.rotations[0]) for x in (query_THD, entry_T1D))
         attended = run.attend(index, layer.kind, query_THD, entry_T1D, entry_T1D)
         attended_THC = attended.view(query_THD.shape)[..., turned:]
         value_THV = self._of_heads(attended_THC, layer.value_weight)
         return self._linear(value_THV.flatten(1), layer.output_weight, layer.output_bias)
-
-    def _latent_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        assert weight is not None
-        return rms_norm(x, weight, LATENT_EPS)
 
     def _of_heads(self, x_THK: Tensor, weight: Matrix | None) -> Tensor:
         """Of each head the product with its own matrix, which lie one below the other."""
@@ -728,19 +728,17 @@ class FixedShapeDecoder(EagerDecoder):
 
     name = "fixed-shape"
 
-    def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    def _norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
         norm = super()._norm
         if weight is None:
             return x
-        return _in_blocks(x, lambda block: norm(block, weight, bias))
+        return _in_blocks(x, lambda block: norm(block, weight, bias, eps))
 
     def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
         weight = as_tensor(weight, x.dtype)
         return _in_blocks(x, lambda block: F.linear(block, weight, bias))
-
-    def _latent_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        norm = super()._latent_norm
-        return _in_blocks(x, lambda block: norm(block, weight))
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         return _in_blocks(normed_TE, super().logits)

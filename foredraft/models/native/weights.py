@@ -92,6 +92,7 @@ class LayerWeights:
 
     Attributes:
         num_experts: X; 1: there are none.
+        num_heads: that matrices lie below each other of in ``key_weight`` and ``value_weight``.
         kind: how it attends.
         dense_gate_up, dense_down: of the part that all tokens read beside experts.
         expert_factors_X: of what experts give.
@@ -142,6 +143,7 @@ class LayerWeights:
     input_output: Matrix | None = None  # [E, P]
     input_norm_E: Tensor | None = None
     factor_1: Tensor | None = None
+    num_heads: int = 0
     query_weight: Matrix | None = None  # [Q, query rank]
     key_weight: Matrix | None = None  # [H C, N]
     value_weight: Matrix | None = None  # [H value size, C]
@@ -153,7 +155,7 @@ class LayerWeights:
         return {
             key: tensor
             for name, matrix in found.items()
-            if name not in ("kind", "mixer", "num_experts")
+            if name not in ("kind", "mixer", "num_experts", "num_heads")
             if matrix is not None and matrix.shape[0]
             for key, tensor in to_tensors(prefix + name, matrix).items()
         } | {f"{prefix}{_MIXER}{name}": tensor for name, tensor in mixer.items()}
@@ -172,13 +174,6 @@ class LayerWeights:
         """Matrices of as many rows in ``gate_up_weight``."""
         is_gated = self.gate_up_weight.shape[0] != self.num_experts * self.down_weight.shape[1]
         return (1 + is_gated) * self.num_experts
-
-    @property
-    def num_heads(self) -> int:
-        """Matrices of as many rows in ``key_weight``; 0: it is not there."""
-        if self.key_weight is None or self.value_weight is None:
-            return 0
-        return self.key_weight.shape[0] // self.value_weight.shape[1]
 
     @property
     def matrices(self) -> dict[str, tuple[Stack, int]]:
@@ -712,12 +707,8 @@ class _Layer:
     def _latent(self, sizes: Latent) -> dict[str, Any]:
         """Attention to latents. Of heads and entries numbers that turn come first, by halves."""
         config, names, low = self._config, self._names, sizes.query_rank
-        heads, hidden, rotated = (
-            config.num_attention_heads,
-            config.hidden_size,
-            config.ropes[0].size,
-        )
-        size = sizes.still + rotated
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        size = sizes.still + (rotated := config.ropes[0].size)
         rows, own = (low or heads * size, config.head_dim), names.qkv
         if low:
             own = (names.query_low, own[1])
@@ -759,6 +750,7 @@ class _Layer:
             keys = _Part(names[0], rows[0], shape, partial(each, is_key=True))
             values = _Part(names[0], rows[1], shape, partial(each, is_key=False), moves_rows=True)
         return {
+            "num_heads": heads,
             "key_weight": self._single([keys], still, heads),
             "value_weight": self._single([values], rank, heads),
         }
