@@ -620,9 +620,9 @@ _LATENT = replace(
     key_norm="self_attn.kv_a_layernorm",
 )
 _LATENT_READS = _fields(
-    "attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+    "attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    "rope_interleave"
 )
-_LATENT_NEUTRAL: dict[str, Any] = dict.fromkeys(("rope_interleave", "moe_layer_freq"), True)
 _LATENT_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
 _LATENT_GGUF = Gguf(
     "deepseek2",
@@ -669,7 +669,7 @@ _DEEPSEEK_V3 = Family(
         "norm_topk_prob": True,
     },
     fixed={"num_key_value_heads": 1},
-    neutral=_LATENT_NEUTRAL | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     is_paired=True,
     chances="sigmoid",
     chance_floor=1e-20,
@@ -1177,7 +1177,7 @@ _FAMILIES = (
         _DEEPSEEK_V3,
         model_type="deepseek_v2",
         names=replace(_DEEPSEEK_V3.names, router_bias=None),
-        reads=(_DEEPSEEK_V3.reads - {"norm_topk_prob"}) | {"topk_method"},
+        reads=(_DEEPSEEK_V3.reads - {"norm_topk_prob", "rope_interleave"}) | {"topk_method"},
         defaults=_LATENT_DEFAULTS
         | {
             "moe_intermediate_size": 1407,
@@ -1185,8 +1185,8 @@ _FAMILIES = (
             "n_shared_experts": 2,
             "topk_method": "greedy",
         },
-        neutral=_LATENT_NEUTRAL
-        | {
+        neutral={
+            "moe_layer_freq": 1,
             "scoring_func": "softmax",
             "topk_method": ("greedy", "group_limited_greedy"),
             **dict.fromkeys(("norm_topk_prob", "mlp_bias"), False),

@@ -195,7 +195,7 @@ _LATENT: dict[str, Any] = {
 _GROUPS: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 3,
     "n_group": 4,
     "topk_group": 2,
     "first_k_dense_replace": 1,
@@ -417,7 +417,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "apertus": lambda: ApertusConfig(**_sizes()),
     "deepseek-v2": lambda: DeepseekV2Config(
         **_sizes(**_LATENT) | {"q_lora_rank": None, "rms_norm_eps": 1e-3},
-        **_GROUPS,
+        **_GROUPS | {"num_experts_per_tok": 2},
         topk_method="group_limited_greedy",
     ),
     "deepseek-v3": lambda: DeepseekV3Config(**_sizes(**_LATENT), **_GROUPS, attention_bias=True),

@@ -258,7 +258,7 @@ def test_an_int8_cache_holds_the_same_entries_rounded(
         assert torch.allclose(numbers_HTD.abs().amax(-1, keepdim=True) / 127, scales_HT1)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "deepseek-v3"])
 def test_work_memory_is_what_a_plan_says(name: str, checkpoints: dict[str, Path]) -> None:
     for form, bits in ((FORM_PLAIN, None), (FORM_PACKED, 8)):
         target = NativeTarget.load(checkpoints[name], new_decoder=FusedDecoder, bits=bits)

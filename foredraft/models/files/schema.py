@@ -276,6 +276,7 @@ class DecoderFields(_Schema):
     qk_nope_head_dim: Count = 128
     qk_rope_head_dim: Count | None = None
     v_head_dim: Count = 128
+    rope_interleave: bool | None = True
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
 

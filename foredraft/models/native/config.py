@@ -880,13 +880,17 @@ def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) 
         or _unsupported_experts(family, fields)
         or _unsupported_recurrence(family, fields)
         or (_unsupported_heads(family, fields) if family.has_wide_heads else None)
-        or (_unsupported_latent(fields) if fields.kv_lora_rank else None)
+        or (_unsupported_latent(fields) if family.names.latent_up else None)
     )
 
 
 def _unsupported_latent(fields: DecoderFields) -> str | None:
+    if not (fields.kv_lora_rank and fields.qk_rope_head_dim):
+        return "latent attention without a kv_lora_rank or qk_rope_head_dim is not implemented"
     if fields.q_lora_rank is None and fields.attention_bias:
         return "attention_bias without a q_lora_rank is not implemented"
+    if not fields.rope_interleave:
+        return f"rope_interleave is not implemented ({fields.rope_interleave})"
     types, count = fields.mlp_layer_types, min(fields.num_hidden_layers, _MOST_LAYERS)
     dense = _num_dense(fields)
     if types is not None and types != ("dense",) * dense + ("sparse",) * (count - dense):
