@@ -498,8 +498,8 @@ def check_mutations(family: str, count: int, path: Path, part: int = 0) -> None:
     good = json.loads((directory(family) / "config.json").read_text())
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (path / name).symlink_to(directory(family) / name)
-    # Where these say so, transformers makes anew what it has read: matrices of Mamba-2, and of Youtu
-    # the embedding of a token.
+    # Where these say so, transformers makes anew what it has read: matrices of Mamba-2, and the
+    # embedding of a token of Youtu.
     remade = ("rescale_prenorm_residual", "pad_token_id")
     names = [*FIELDS, *(name for name in good if name not in remade)]
     num_models, reasons = 0, list[str]()
