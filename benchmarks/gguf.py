@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.gguf_quants import NESTED
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.models.native.config import DecoderConfig, read_config
+from foredraft.models.native.config import DecoderConfig, Latent, read_config
 from foredraft.models.native.source_blocks import FILE as SOURCE_BLOCKS
 from foredraft.models.text.tokenizer import Tokenizer
 
@@ -59,6 +59,7 @@ _ARCHITECTURES = {
     "falcon_h1": "FALCON_H1",
     "nemotron_h": "NEMOTRON_H",
     "mamba2": "MAMBA2",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu"), "DEEPSEEK2"),
 }
 """The GGUF package's name of the architecture of a ``model_type``."""
 FAMILIES = tuple(_ARCHITECTURES)
@@ -220,6 +221,8 @@ def _apart(name: str, config: DecoderConfig) -> dict[str, tuple[Any, Any]]:
         }
     if name.endswith("_linear.weight"):
         return _apart_of_granite(name, config)
+    if config.latent is not None and name.endswith("kv_b_proj.weight"):
+        return _apart_of_latent(name.removesuffix("kv_b_proj.weight"), config.latent, config)
     sizes = config.recurrent
     if sizes is None or not name.endswith("in_proj_qkvz.weight"):
         return {}
@@ -231,6 +234,19 @@ def _apart(name: str, config: DecoderConfig) -> dict[str, tuple[Any, Any]]:
     return {
         f"{before}qkv.weight": ((0, 1), np.concatenate(qkv)),
         f"{before}z.weight": ((0, 1), z),
+    }
+
+
+def _apart_of_latent(
+    before: str, sizes: Latent, config: DecoderConfig
+) -> dict[str, tuple[Any, Any]]:
+    heads = config.num_attention_heads
+    rows = np.arange(heads * (sizes.still + sizes.value_size)).reshape(heads, -1)
+    keys, values = np.split(rows, [sizes.still], axis=1)
+    transposed = (keys[:, None, :], np.arange(sizes.rank)[None, :, None])
+    return {
+        f"{before}k_b_proj.weight": ((0, 1), transposed),
+        f"{before}v_b_proj.weight": ((0, 1), values),
     }
 
 
@@ -329,7 +345,7 @@ def write_settings(
     if not left_out:  # by converters
         _, size = config.wide_heads or (0, config.head_dim)
         writer.add_key_length(size)
-        writer.add_value_length(size)
+        writer.add_value_length(config.latent.rank if config.latent else size)
     if not config.family.has_single_parts:
         writer.add_rope_dimension_count(config.ropes[0].size)
     rope, size = config.ropes[0], config.head_dim
@@ -355,10 +371,14 @@ def write_settings(
         elif config.family.chances == "sigmoid":
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             writer.add_leading_dense_block_count(config.experts.num_dense)
-    if config.model_type == "glm4_moe" or (config.model_type == "nemotron_h" and config.experts):
+    if config.latent is not None:
+        _write_latent(writer, config, config.latent)
+    has_groups = config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3")
+    if has_groups or (config.model_type == "nemotron_h" and config.experts):
         writer.add_expert_shared_count(raw["n_shared_experts"])
         writer.add_expert_weights_scale(raw["routed_scaling_factor"])
-        writer.add_expert_weights_norm(raw["norm_topk_prob"])
+        if raw["norm_topk_prob"]:
+            writer.add_expert_weights_norm(True)
         writer.add_expert_group_count(raw["n_group"])
         writer.add_expert_group_used_count(raw["topk_group"])
     if config.model_type == "stablelm":
@@ -381,6 +401,25 @@ def write_settings(
         writer.add_attn_logit_softcapping(config.attention_cap)
     if config.logits_cap is not None:
         writer.add_final_logit_softcapping(config.logits_cap)
+
+
+def _write_latent(writer: Any, config: DecoderConfig, sizes: Latent) -> None:
+    import gguf
+
+    writer.add_kv_lora_rank(sizes.rank)
+    if sizes.query_rank:
+        writer.add_q_lora_rank(sizes.query_rank)
+    writer.add_key_length_mla(sizes.still + config.ropes[0].size)
+    writer.add_value_length_mla(sizes.value_size)
+    if weight := config.ropes[0].fields.mscale_all_dim:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
+    if config.experts is None:
+        writer.add_leading_dense_block_count(config.num_hidden_layers)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_count(0)
+    elif config.family.chances == "softmax":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+        writer.add_leading_dense_block_count(config.experts.num_dense)
 
 
 def _write_wide_heads(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:

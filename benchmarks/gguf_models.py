@@ -93,6 +93,26 @@ _SHARED = {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
+_LATENT = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 256,
+    "qk_nope_head_dim": 256,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+_GROUPS = {
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+}
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -317,6 +337,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "mamba2",
         {"num_heads": 16, "head_dim": 32, "n_groups": 2, "state_size": 32, "chunk_size": 16},
     ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        _LATENT | _GROUPS | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek-v3": ("deepseek_v3", _LATENT | _GROUPS),
+    "youtu": ("youtu", _LATENT | {"pad_token_id": None}),
 }
 """``model_type`` and fields of each: every family, and every rotary scaling that files have."""
 

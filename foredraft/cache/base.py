@@ -29,12 +29,14 @@ class KVShape:
 
     Attributes:
         wide: of the layers that have other heads than these; None: there are none.
+        keys_are_values: an entry is a key, which is its value, too.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     wide: KVShape | None = None
+    keys_are_values: bool = False
 
     def entry_size(self, dtype: torch.dtype) -> int:
         """Numbers of an entry of one head: int8 ones lie behind a float32, their scale."""
@@ -42,7 +44,8 @@ class KVShape:
         return in_front + self.head_dim
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        own = 2 * self.num_layers * self.num_kv_heads * self.entry_size(dtype) * dtype.itemsize
+        own = self.num_layers * self.num_kv_heads * self.entry_size(dtype) * dtype.itemsize
+        own *= 1 if self.keys_are_values else 2
         own += self.wide.bytes_per_token(dtype) if self.wide else 0
         return own or _LISTED
 

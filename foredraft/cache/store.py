@@ -31,7 +31,8 @@ class Entries(Protocol):
 
 
 class BlockStore:
-    """Keys and values [N + 1, L, H, B, D], grown on demand; the last block is scratch.
+    """Keys and values [N + 1, L, H, B, D], grown on demand; the last block is scratch. They are one
+    tensor where keys are values.
 
     Entries of int8 are [4 + D]: a float32 in front is the scale of their numbers. Only the fused
     kernel reads and writes those.
@@ -55,11 +56,16 @@ class BlockStore:
     ) -> None:
         self.shape, self.block_size = shape, block_size
         self.wide = BlockStore(shape.wide, dtype, device, block_size) if shape.wide else None
-        self.keys, self.values = (self._empty(0, dtype, device) for _ in range(2))
+        own = [self._empty(0, dtype, device) for _ in range(2 - shape.keys_are_values)]
+        self.keys, self.values = own[0], own[-1]
+
+    @property
+    def _own(self) -> list[Tensor]:
+        return [self.keys] if self.shape.keys_are_values else [self.keys, self.values]
 
     @property
     def _all(self) -> list[Tensor]:
-        return [self.keys, self.values, *(self.wide._all if self.wide else ())]
+        return [*self._own, *(self.wide._all if self.wide else ())]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,7 +160,7 @@ class BlockStore:
     ) -> None:
         """Set the entries of a slot from ``start`` on in one layer."""
         at = self.addresses(table, range(start, start + keys_HTD.shape[1]))
-        for store, new_HTD in ((self.keys, keys_HTD), (self.values, values_HTD)):
+        for store, new_HTD in zip(self._own, (keys_HTD, values_HTD), strict=False):
             store[:, layer][at[0], :, at[1]] = new_HTD.transpose(0, 1).to(store)
 
     def get(self, layer: int, table: Sequence[int], end: int) -> tuple[Tensor, Tensor]:
@@ -192,14 +198,13 @@ class BlockStore:
         return at[0], at[1]
 
     def _resize(self, count: int) -> None:
-        own = (self.keys, self.values)
-        grown = [self._empty(count, store.dtype, store.device) for store in own]
+        grown = [self._empty(count, store.dtype, store.device) for store in self._own]
         if self.wide:
             self.wide._resize(count)  # last of what may fail
         kept = min(count, self.num_blocks)  # not the last one
-        for new, store in zip(grown, own, strict=True):
+        for new, store in zip(grown, self._own, strict=True):
             new[:kept] = store[:kept]
-        self.keys, self.values = grown
+        self.keys, self.values = grown[0], grown[-1]
 
     def _empty(self, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         layers, heads = self.shape.num_layers, self.shape.num_kv_heads

@@ -69,7 +69,7 @@ class AttentionPhase {
         model_.query_scale ? kLog2E * float(model_.query_scale) : kLog2E / std::sqrt(float(D));
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
       const float* queries = work_.qkv + token * heads_.qkv_rows;
-      const HeadNorm norm(model_, D, layer_.query_norm, queries, H);
+      const HeadNorm norm(model_, D, model_.latent.rank ? nullptr : layer_.query_norm, queries, H);
       for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
         const float* const query = queries + head * (heads_.query_rows / H);
         std::copy(query, query + D, x);
@@ -179,6 +179,7 @@ class AttentionPhase {
   // Normalises what query m of a tile attended. Both sides are in one lane order, where heads are
   // whole pairs and entries of the type that weights have.
   void put_attended(const AttentionPlan::Tile& tile, int64_t m, const Attended& all) const {
+    if (model_.latent.rank) return put_latent(tile, m, all);
     float* out = work_.attended + (tile.tokens.begin + m / G) * padded(H * D);
     const int64_t offset = (tile.kv_head * G + m % G) * D;
     const float* values = all.values + m * attended_width(D);
@@ -190,6 +191,16 @@ class AttentionPhase {
         out[lane_order<Weight>(offset + d)] = values[lane_order<Number>(d)] * factor;
     }
     if (model_.gates_attention) gate(tile.tokens.begin + m / G, tile.kv_head * G + m % G, out);
+  }
+
+  // The same of a latent, which lies behind what turns: it is then multiplied by head.
+  void put_latent(const AttentionPlan::Tile& tile, int64_t m, const Attended& all) const {
+    const int64_t C = model_.latent.rank, head = tile.kv_head * G + m % G;
+    float* out = work_.of_heads + (head * forward_.num_tokens + tile.tokens.begin + m / G) * padded(C);
+    const float* values = all.values + m * attended_width(D);
+    const float factor = factor_of(head, all.most[m], all.sum[m]);
+    for (int64_t i = 0; i < C; ++i)
+      out[lane_order<typename Form::Order>(i)] = values[lane_order<Number>(D - C + i)] * factor;
   }
 
   // A head's sink is a score without a value.

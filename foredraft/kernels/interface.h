@@ -33,7 +33,7 @@ struct ForedraftLayer {
   const float* qkv_bias;
   const float* query_norm;      // [D], or [H D] of all heads together
   const float* key_norm;        // [D], or [H/G D]
-  ForedraftMatrix output;       // [E, H D]
+  ForedraftMatrix output;       // [E, H D], or [E, H values] where entries are latents
   const float* output_bias;     // [E]
   const float* mlp_norm;        // [E]
   ForedraftMatrix gate, up;     // [F, E] each; without gates these are null, and up is activated
@@ -72,6 +72,9 @@ struct ForedraftLayer {
   const float* router_norm;     // [E] of what experts are chosen by, beside such a part
   const float* expert_factors;  // [X]
   const float* experts_post_norm;  // [E]
+  ForedraftMatrix query;        // of latent attention [H (P + N), Q]; null: qkv gives queries
+  ForedraftMatrix key_of_head;  // of each head [C, N]: what its scores take a latent times
+  ForedraftMatrix value_of_head;  // of each head [values, C]
 };
 
 // Heads of keys and values, and the numbers of one of them, or of queries.
@@ -92,6 +95,15 @@ struct ForedraftRecurrent {
   int64_t key_heads, value_heads, key_size, value_size;  // G, Hv, D, V; 0: short convolutions
   int64_t is_tiled;              // value heads h, h + G, ... share a key head, and not neighbours
   int64_t is_mamba;
+};
+
+// Latent attention: an entry of D numbers has P that turn and behind them a latent, which is its value.
+// Query heads read the same entries: there is one head of these, however many the model is said to have.
+struct ForedraftLatent {
+  int64_t rank;                  // C; 0: there is none
+  int64_t query_rank;            // Q: what queries are made of; 0: a layer's input
+  int64_t still;                 // N: numbers of a head's query that do not turn
+  int64_t values;                // of a head
 };
 
 struct ForedraftModel {
@@ -138,6 +150,9 @@ struct ForedraftModel {
   ForedraftMatrix inputs;        // [., W] the tables, one beside the other
   const float* input_norm;       // [P]
   int64_t num_ids;               // rows of the head behind these are no tokens: their logits are -inf
+  int64_t expert_groups;         // of the experts that are chosen, side by side
+  int64_t chosen_groups;         // those whose best experts rank highest
+  ForedraftLatent latent;
 };
 
 // The entries of one kind of layers.

@@ -54,6 +54,7 @@ class Layer(ctypes.Structure):
         *((name, Matrix) for name in ("input", "input_gate", "input_output")),
         *((name, c_void_p) for name in ("input_norm", "dense", "router_norm")),
         *((name, c_void_p) for name in ("expert_factors", "experts_post_norm")),
+        *((name, Matrix) for name in ("query", "key_of_head", "value_of_head")),
     ]
 
 
@@ -70,6 +71,12 @@ class RecurrentSizes(ctypes.Structure):
         *((name, c_int64) for name in ("window", "channels", "key_heads", "value_heads")),
         *((name, c_int64) for name in ("key_size", "value_size", "is_tiled", "is_mamba")),
     ]
+
+
+class LatentSizes(ctypes.Structure):
+    """``ForedraftLatent`` of interface.h."""
+
+    _fields_ = [(name, c_int64) for name in ("rank", "query_rank", "still", "values")]
 
 
 class Model(ctypes.Structure):
@@ -103,7 +110,8 @@ class Model(ctypes.Structure):
         *((name, c_int64) for name in ("input_size", "input_width")),
         ("inputs", Matrix),
         ("input_norm", c_void_p),
-        ("num_ids", c_int64),
+        *((name, c_int64) for name in ("num_ids", "expert_groups", "chosen_groups")),
+        ("latent", LatentSizes),
     ]
 
 

@@ -23,6 +23,8 @@ struct Heads {
         qkv_rows(query_rows + 2 * num_kv * D) {}
 };
 
+constexpr double kLatentEps = 1e-6;  // of norms of latents, whatever others have
+
 // Zeros behind row `row` of rows that are padded to whole pairs.
 inline void pad_with_zeros(float* rows, int64_t row, int64_t size) {
   const int64_t whole = padded(size), last = size - size % kPair;

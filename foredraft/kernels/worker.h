@@ -14,6 +14,8 @@
 //   qkv         split by weight row     hidden -> normed -> qkv; keys and values -> cache
 //   attend      split by tile, chunk    qkv -> query; query, cache -> attended
 //   output      split by weight row     hidden += attended . W
+// Where entries are latents, more phases make queries of what qkv gives, and a product of each head by
+// itself lies before and behind attend (attend_to_latents).
 //   gate_up     split by weight row     hidden -> normed; feed_forward = silu(gate) * up
 //   down        split by weight row     hidden += feed_forward . W
 // Where a part's output is normalised before it is added, that is one more phase, split by token. So
@@ -103,6 +105,7 @@ class Worker {
     const ForedraftLayer& layer = model_.layers[index];
     if (layer.beside) recurrent(*layer.beside);
     if (layer.convolution) recurrent(layer);
+    else if (layer.qkv[0].data && model_.latent.rank) attend_to_latents(layer);
     else if (layer.qkv[0].data) attention(layer);
     if (layer.up.data) mlp(index, layer);
     if (layer.input.data) add_told(index, layer);
@@ -145,6 +148,94 @@ class Worker {
                 first_gate(layer));
   }
 
+  void attend_to_latents(const ForedraftLayer& layer) {
+    const Heads of(model_, layer.kind);
+    const ForedraftLatent& latent = model_.latent;
+    const int64_t C = latent.rank, Q = latent.query_rank, N = latent.still, H = of.H, D = of.D;
+    const int64_t turned = D - C, width = H * latent.values;
+    const auto head_row = [=](int64_t token, int64_t head, int64_t K) {
+      return work_.of_heads + (head * T + token) * padded(K);
+    };
+    const auto low_query = [=](int64_t token) { return work_.attended + token * Q; };
+    const auto put_query = [=](int64_t token, int64_t row, float value) {
+      const int64_t head = row / (turned + N), i = row % (turned + N) - turned;
+      if (i >= 0) head_row(token, head, N)[lane_order<Order>(i)] = value;
+      else work_.qkv[token * of.qkv_rows + head * D + turned + i] = value;
+    };
+    if (pad(work_.of_heads, H * T, N)) end(kOther);
+    expect({layer.qkv, layer.qkv + 1});
+    normalise(T, nullptr, layer.attention_norm, nullptr);
+    const int64_t query_rows = Q ? Q : H * (turned + N);
+    qkv_product(layer, [=](int64_t token, int64_t row, float value) {
+      if (row >= query_rows) work_.qkv[token * of.qkv_rows + of.query_rows + row - query_rows] = value;
+      else if (Q) low_query(token)[row] = value;
+      else put_query(token, row, value);
+    });
+    end(kLinear);
+    if (Q) {
+      expect({&layer.query});
+      normalise(T, nullptr, layer.query_norm, nullptr, low_query(0), Q, kLatentEps);
+      matmul(matrix(layer.query, Q), me_.share(H * (turned + N), kShareRows), inputs(normed_, Q), T, nullptr,
+             put_query);
+      end(kLinear);
+    }
+    const Range mine = me_.share(T);
+    for (int64_t token = mine.begin; token < mine.end; ++token) put_latent(layer, of, token);
+    multiply_heads(layer.key_of_head, C, N, [=](int64_t token, int64_t head, int64_t row, float value) {
+      work_.qkv[token * of.qkv_rows + head * D + turned + row] = value;
+    });
+    if (pad(work_.of_heads, H * T, C)) end(kOther);
+    attend(layer);
+    pad(work_.attended, T, width);
+    end(kAttention);
+    multiply_heads(layer.value_of_head, latent.values, C,
+                   [=](int64_t token, int64_t head, int64_t row, float value) {
+                     work_.attended[token * padded(width) + lane_order<Order>(head * latent.values + row)] =
+                         value;
+                   });
+    expect({&layer.output});
+    prepare<Order>(work_.attended, width);
+    add_product(layer.output, layer.output_bias, work_.attended, width, layer.attention_post_norm,
+                first_gate(layer));
+  }
+
+  // Finishes a token's entry and writes it into the cache.
+  void put_latent(const ForedraftLayer& layer, const Heads& of, int64_t token) const {
+    const int64_t C = model_.latent.rank;
+    float* const entry = work_.qkv + token * of.qkv_rows + of.query_rows;
+    float* const latent = entry + of.D - C;
+    const float scale = inverse_rms(latent, C, kLatentEps);
+    for (int64_t i = 0; i < C; ++i) latent[i] = layer.key_norm[i] * (latent[i] * scale);
+    work_.rotate(model_, layer, token, entry);
+    with_entries([&](auto number) {
+      const auto entries = cache_layer<decltype(number)>(forward_, layer, of.D, true);
+      put_entry(entry, of.D, entries.entries(forward_.tables[token], 0).at(forward_.entries[token]));
+    });
+  }
+
+  // Products of `of_heads` [H, T, K] with a matrix [rows, K] of each head: put(token, head, row, value).
+  template <class Put>
+  void multiply_heads(const ForedraftMatrix& all, int64_t rows, int64_t K, const Put& put) {
+    const int64_t H = model_.num_heads;
+    expect({&all});
+    const auto inputs_of_head = [&](int64_t head, Range tokens) {
+      const float* const from = work_.of_heads + head * T * padded(K);
+      const Inputs x = inputs_of(work_.head_inputs + head * work_.head_size, from, T, K);
+      Form::template prepare<Order>(x, from, tokens);
+      return x;
+    };
+    if (Form::kPrepares) {
+      const Range mine = me_.share(H * T);
+      for (int64_t head = mine.begin / T; head * T < mine.end; ++head)
+        inputs_of_head(head, {std::max(mine.begin - head * T, int64_t(0)), std::min(mine.end - head * T, T)});
+      end(kLinear);
+    }
+    for (int64_t head = 0; head < H; ++head)
+      matmul(matrix(all, K, head), me_.share(rows, kShareRows), inputs_of_head(head, {0, 0}), T, nullptr,
+             [&](int64_t token, int64_t row, float value) { put(token, head, row, value); });
+    end(kLinear);
+  }
+
   void keep_input() const {
     const Range mine = me_.share(T);
     std::copy(work_.hidden + mine.begin * E, work_.hidden + mine.end * E, work_.before + mine.begin * E);
@@ -163,12 +254,9 @@ class Worker {
     expect({layer.qkv, layer.qkv + 1});
     normalise(T, nullptr, layer.attention_norm, layer.attention_norm_bias);
     if (model_.keeps_inputs) keep_input();
-    int64_t first = 0;  // row of a part
-    for (int i = 0; i < 2 && layer.qkv_rows[i]; first += layer.qkv_rows[i++])
-      matmul(matrix(layer.qkv[i], E), me_.share(layer.qkv_rows[i], kShareRows), inputs(normed_, E), T,
-             nullptr, [&](int64_t token, int64_t row, float value) {
-               work_.qkv[token * part.width() + first + row] = value;
-             });
+    qkv_product(layer, [&](int64_t token, int64_t row, float value) {
+      work_.qkv[token * part.width() + row] = value;
+    });
     if (layer.gates)
       matmul(Matrix<Order>{static_cast<const Order*>(layer.gates), E}, me_.share(part.gate_rows()),
              Activations{normed_, padded(E)}, T, nullptr, [&](int64_t token, int64_t row, float value) {
@@ -190,6 +278,18 @@ class Worker {
     prepare<Weight>(work_.attended, part.num_outputs());
     add_product(layer.output, nullptr, work_.attended, part.num_outputs(), layer.attention_post_norm,
                 first_gate(layer));
+  }
+
+  // The input projection, each part of it split by weight row.
+  template <class Put>
+  void qkv_product(const ForedraftLayer& layer, const Put& put) const {
+    const float* const bias = layer.qkv_bias;
+    int64_t first = 0;  // row of a part
+    for (int i = 0; i < 2 && layer.qkv_rows[i]; first += layer.qkv_rows[i++])
+      matmul(matrix(layer.qkv[i], E), me_.share(layer.qkv_rows[i], kShareRows), inputs(normed_, E), T,
+             nullptr, [&](int64_t token, int64_t row, float value) {
+               put(token, first + row, bias ? value + bias[first + row] : value);
+             });
   }
 
   void mlp(int64_t index, const ForedraftLayer& layer) {
@@ -327,8 +427,9 @@ class Worker {
       return matrix(scored_head(), E).at(me_.share(num_scored(), kShareRows).begin);
     const ForedraftLayer& layer = model_.layers[index];
     if (!layer.qkv[0].data) return first_gate(layer);
-    int64_t row = layer.convolution ? me_.share(layer.qkv_rows[0], kShareRows).begin
-                                    : first_qkv_row(me_.index, layer, {model_, layer.kind});
+    int64_t row = layer.convolution || model_.latent.rank
+                      ? me_.share(layer.qkv_rows[0], kShareRows).begin
+                      : first_qkv_row(me_.index, layer, {model_, layer.kind});
     int part = 0;
     while (part < 2 && layer.qkv_rows[part + 1] && row >= layer.qkv_rows[part])
       row -= layer.qkv_rows[part++];
@@ -407,27 +508,34 @@ class Worker {
   template <class Own = Form>
   void normalise(int64_t count, const int32_t* tokens, const float* weight, const float* bias,
                  const float* from) {
+    normalise<Own>(count, tokens, weight, bias, from, E, model_.norm_eps);
+  }
+
+  // The same of rows of K numbers.
+  template <class Own = Form>
+  void normalise(int64_t count, const int32_t* tokens, const float* weight, const float* bias,
+                 const float* from, int64_t K, double eps) {
     const Range mine = to_prepare(count);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
-      const float* x = from + (tokens ? tokens[i] : i) * E;
-      const float mean = model_.layer_norms ? mean_of(x, E) : 0.0f;
+      const float* x = from + (tokens ? tokens[i] : i) * K;
+      const float mean = model_.layer_norms ? mean_of(x, K) : 0.0f;
       const Vec means = broadcast(mean);
-      const Vec scale = broadcast(weight ? inverse_rms(x, E, model_.norm_eps, mean) : 1.0f);
-      float* row = normed_ + i * padded(E);
+      const Vec scale = broadcast(weight ? inverse_rms(x, K, eps, mean) : 1.0f);
+      float* row = normed_ + i * padded(K);
       const auto vector = [&](int64_t k) INLINE {
         if (!weight) return load(x + k);
         const Vec scaled = load(weight + k) * ((load(x + k) - means) * scale);
         return bias ? scaled + load(bias + k) : scaled;
       };
       int64_t k = 0;
-      for (; k + kPair <= E; k += kPair)
+      for (; k + kPair <= K; k += kPair)
         store_in_lane_order(row + k, vector(k), vector(k + kLanes), kOrder);
-      pad_with_zeros(normed_, i, E);
-      for (; k < E; ++k)
+      pad_with_zeros(normed_, i, K);
+      for (; k < K; ++k)
         row[lane_order<Order>(k)] =
             weight ? weight[k] * ((x[k] - mean) * scale[0]) + (bias ? bias[k] : 0.0f) : x[k];
     }
-    Own::template prepare<Order>(Own::inputs(prepared_, normed_, count, E, in_eight_), normed_, mine);
+    Own::template prepare<Order>(Own::inputs(prepared_, normed_, count, K, in_eight_), normed_, mine);
     end_prepare(kOther);
   }
 
@@ -603,12 +711,14 @@ class Worker {
     int32_t* const chosen = reinterpret_cast<int32_t*>(work_.chosen) + token * model_.chosen_experts;
     const float* const bias = model_.sigmoid_chances ? layer.router_bias : nullptr;
     const auto rank = [&](int64_t x) { return bias ? logits[x] + bias[x] : logits[x]; };
+    const uint64_t groups = best_groups(X, rank);
+    const auto may_be = [&](int64_t x) { return groups >> (x * model_.expert_groups / X) & 1; };
     float of_chosen = 0;
     for (int64_t k = 0; k < K; ++k) {
       int64_t best = -1;
       for (int64_t x = 0; x < X; ++x) {
         const bool is_taken = std::find(chosen, chosen + k, int32_t(x)) != chosen + k;
-        if (!is_taken && (best < 0 || rank(x) > rank(best))) best = x;
+        if (!is_taken && may_be(x) && (best < 0 || rank(x) > rank(best))) best = x;
       }
       chosen[k] = int32_t(best);
       of_chosen += logits[best];
@@ -623,6 +733,31 @@ class Worker {
       chosen[K + i] = int32_t(X + i);
       chances[K + i] = model_.shared_gate ? 1.0f / (1.0f + std::exp(-logits[X])) : 1.0f;
     }
+  }
+
+  // The bits of those groups of experts whose best ones rank highest together: two, where chances are
+  // sigmoids, else one. Of equal groups the first.
+  template <class Rank>
+  uint64_t best_groups(int64_t X, const Rank& rank) const {
+    const int64_t groups = model_.expert_groups, each = X / groups;
+    constexpr float kNone = -std::numeric_limits<float>::infinity();
+    uint64_t taken = 0;
+    for (int64_t k = 0; k < model_.chosen_groups; ++k) {
+      int64_t best = -1;
+      float most = kNone;
+      for (int64_t g = 0; g < groups; ++g) {
+        if (taken >> g & 1) continue;
+        float first = kNone, second = kNone;
+        for (int64_t x = g * each; x < (g + 1) * each; ++x) {
+          second = std::max(second, std::min(first, rank(x)));
+          first = std::max(first, rank(x));
+        }
+        const float both = model_.sigmoid_chances && groups > 1 ? first + second : first;
+        if (best < 0 || both > most) best = g, most = both;
+      }
+      taken |= uint64_t{1} << best;
+    }
+    return taken;
   }
 
   // Logits become chances; returns by what they are still to be divided.

@@ -37,10 +37,13 @@ struct Workspace {
   float* gathered;       // inputs of one expert's tokens; per thread
   float* pairs;          // inputs of `down` of all tokens with their experts
   float* prepared;       // of the product at hand; as `normed` per thread, if tokens are few
+  float* of_heads;       // of latent attention [H, T, .]: still parts of queries, or attended latents
+  float* head_inputs;    // of these
   float *attention, *gate_up;  // per thread
   float* kept_chunks;          // of attention
   int64_t normed_size, prepared_size, attention_size, gate_up_size, gathered_size;  // per thread
   int64_t pair_size;  // floats of each pair
+  int64_t head_size;  // floats of each head's inputs
   int64_t kept_chunk_size, gate_up_rows;
   int64_t rope_pairs;     // of the largest heads
 
@@ -57,16 +60,17 @@ struct Workspace {
       size += whole_lines(count);
     };
     const int64_t T = num_tokens, E = model.hidden;
+    const ForedraftLatent& latent = model.latent;
     const Heads kinds[2] = {{model, 0}, {model, 1}};
     const auto most = [&](const auto& size) { return std::max(size(kinds[0]), size(kinds[1])); };
     const auto queries = [&](const Heads& of) { return std::min(T, kTileTokens) * of.G; };
     const int64_t preparing = T <= kFewTokens ? num_threads : 1;
-    normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
+    normed_size = whole_lines(std::max(T, num_wanted) * padded(std::max(E, latent.query_rank))) + kApart;
     const RecurrentSizes recurrent(model.recurrent);
     const int64_t most_attended =
         std::max(most([](const Heads& of) { return of.H * of.D; }), recurrent.num_outputs);
     const int64_t F = std::max({model.feed_forward, model.dense_feed_forward, model.input_size});
-    const int64_t most_inputs = std::max({E, most_attended, F});
+    const int64_t most_inputs = std::max({E, most_attended, F, latent.query_rank});
     const int64_t X = model.num_experts, chosen_by_all = T * model.chosen_experts;
     const int64_t packed = X ? PackedInputs::size(T, most_inputs) : 0;  // experts may be, all else not
     prepared_size = whole_lines(std::max(Form::prepared_size(T, most_inputs), packed)) + kApart;
@@ -92,7 +96,7 @@ struct Workspace {
     rope_stride_ = T * rope_pairs;
     take(cosine, model.num_ropes * rope_stride_);
     take(sine, model.num_ropes * rope_stride_);
-    take(attended, T * padded(most_attended));
+    take(attended, T * padded(std::max(most_attended, latent.query_rank)));
     take(feed_forward, std::max(T * padded(F), chosen_by_all * padded(model.feed_forward)));
     take(added, has_post_norms(model) ? T * E : 0);
     take(before, model.keeps_inputs ? T * E : 0);
@@ -109,6 +113,10 @@ struct Workspace {
     pair_size = whole_lines(of_pair * 9 / 8);
     take(pairs, chosen_by_all * pair_size);
     take(prepared, preparing * prepared_size);
+    const int64_t most_of_head = std::max(latent.rank, latent.still);
+    head_size = whole_lines(Form::prepared_size(T, most_of_head));
+    take(of_heads, latent.rank ? model.num_heads * T * padded(most_of_head) : 0);
+    take(head_inputs, latent.rank ? model.num_heads * head_size : 0);
     take(attention, num_threads * attention_size);
     take(kept_chunks, kept_chunk_size * most([&](const Heads& of) {
       return AttentionPlan::most_kept(T, of.num_kv, max_entries, num_threads);

@@ -8,7 +8,7 @@ docs/extend/add-a-family.md.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,7 +20,9 @@ class Names:
     A norm without a name does not exist. Matrices of several names are concatenated by rows.
     ``{expert}`` stands for the number of an expert; a name without it is of all experts. The bias
     of a router has its whole name. The first layers of some mixtures have no experts (``dense``);
-    where ``dense_post_norm`` is named, all layers have such a part beside them.
+    where ``dense_post_norm`` is named, all layers have such a part beside them. Of latent attention
+    ``qkv`` gives queries and the latent, or ``query_low`` what ``query_up`` makes queries of, and
+    ``latent_up`` makes keys and values of each head.
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -30,6 +32,9 @@ class Names:
     query_norm: str | None = None
     key_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    query_low: str = ""
+    query_up: str = ""
+    latent_up: tuple[str, ...] = ()
     output: str = "self_attn.o_proj"
     router: str | None = None
     router_bias: str | None = None
@@ -70,6 +75,8 @@ class Names:
             found = replace(
                 found, recurrent_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
             )
+        if self.latent_up:
+            found = replace(found, latent_up=("self_attn.k_b_proj", "self_attn.v_b_proj"))
         if self.dense_gate_up == ("shared_mlp.input_linear",):
             part = self.dense_gate_up[0].rpartition(".")[0]
             both = (f"{part}.gate_proj", f"{part}.up_proj")
@@ -92,7 +99,8 @@ class Gguf:
         ignored: keys that change nothing of a text model.
         norms: names of norms that differ from `GGUF_NORMS`; "final_norm" is one of them.
         may_be_dense: a file of the family may have no experts.
-        mark: a key that tells the family from an older one of the same architecture.
+        mark: a key that tells the family from an older one of the same architecture, and the value
+            of it that does; None: any.
         rope: fields of rotary scaling that files do not say.
         wide_size: the number of layers of the one model of the family whose scores are divided by
             the root of hidden size / heads, and not of the head size. Files do not say it.
@@ -106,7 +114,7 @@ class Gguf:
     ignored: frozenset[str] = frozenset()
     norms: Mapping[str, str] = field(default_factory=dict)
     may_be_dense: bool = False
-    mark: str | None = None
+    mark: tuple[str, int | None] | None = None
     rope: Mapping[str, Any] = field(default_factory=dict)
     wide_size: int | None = None
 
@@ -251,6 +259,13 @@ _EXPERTS: dict[str, Any] = {
     "gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
     "down": "mlp.experts.{expert}.down_proj",
 }
+_BESIDE_SHARED: dict[str, Any] = _EXPERTS | {
+    "dense_gate_up": _LLAMA.gate_up,
+    "dense_down": _LLAMA.down,
+    "router_bias": "mlp.gate.e_score_correction_bias",
+    "shared_gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared_down": "mlp.shared_experts.down_proj",
+}
 _EXPERT_READS = _fields("num_experts num_local_experts num_experts_per_tok norm_topk_prob")
 _WINDOW_DEFAULT = {"sliding_window": 4096}
 _WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
@@ -264,6 +279,12 @@ _LAYER_NORM_KEY = {"layer_norm_eps": "attention.layer_norm_epsilon"}
 _MLP_NORM = {"mlp_norm": "post_attention_norm"}
 _SIGMOIDS = {"expert_gating_func": 2}
 _DENSE_KEY = "leading_dense_block_count"
+_KEYS_BESIDE_SHARED = _keys_of_experts("n_routed_experts") | {
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": _DENSE_KEY,
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
 _NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
 _MISTRAL = Family(
@@ -589,6 +610,72 @@ _NEMOTRON = replace(
     gguf=replace(_STATES_GGUF, architecture="nemotron_h"),
 )
 
+_LATENT = replace(
+    _LLAMA,
+    qkv=("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+    query_low="self_attn.q_a_proj",
+    query_up="self_attn.q_b_proj",
+    latent_up=("self_attn.kv_b_proj",),
+    query_norm="self_attn.q_a_layernorm",
+    key_norm="self_attn.kv_a_layernorm",
+)
+_LATENT_READS = _fields(
+    "attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    "rope_interleave"
+)
+_LATENT_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
+_LATENT_GGUF = Gguf(
+    "deepseek2",
+    keys=_KEYS_BESIDE_SHARED
+    | {
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "q_lora_rank": "attention.q_lora_rank",
+        "qk_nope_head_dim": "attention.key_length_mla",
+        "qk_rope_head_dim": "rope.dimension_count",
+        "v_head_dim": "attention.value_length_mla",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+    },
+    implied={
+        "q_lora_rank": None,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    ignored=_fields("rope.scaling.yarn_log_multiplier nextn_predict_layers"),
+    norms={"query_norm": "attn_q_a_norm", "key_norm": "attn_kv_a_norm"},
+)
+_DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    names=replace(_LATENT, **_BESIDE_SHARED),
+    reads=_LATENT_READS
+    | _EXPERT_READS
+    | _fields(
+        "moe_intermediate_size first_k_dense_replace routed_scaling_factor n_shared_experts "
+        "n_routed_experts n_group topk_group"
+    ),
+    defaults=_LATENT_DEFAULTS
+    | {
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    fixed={"num_key_value_heads": 1},
+    neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    is_paired=True,
+    chances="sigmoid",
+    chance_floor=1e-20,
+    gguf=replace(_LATENT_GGUF, mark=("expert_gating_func", 2), only=_SIGMOIDS),
+)
+
 _FAMILIES = (
     Family("llama", reads=_fields("attention_bias mlp_bias"), gguf=Gguf("llama", is_paired=True)),
     _MISTRAL,
@@ -796,15 +883,7 @@ _FAMILIES = (
     ),
     Family(
         "glm4_moe",
-        names=replace(
-            _HEAD_NORMS,
-            **_EXPERTS,
-            dense_gate_up=_LLAMA.gate_up,
-            dense_down=_LLAMA.down,
-            router_bias="mlp.gate.e_score_correction_bias",
-            shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-            shared_down="mlp.shared_experts.down_proj",
-        ),
+        names=replace(_HEAD_NORMS, **_BESIDE_SHARED),
         reads=_EXPERT_READS
         | _fields(
             "attention_bias partial_rotary_factor moe_intermediate_size use_qk_norm "
@@ -828,13 +907,7 @@ _FAMILIES = (
         chance_floor=1e-20,
         gguf=Gguf(
             "glm4moe",
-            keys=_keys_of_experts("n_routed_experts")
-            | {
-                "n_shared_experts": "expert_shared_count",
-                "first_k_dense_replace": _DENSE_KEY,
-                "routed_scaling_factor": "expert_weights_scale",
-                "norm_topk_prob": "expert_weights_norm",
-            },
+            keys=_KEYS_BESIDE_SHARED,
             only=_SIGMOIDS | _ONE_GROUP,
             ignored=_fields("nextn_predict_layers"),
             norms=_MLP_NORM,
@@ -1012,7 +1085,7 @@ _FAMILIES = (
         head_norms="all",
         windows="pattern",
         local_rope=True,
-        gguf=Gguf("olmo2", keys=_PATTERN_KEYS, mark="attention.sliding_window"),
+        gguf=Gguf("olmo2", keys=_PATTERN_KEYS, mark=("attention.sliding_window", None)),
     ),
     Family(
         "cohere2",
@@ -1100,25 +1173,89 @@ _FAMILIES = (
         defaults=_WINDOW_DEFAULT | {"attention_bias": True},
         gguf=None,
     ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="deepseek_v2",
+        names=replace(_DEEPSEEK_V3.names, router_bias=None),
+        reads=(_DEEPSEEK_V3.reads - {"norm_topk_prob", "rope_interleave"}) | {"topk_method"},
+        defaults=_LATENT_DEFAULTS
+        | {
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "topk_method": "greedy",
+        },
+        neutral={
+            "moe_layer_freq": 1,
+            "scoring_func": "softmax",
+            "topk_method": ("greedy", "group_limited_greedy"),
+            **dict.fromkeys(("norm_topk_prob", "mlp_bias"), False),
+        },
+        chances="softmax",
+        gguf=replace(
+            _LATENT_GGUF,
+            implied={**_LATENT_GGUF.implied, "topk_method": "group_limited_greedy"},
+            only=_SOFTMAX,
+        ),
+    ),
+    _DEEPSEEK_V3,
+    replace(_DEEPSEEK_V3, model_type="kimi_k2", gguf=None),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        reads=(_DEEPSEEK_V3.reads - {"first_k_dense_replace"})
+        | _fields("num_dense_layers mlp_layer_types"),
+        defaults={
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.8,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+        },
+        gguf=None,  # as DeepSeek-V3
+    ),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="youtu",
+        gguf=_LATENT_GGUF,
+        names=_LATENT,
+        reads=_LATENT_READS,
+        defaults=_LATENT_DEFAULTS | {"tie_word_embeddings": True},
+    ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
 """By ``model_type``. SmolLM and SmolLM2 are "llama"."""
 
 
 def family_of_gguf(
-    architecture: object, has_experts: bool, keys: Container[str] = ()
+    architecture: object, has_experts: bool, metadata: Mapping[str, object]
 ) -> Family | None:
     """The family of a GGUF file; None: none of these.
 
     Args:
-        keys: of its metadata.
+        metadata: of the file.
     """
+
+    def has(mark: tuple[str, int | None] | None) -> bool:
+        if mark is None:
+            return True
+        found, value = metadata.get(f"{architecture}.{mark[0]}"), mark[1]
+        return found is not None if value is None else type(found) is int and found == value
+
     found = [
         family
         for family in _FAMILIES
         if family.gguf
         and family.gguf.architecture == architecture
         and (family.gguf.may_be_dense or (family.names.router is not None) == has_experts)
-        and (family.gguf.mark is None or f"{architecture}.{family.gguf.mark}" in keys)
+        and has(family.gguf.mark)
     ]
     return found[-1] if found else None

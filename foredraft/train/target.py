@@ -128,7 +128,7 @@ class TrainingTarget:
         experts those of the nearest mixture.
 
         Raises:
-            CapabilityError: no layer attends, or none has a feed-forward part.
+            CapabilityError: no layer attends, or to latents, or none has a feed-forward part.
         """
         layers, config = self._weights.layers, self._target.config
         layer = layers[index]
@@ -137,13 +137,15 @@ class TrainingTarget:
             return layers[min(found, key=lambda i: abs(i - index % len(layers)))]
 
         most = max(each.num_experts for each in layers)
-        attending = [i for i, each in enumerate(layers) if each.kind.attends]
+        attending = [
+            i for i, each in enumerate(layers) if each.kind.attends and each.key_weight is None
+        ]
         rows = config.qkv_rows(USUAL_KIND)
         usual = [i for i in attending if config.qkv_rows(layers[i].kind) == rows]
         own = [i for i, each in enumerate(layers) if each.kind.feeds and each.num_experts == most]
         if not usual or not own:
             raise CapabilityError(
-                f"a head begins as layers of its model that attend and feed forward, and "
+                f"a head begins as layers of its model that attend to keys and feed forward, and "
                 f"{config.model_type} has not both here; draft with 'suffix' or 'self_draft'"
             )
         nearest = nearest_of(usual)

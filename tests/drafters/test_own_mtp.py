@@ -41,6 +41,7 @@ NAMES: Mapping[str, tuple[str, str, str, str, str]] = {
     "qwen3.5-moe": ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
     "qwen3-next": ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
     "glm4-moe": ("model.layers.3.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "deepseek-v3": ("model.layers.3.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "mimo": (
         *("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj"),
         "final_layernorm",

@@ -38,7 +38,7 @@ struct Sizes {
 };
 
 // What models of some families have beside a model of Llama.
-enum Kind { kLlama, kWindows, kPostNorms, kExperts, kGemma4 };
+enum Kind { kLlama, kWindows, kPostNorms, kExperts, kGemma4, kLatents };
 
 // ---- a model ------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class MadeUp {
       layer.output = matrix(made, E, H * D);
       layer.output_bias = is_rich ? vector(E, 0) : nullptr;
       layer.mlp_norm = vector(E, 1);
-      const bool has_experts = kind == kExperts || (kind == kGemma4 && !is_rich);
+      const bool has_experts = kind == kExperts || ((kind == kGemma4 || kind == kLatents) && !is_rich);
       const int64_t num_experts = has_experts ? 3 : 1;
       Model own = made;
       if (made.packs_experts) own.form = kFormPacked;
@@ -96,6 +96,7 @@ class MadeUp {
         layer.attention_post_norm = vector(E, 1), layer.mlp_post_norm = vector(E, 1);
       }
       if (has_experts) layer.router = router(made, E);
+      if (kind == kLatents) make_latent(made, layer, E, H, D);
     }
     model.hidden = E, model.feed_forward = F, model.num_layers = kLayers, model.num_heads = H;
     model.vocab = model.num_ids = sizes.vocab, model.layers = layers_;
@@ -125,7 +126,9 @@ class MadeUp {
     model.norms_all_heads = kind == kPostNorms;
     if (kind == kWindows) model.activation = kGeluTanh, model.attention_cap = 3, model.logits_cap = 4;
     if (kind == kPostNorms) model.query_scale = 0.2, model.residual_scale = 0.7;
-    if (kind == kExperts || kind == kGemma4)
+    model.expert_groups = model.chosen_groups = 1;
+    if (kind == kLatents) model.query_scale = 0.3, model.expert_groups = 3, model.chosen_groups = 2;
+    if (kind == kExperts || kind == kGemma4 || kind == kLatents)
       model.num_experts = 3, model.chosen_experts = 2, model.normalises_chances = 1, model.chance_scale = 1;
   }
   MadeUp(const MadeUp&) = delete;
@@ -140,6 +143,18 @@ class MadeUp {
   int64_t view_kinds_[3] = {};
   std::mt19937 random_;
   std::vector<std::vector<uint8_t>> memory_;
+
+  void make_latent(const Model& made, ForedraftLayer& layer, int64_t E, int64_t H, int64_t D) {
+    const int64_t turned = D / 4 * 2, C = D - turned, N = 7, values = 9, Q = E % 2 ? 11 : 0;
+    model.latent = {C, Q, N, values};
+    const int64_t queries = H * (turned + N), low = Q ? Q : queries;
+    layer.qkv[0] = matrix(made, low + D, E), layer.qkv_rows[0] = low + D, layer.qkv_rows[1] = 0;
+    layer.query_norm = Q ? vector(Q, 1) : nullptr, layer.key_norm = vector(C, 1), layer.rope = 1;
+    if (Q) layer.query = matrix(made, queries, Q);
+    layer.qkv_bias = layer.qkv_bias ? vector(low + D, 0) : nullptr;
+    layer.key_of_head = matrix(made, C, N, H), layer.value_of_head = matrix(made, values, C, H);
+    layer.output = matrix(made, E, H * values);
+  }
 
   uint8_t* memory(int64_t bytes) {
     memory_.emplace_back(size_t(bytes));
@@ -244,7 +259,9 @@ class Cache {
       store.block_stride = MadeUp::kLayers * store.layer_stride;
       for (auto& half : halves_[kind])  // what was never written is NaN
         half.assign(size_t(2 * kBlocks * store.block_stride * element), 0xff);
-      store.keys = halves_[kind][0].data(), store.values = halves_[kind][1].data();
+      const bool is_one = made.model.latent.rank;
+      store.keys = halves_[kind][0].data(), store.values = halves_[kind][!is_one].data();
+      if (is_one) store.head_stride = 0;
     }
     for (int32_t i = 0; i < 2 * kBlocks; ++i) tables_[i % 2].push_back((i * 7 + 3) % (2 * kBlocks));
   }
@@ -458,14 +475,16 @@ int main(int, char** arguments) {
     std::printf("%s: %016llx\n", model.name, static_cast<unsigned long long>(ways.hash()));
   };
   for (const Model& model : in_all_kinds)
-    for (Kind kind : {kWindows, kPostNorms, kExperts, kGemma4})
+    for (Kind kind : {kWindows, kPostNorms, kExperts, kGemma4, kLatents})
       check(model, kind, kind == kPostNorms ? even : awkward);
+  check({"int8 latents", true, kFormPacked, kInt8, kInt8, false, true}, kLatents, even);
   for (bool is_bf16 : {true, false})
     check({"packed experts", is_bf16, kFormPlain, kFp4, kFp4, false, false, false, true}, kExperts, awkward);
   as_llama.insert(as_llama.end(), in_all_kinds.begin(), in_all_kinds.end());
   if (kTiles && tiles_allowed()) {
     const Model tiles{"bfloat16 tiles", true, kFormTiled};  // whose attention knows no windows
     for (Kind kind : {kPostNorms, kExperts}) check(tiles, kind, kind == kPostNorms ? even : awkward);
+    for (const Sizes& sizes : {even, awkward}) check(tiles, kLatents, sizes);
     as_llama.push_back(tiles);
     as_llama.push_back({"bfloat16 tiles over int8", true, kFormTiled, kInt8, kInt8, false, true});
   }

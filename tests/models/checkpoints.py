@@ -25,6 +25,8 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     FalconH1Config,
@@ -35,6 +37,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -63,6 +66,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 
 from foredraft.kernels.build import KernelUnavailable, load_library
@@ -179,6 +183,24 @@ _NEMOTRON: dict[str, Any] = {
     "n_groups": 2,
     "ssm_state_size": 24,
     "chunk_size": 16,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+_GROUPS: dict[str, Any] = {
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.4},
 }
 
 NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -393,6 +415,21 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "starcoder2": lambda: Starcoder2Config(**_sizes(), sliding_window=WINDOW, norm_epsilon=1e-2),
     "arcee": lambda: ArceeConfig(**_sizes(), mlp_bias=True),
     "apertus": lambda: ApertusConfig(**_sizes()),
+    "deepseek-v2": lambda: DeepseekV2Config(
+        **_sizes(**_LATENT) | {"q_lora_rank": None, "rms_norm_eps": 1e-3},
+        **_GROUPS | {"num_experts_per_tok": 2},
+        topk_method="group_limited_greedy",
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(**_sizes(**_LATENT), **_GROUPS, attention_bias=True),
+    "glm4-moe-lite": lambda: Glm4MoeLiteConfig(
+        **_sizes(**_LATENT),
+        moe_intermediate_size=40,
+        n_shared_experts=2,
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        mlp_layer_types=["dense", "dense", "sparse"],
+    ),
+    "youtu": lambda: YoutuConfig(**_sizes(**_LATENT) | {"pad_token_id": None}),
     "llama-mlp-bias": lambda: LlamaConfig(**_sizes(), mlp_bias=True),
 }
 """One entry for each family and each feature of `DecoderConfig`."""

@@ -101,10 +101,15 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "arcee": ("Arcee", "arcee"),
     "apertus": ("Apertus", "apertus"),
     "mimo": ("MiMo", "qwen2"),
+    "deepseek_v2": ("DeepSeek-V2", "deepseek-v2"),
+    "deepseek_v3": ("DeepSeek-V3, R1", "deepseek-v3"),
+    "kimi_k2": ("Kimi K2", "deepseek-v3"),
+    "glm4_moe_lite": ("GLM-4.7-Flash", "glm4-moe-lite"),
+    "youtu": ("Youtu-LLM", "youtu"),
 }
 """By ``model_type``: what people call it, and the tiny model that stands for it here."""
 
-NOT_THEIRS = {"mimo"}
+NOT_THEIRS = {"mimo", "kimi_k2"}
 """Families of models with code of their own, which transformers has under another name."""
 
 SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
@@ -274,10 +279,10 @@ def test_drafts_change_no_text(family: str, format_name: str, temperature: float
 
 
 def works(drafter: str, family: str) -> bool:
-    """Early exit has no states of its own, and heads begin as a layer that attends."""
+    """Early exit has no states of its own, and heads begin as a layer that attends to keys."""
     config = read_config(directory(family))
     if drafter == "hidden_head":
-        return config.num_attending_layers > 0
+        return config.num_attending_layers > 0 and config.latent is None
     return drafter != "early_exit" or config.recurrent is None
 
 
@@ -317,8 +322,8 @@ def test_a_cached_beginning_gives_the_same_text(family: str) -> None:
 
 def test_a_copy_is_tuned_or_that_is_refused(family: str) -> None:
     target, texts = new_target(family), [[(7 * i) % 90 + 3 for i in range(60)]]
-    if target.config.experts:
-        with pytest.raises(ConfigError, match="mixture of experts is not tuned yet"):
+    if target.config.experts or target.config.latent:
+        with pytest.raises(ConfigError, match="is not tuned yet"):
             target.tune_copy(texts, lambda _: None)
         return
     done = list[str]()
@@ -400,7 +405,15 @@ HARMLESS = {
     *("num_nextn_predict_layers", "mamba_chunk_size", "eod_token_id", "residual_dropout"),
     *("hidden_dropout", "embedding_dropout", "num_logits_to_keep"),
     *("chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "rescale_prenorm_residual"),
-    *("residual_in_fp32", "time_step_max", "time_step_floor", "time_step_rank"),
+    *(
+        "embedding_initializer_range",
+        "qk_head_dim",
+        "num_mtp_layers",
+        "residual_in_fp32",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_rank",
+    ),
     *("architectures", "dtype", "torch_dtype", "return_dict", "chunk_size_feed_forward"),
 }
 """Fields that change no logits."""
@@ -488,8 +501,10 @@ def check_mutations(family: str, count: int, path: Path, part: int = 0) -> None:
     good = json.loads((directory(family) / "config.json").read_text())
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (path / name).symlink_to(directory(family) / name)
-    # Where that says so, transformers makes matrices of Mamba-2 anew that it has read.
-    names = [*FIELDS, *(name for name in good if name != "rescale_prenorm_residual")]
+    # Where these say so, transformers makes anew what it has read: matrices of Mamba-2, and the
+    # embedding of a token of Youtu.
+    remade = ("rescale_prenorm_residual", "pad_token_id")
+    names = [*FIELDS, *(name for name in good if name not in remade)]
     num_models, reasons = 0, list[str]()
     for _ in range(count):
         config = dict(good)
@@ -674,6 +689,36 @@ def test_layers_of_nemotron_that_are_not_known_are_refused(
     path = changed("nemotron_h", changes, tmp_path)
     with pytest.raises(ModelLoadError, match=problem):
         read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        ("deepseek_v3", {"q_lora_rank": None}, "attention_bias without a q_lora_rank"),
+        ("deepseek_v3", {"n_group": 3}, "experts in 3 groups"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 3}, "3 of 8 experts in 4 groups"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+    ],
+)
+def test_latents_and_groups_that_are_not_known_are_refused(
+    family: str, changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelLoadError, match=problem):
+        read_config(changed(family, changes, tmp_path))
+
+
+def test_entries_of_latent_attention_are_in_memory_once(tmp_path: Path) -> None:
+    changes = {"topk_method": "greedy"}  # groups are then not heeded
+    path = changed("deepseek_v2", changes, tmp_path)
+    target = NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
+    assert check_logits(path, target, changes)
+    store, sizes = target.cache.store, target.config.latent
+    assert sizes is not None
+    assert store.keys is store.values
+    assert store.shape.bytes_per_token(torch.float32) == 4 * 3 * (sizes.rank + 16)
 
 
 def test_a_head_of_a_model_that_attends_nowhere_is_refused() -> None:

@@ -51,6 +51,7 @@ keys and values are rounded to 8 bits as they enter the cache."""
 MIXTURES = (
     *("mixtral", "qwen3-moe", "olmoe", "qwen3.5-moe"),
     *("qwen3-next", "gpt-oss", "granite-hybrid-moe", "gemma4-moe"),
+    *("deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
 )
 """Where two experts are nearly as likely, rounding decides which of them a token chooses."""
 
@@ -82,7 +83,7 @@ def _awkward_sizes() -> PretrainedConfig:
 
 
 CONFIGS = {**NATIVE_CONFIGS, "awkward-sizes": _awkward_sizes}
-FEW_CONFIGS = ("llama", "qwen3", "gemma2", "awkward-sizes")
+FEW_CONFIGS = ("llama", "qwen3", "gemma2", "awkward-sizes", "youtu")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -242,8 +243,10 @@ def test_an_int8_cache_holds_the_same_entries_rounded(
     exact = fused(checkpoints[name], torch.float32)
     rounded = fused(checkpoints[name], torch.float32, 2, cache_dtype=torch.int8)
     assert rounded.cache.store.block_bytes < 0.6 * exact.cache.store.block_bytes
-    # Steps of 1/127 of the largest number, where bfloat16 has steps of 1/256 of each.
-    assert 0 < largest_difference(exact, rounded) < 2 * BFLOAT16_TOLERANCE
+    # Steps of 1/127 of the largest number, where bfloat16 has steps of 1/256 of each. A latent is
+    # key and value of all heads.
+    most = BFLOAT16_TOLERANCE * (4 if exact.config.latent else 2)
+    assert 0 < largest_difference(exact, rounded) < most
     layer, num_entries = 0, 40  # the first layer's depend on no other entries
     for numbers, entries in (
         (exact.cache.store.keys, rounded.cache.store.keys),
@@ -256,7 +259,7 @@ def test_an_int8_cache_holds_the_same_entries_rounded(
         assert torch.allclose(numbers_HTD.abs().amax(-1, keepdim=True) / 127, scales_HT1)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "deepseek-v3"])
 def test_work_memory_is_what_a_plan_says(name: str, checkpoints: dict[str, Path]) -> None:
     for form, bits in ((FORM_PLAIN, None), (FORM_PACKED, 8)):
         target = NativeTarget.load(checkpoints[name], new_decoder=FusedDecoder, bits=bits)

@@ -88,6 +88,7 @@ _DRAFTING = {
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_PARTS = 1000
 
+_YARN_WEIGHT = "rope.scaling.yarn_log_multiplier"
 _ROTARY_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 """Divisors of the frequencies of rotary embedding: for any text, or of longrope."""
@@ -297,7 +298,9 @@ def _config(
     head_dim = fields.key_length or fields.embedding_length // fields.head_count
     rotated = fields.rope_dimension_count or head_dim
     is_part = rotated < head_dim and "partial_rotary_factor" in family.reads
-    if fields.value_length not in (None, head_dim) or not (is_part or rotated == head_dim):
+    no_value = rotated if family.names.latent_up else 0
+    is_whole = is_part or rotated == head_dim or no_value
+    if fields.value_length not in (None, head_dim - no_value) or not is_whole:
         _refuse(file, "heads whose keys, values and rotated parts differ in size are not read")
     has_local = family.gguf is not None and "rope_local_base_freq" in family.gguf.keys
     if not has_local and fields.local_rope_theta not in (None, fields.rope_theta):
@@ -334,6 +337,8 @@ def _config(
         config["rope_scaling"] |= family.gguf.rope
     if family.has_wide_heads:
         config |= _of_wide_heads(file, config, tensors)
+    if family.names.latent_up:
+        config |= _of_latents(file, config)
     if "layer_types" in config:
         del config["layer_types"][config["num_hidden_layers"] :]
     if fields.rms_norm_eps is None:
@@ -372,6 +377,19 @@ def _said_by_family(
     for name, end in _SAID_BY_TENSORS.items():
         if name in family.reads:
             found[name] = any(tensor.endswith(end) for tensor in tensors)
+    return found
+
+
+def _of_latents(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of latent attention, of which files have sums of sizes, and yarn's factor anew."""
+    both, rotated = config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim")
+    if not (config.get("kv_lora_rank") and type(both) is int and type(rotated) is int):
+        _refuse(file, "latent attention is read from newer files alone, in which keys are apart")
+    found: dict[str, Any] = {"qk_nope_head_dim": both - rotated}
+    weight = file.metadata.get(f"{file.metadata[_ARCHITECTURE]}.{_YARN_WEIGHT}")
+    if isinstance(weight, float) and weight and "rope_scaling" in config:
+        scales = dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * weight, 6))
+        found["rope_scaling"] = config["rope_scaling"] | scales
     return found
 
 
@@ -545,7 +563,8 @@ def _weights(
         if config.experts and "{expert}" in ours[name]:  # one behind the other
             count, each = config.experts.count - config.experts.num_shared, shape
             shape, count = (count, len(parts) * each[0], *each[1:]), count * len(parts)
-        if len(shape) == 1 and prod(each) == shape[0]:  # such as Mamba's norms, by group
+        is_flat = len(shape) == 2 and (prod(each[:-1]), each[-1]) == shape
+        if is_flat or (len(shape) == 1 and prod(each) == shape[0]):  # by head, or group of a norm
             each = shape
         elif without_ones(tensor.shape) != without_ones(shape):
             _refuse(file, f"tensor {name!r} has shape {tensor.shape}, not {shape}")
@@ -602,7 +621,11 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
     if config.family.mixes_beside:  # Falcon-H1, whose files leave ".weight" out here
         names = replace(names, mlp_norm=f"{names.mlp_norm}.weight")
     yield from ((getattr(names, norm), norms[norm]) for norm in GGUF_NORMS)
-    qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
+    qkv = ["attn_q", "attn_k", "attn_v"] if len(names.qkv) > 1 else ["attn_qkv"]
+    if names.latent_up:
+        qkv = ["attn_q", "attn_kv_a_mqa"]
+        yield from ((names.query_low, "attn_q_a"), (names.query_up, "attn_q_b"))
+        yield from zip(names.latent_up, ("attn_k_b", "attn_v_b"), strict=True)
     yield from zip(names.qkv, qkv, strict=True)
     yield names.output, "attn_output"
     end = "_exps" if config.experts else ""

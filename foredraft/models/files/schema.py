@@ -234,7 +234,11 @@ class DecoderFields(_Schema):
     num_dense_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = _either(
         "first_k_dense_replace", "num_dense_layers", default=0
     )
+    mlp_layer_types: Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)] = None
     use_expert_bias: bool | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    topk_method: str | None = None
     routed_scaling_factor: Scale = 1.0
     block_auto_adjust_ff_dim: bool = False
     block_ffn_dim_multiplier: Factor | None = 1.0
@@ -267,6 +271,12 @@ class DecoderFields(_Schema):
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     vocab_size_per_layer_input: Count = 262_144
+    kv_lora_rank: Count | None = None
+    q_lora_rank: Count | None = None
+    qk_nope_head_dim: Count = 128
+    qk_rope_head_dim: Count | None = None
+    v_head_dim: Count = 128
+    rope_interleave: bool | None = True
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
 
@@ -283,8 +293,15 @@ class DecoderFields(_Schema):
 
     @property
     def head_size(self) -> int:
-        """``head_dim``, or its default."""
+        """``head_dim``, or its default; where heads share a latent, that and its rotated part."""
+        if self.kv_lora_rank and self.qk_rope_head_dim:
+            return self.qk_rope_head_dim + self.kv_lora_rank
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotated_size(self) -> int:
+        """Numbers of a head that turn, if all may."""
+        return (self.kv_lora_rank and self.qk_rope_head_dim) or self.head_size
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -142,14 +142,15 @@ class RotaryEmbedding:
 
 
 def _yarn_amplitude(fields: RopeFields, factor: float) -> float:
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if fields.attention_factor is not None:
         return fields.attention_factor
     if fields.mscale and fields.mscale_all_dim:
-        return scale(fields.mscale) / scale(fields.mscale_all_dim)
-    return scale(1.0)
+        return _mscale(fields.mscale, factor) / _mscale(fields.mscale_all_dim, factor)
+    return _mscale(1.0, factor)
+
+
+def _mscale(weight: float, factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 ACTIVATIONS = {
@@ -164,6 +165,8 @@ ACTIVATIONS = {
 _MOST_LAYERS = 100_000
 """Limit on layers: their kinds are made before the files are checked for that many."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_MOST_GROUPS = 64
+"""Of experts: the kernel notes the chosen ones in the bits of a word."""
 _CHANNELS = 16
 """Channels of a convolution, and numbers of a value, come in multiples of so many."""
 _MOST_CONVOLVED, _MOST_OF_HEAD = 16, 1024
@@ -209,6 +212,25 @@ USUAL_KIND = LayerKind()
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What keys and values of all heads are made of, and the cache holds (arXiv 2405.04434).
+
+    An entry is one key: numbers that turn, and behind them the latent, which is its value, too.
+
+    Attributes:
+        rank: C, numbers of the latent.
+        query_rank: numbers that queries are made of; 0: a layer's input.
+        still: N, numbers of a head's query that do not turn.
+        value_size: of a head.
+    """
+
+    rank: int
+    query_rank: int
+    still: int
+    value_size: int
+
+
+@dataclass(frozen=True)
 class Experts:
     """The experts of a mixture, in each layer.
 
@@ -222,6 +244,8 @@ class Experts:
         num_dense: layers from the first on that have none, and a feed-forward part instead.
         dense_size: of that part.
         has_bias: the router has a bias.
+        groups: the others lie in so many groups, side by side.
+        chosen_groups: those whose best experts rank highest; a token chooses among their experts.
     """
 
     count: int
@@ -233,6 +257,8 @@ class Experts:
     num_dense: int = 0
     dense_size: int = 0
     has_bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -278,6 +304,7 @@ class DecoderConfig:
         mlp_bias: whether feed-forward parts have biases.
         has_head_norms: whether queries and keys are normalised, in a family that does so.
         multipliers: of what matrices give.
+        latent: its attention is to latents; ``head_dim`` is then the size of an entry, of one head.
         recurrent: its recurrent layers; None: there are none.
         wide_heads: of layers with other heads their number of keys and values, and their size.
         keys_are_values: of such layers, before norms and rotary embedding.
@@ -315,6 +342,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     experts: Experts | None = None
+    latent: Latent | None = None
     recurrent: Recurrent | None = None
     wide_heads: tuple[int, int] | None = None
     keys_are_values: bool = False
@@ -390,7 +418,8 @@ class DecoderConfig:
         kinds = [self.kind(index) for index in range(self.num_hidden_layers)]
         own = [kind.is_wide for kind in kinds if kind.source is None and kind.attends]
         wide = KVShape(sum(own), *self.wide_heads) if self.wide_heads and any(own) else None
-        return KVShape(len(own) - sum(own), self.num_key_value_heads, self.head_dim, wide)
+        sizes = len(own) - sum(own), self.num_key_value_heads, self.head_dim
+        return KVShape(*sizes, wide, keys_are_values=self.latent is not None)
 
     @property
     def row_states(self) -> StateShape | None:
@@ -543,7 +572,7 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         multipliers=_multipliers(fields),
         kinds=_kinds(family, fields, context),
         activation=ACTIVATIONS[fields.hidden_activation or fields.hidden_act],
-        query_scale=_query_scale(fields),
+        query_scale=_query_scale(family, fields),
         attention_cap=fields.attn_logit_softcapping,
         logits_cap=fields.final_logit_softcapping,
         logits_scale=fields.logit_scale or 1.0 / fields.logits_scaling,
@@ -552,6 +581,7 @@ def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> 
         ),
         residual_scale=fields.residual_multiplier,
         experts=experts,
+        latent=_latent(fields),
         recurrent=_recurrent(family, fields),
         wide_heads=_wide_heads(family, fields),
         keys_are_values=bool(fields.attention_k_eq_v),
@@ -602,6 +632,7 @@ def _experts(family: Family, fields: DecoderFields) -> Experts | None:
     assert fields.num_experts
     assert fields.num_experts_per_tok
     num_shared = _shared_size(family, fields) // _feed_forward_size(family, fields)
+    is_grouped = fields.topk_method != "greedy" and fields.n_group and fields.topk_group
     return Experts(
         fields.num_experts + num_shared,
         fields.num_experts_per_tok + num_shared,
@@ -609,16 +640,37 @@ def _experts(family: Family, fields: DecoderFields) -> Experts | None:
         num_shared=num_shared,
         shared_gate=family.names.shared_router is not None,
         scale=fields.routed_scaling_factor,
-        num_dense=fields.num_dense_layers,
+        num_dense=_num_dense(fields),
         dense_size=fields.feed_forward_size,
         has_bias=family.names.router_bias is not None and fields.use_expert_bias is not False,
+        groups=(is_grouped and fields.n_group) or 1,
+        chosen_groups=(is_grouped and fields.topk_group) or 1,
     )
 
 
-def _query_scale(fields: DecoderFields) -> float | None:
+def _num_dense(fields: DecoderFields) -> int:
+    types = fields.mlp_layer_types
+    return fields.num_dense_layers if types is None else types.count("dense")
+
+
+def _latent(fields: DecoderFields) -> Latent | None:
+    if not fields.kv_lora_rank:
+        return None
+    sizes = fields.qk_nope_head_dim, fields.v_head_dim
+    return Latent(fields.kv_lora_rank, fields.q_lora_rank or 0, *sizes)
+
+
+def _query_scale(family: Family, fields: DecoderFields) -> float | None:
+    """Factor of scores: yarn's, of latents, is squared here, and that of angles without it."""
     if fields.query_pre_attn_scalar is not None:
         return float(fields.query_pre_attn_scalar**-0.5)
-    return fields.attention_multiplier
+    if not fields.kv_lora_rank:
+        return fields.attention_multiplier
+    (rope,) = _rope_fields(family, fields)
+    scale = float((fields.qk_nope_head_dim + fields.rotated_size) ** -0.5)
+    if rope.rope_type in (None, "default") or not rope.mscale_all_dim:
+        return scale
+    return scale * _mscale(rope.mscale_all_dim, rope.factor or 1.0) ** 2
 
 
 # ------------------------------------------------------------------------------------------ layers
@@ -780,7 +832,7 @@ def _ropes(
         if rope.rope_type in ("yarn", "linear") and is_known:
             context = max(context, int(original * (rope.factor or 1.0)))
         wide = _wide_heads(family, fields) if not ropes else None
-        size = wide[1] if wide else fields.head_size
+        size = wide[1] if wide else fields.rotated_size
         if rope.rope_type != "proportional":
             size = int(size * (rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0))
         theta = rope.rope_theta or theta or 10000.0
@@ -828,7 +880,22 @@ def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) 
         or _unsupported_experts(family, fields)
         or _unsupported_recurrence(family, fields)
         or (_unsupported_heads(family, fields) if family.has_wide_heads else None)
+        or (_unsupported_latent(fields) if family.names.latent_up else None)
     )
+
+
+def _unsupported_latent(fields: DecoderFields) -> str | None:
+    if not (fields.kv_lora_rank and fields.qk_rope_head_dim):
+        return "latent attention without a kv_lora_rank or qk_rope_head_dim is not implemented"
+    if fields.q_lora_rank is None and fields.attention_bias:
+        return "attention_bias without a q_lora_rank is not implemented"
+    if not fields.rope_interleave:
+        return f"rope_interleave is not implemented ({fields.rope_interleave})"
+    types, count = fields.mlp_layer_types, min(fields.num_hidden_layers, _MOST_LAYERS)
+    dense = _num_dense(fields)
+    if types is not None and types != ("dense",) * dense + ("sparse",) * (count - dense):
+        return f"mlp_layer_types {list(types)!r:.80}, not first dense ones, are not implemented"
+    return None
 
 
 def _unsupported_heads(family: Family, fields: DecoderFields) -> str | None:
@@ -914,7 +981,7 @@ def _unsupported_ropes(raw: Mapping[str, Any], family: Family, fields: DecoderFi
         is_known = "partial_rotary_factor" in family.reads or rope.rope_type == "proportional"
         if share not in (None, 1) and not is_known:
             return f"partial_rotary_factor is not implemented ({share!r:.80})"
-        size = int(fields.head_size * (share or fields.partial_rotary_factor or 1))
+        size = int(fields.rotated_size * (share or fields.partial_rotary_factor or 1))
         if size < 2 or size % 2:
             return f"rotary embedding of {size} numbers of a head is not implemented"
         if problem := _unsupported_scaling(raw, rope, size):
@@ -951,6 +1018,11 @@ def _unsupported_experts(family: Family, fields: DecoderFields) -> str | None:
     count, chosen = fields.num_experts, fields.num_experts_per_tok
     if count is None or chosen is None or chosen > count:
         return f"{chosen} experts a token of {count} are not implemented"
+    if (experts := _experts(family, fields)) and experts.groups > 1:
+        each, rest = divmod(count, experts.groups)
+        fits = chosen <= each * experts.chosen_groups <= count and each > 1 and not rest
+        if not fits or experts.groups > _MOST_GROUPS:
+            return f"{chosen} of {count} experts in {experts.groups} groups are not implemented"
     shared, size = _shared_size(family, fields), _feed_forward_size(family, fields)
     if shared % size:
         return f"a shared expert of {shared} beside others of {size} is not implemented"

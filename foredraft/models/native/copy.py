@@ -177,6 +177,11 @@ class Copies:
                 "a copy of a mixture of experts is not tuned yet: a text says little of the "
                 "experts that it does not choose; self_draft takes one that is rounded to nearest"
             )
+        if self.config.latent:
+            raise ConfigError(
+                "a copy of a model with latent attention is not tuned yet; self_draft takes one "
+                "that is rounded to nearest"
+            )
         self._check_memory(_TUNED_BITS)
         weights = compensated(self.config, self.weights, texts, advance)
         self.kept.keep(_name(_TUNED_BITS, True), self._recipe(), packed_tensors(weights))

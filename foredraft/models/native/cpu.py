@@ -23,6 +23,7 @@ import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, addressof, c_double, c_int32, c_int64, c_void_p
+from dataclasses import astuple
 from itertools import accumulate, chain
 from typing import Any
 
@@ -58,6 +59,8 @@ the head, and all else (embedding and norms). Waiting for the slowest thread is 
 
 _CLOSE_BYTES = 1 << 16
 """Weights this close to each other share huge pages; what lies between may become resident."""
+_HEADS_TOGETHER = 8
+"""Query heads that one thread attends with to the same latents, at most."""
 
 
 class FusedDecoder:
@@ -291,6 +294,8 @@ class FusedDecoder:
             inputs=self._matrix(table_VW),
             input_norm=self._vector(weights.input_norm_P),
             num_ids=self._num_outputs if config.num_ids is None else config.num_ids,
+            expert_groups=experts.groups if experts else 1,
+            chosen_groups=experts.chosen_groups if experts else 1,
         )
 
     def _point_to_states(self, rows: Sequence[RowStates]) -> tuple[Tensor, Tensor]:
@@ -368,6 +373,9 @@ class FusedDecoder:
             input_gate=self._matrix(layer.input_gate),
             input_output=self._matrix(layer.input_output),
             input_norm=self._vector_of_norm(layer.input_norm_E),
+            query=self._matrix(layer.query_weight),
+            key_of_head=self._of_heads(layer.key_weight, layer.num_heads),
+            value_of_head=self._of_heads(layer.value_weight, layer.num_heads),
         )
         if layer.dense_gate_up is not None:
             self._describe_dense(described, layer)
@@ -447,6 +455,9 @@ class FusedDecoder:
         step = 0 if isinstance(weight, StackedMatrix) else each * _bytes_of(parts[0])
         gate = self._matrix(parts[0], step) if each > 1 else interface.Matrix()
         return gate, self._matrix(parts[each - 1], step)
+
+    def _of_heads(self, weight: Matrix | None, count: int) -> interface.Matrix:
+        return self._matrix(weight, _bytes_of(weight) // count if weight is not None else 0)
 
     def _router(self, router_XE: Tensor) -> int:
         """In the type whose order activations are in (``Order`` of products.h)."""
@@ -551,6 +562,8 @@ class _Description:
             if one is not None:
                 place.keys, place.values = one.keys.data_ptr(), one.values.data_ptr()
                 place.block_stride, place.layer_stride, place.head_stride, _, _ = one.keys.stride()
+                if one.shape.keys_are_values:  # all heads that are said to be there are one
+                    place.head_stride = 0
         self._keys = weakref.ref(store.keys)  # last: where Ctrl-C comes before it, all is said anew
 
     def _put(self, name: str, values: Sequence[int], kind: type[Any] = c_int32) -> None:
@@ -606,7 +619,8 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "hidden": config.hidden_size,
         "feed_forward": config.intermediate_size,
         "num_heads": config.num_attention_heads,
-        "heads": (interface.Heads * 2)(*(interface.Heads(*one) for one in config.each_heads)),
+        "heads": (interface.Heads * 2)(*(interface.Heads(*one) for one in _heads(config))),
+        "latent": interface.LatentSizes(*(astuple(config.latent) if config.latent else ())),
         "num_experts": config.experts.count if config.experts else 0,
         "chosen_experts": config.experts.per_token if config.experts else 0,
         "dense_feed_forward": max(
@@ -623,6 +637,15 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
         "gates_attention": config.family.gates_attention,
         "recurrent": interface.RecurrentSizes(**sizes),
     }
+
+
+def _heads(config: DecoderConfig) -> Sequence[tuple[int, int]]:
+    """Heads as threads share them out: latents are one, which some query heads read at a time."""
+    if config.latent is None:
+        return config.each_heads
+    count = config.num_attention_heads
+    together = max(n for n in range(1, min(count, _HEADS_TOGETHER) + 1) if count % n == 0)
+    return [(count // together, config.head_dim)] * 2
 
 
 def has_tiles() -> bool:

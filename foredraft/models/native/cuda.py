@@ -456,11 +456,13 @@ class GraphedDecoder(EagerDecoder):
         logits_NV.copy_(self._head(hidden_NE.index_select(0, inputs.heads)))
         return tapped
 
-    def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    def _norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
         family = self._config.family
         if weight is None or family.norm_offset or family.layer_norms:
-            return super()._norm(x, weight, bias)
-        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+            return super()._norm(x, weight, bias, eps)
+        return F.rms_norm(x, weight.shape, weight, eps or self._config.rms_norm_eps)
 
     def _attend(
         self,
@@ -980,6 +982,7 @@ def _unusual_layers(config: DecoderConfig) -> str | None:
         "attention sinks": family.names.sinks is not None,
         "norms behind rotary embedding": family.norms_rotated,
         "heads of two sizes": config.wide_heads is not None,
+        "latent attention": config.latent is not None,
     }
     return next((name for name, is_there in features.items() if is_there), None)
 

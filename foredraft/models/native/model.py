@@ -33,9 +33,9 @@ from foredraft.core.errors import CapabilityError
 from foredraft.core.sampling import Law, drawn_laws
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Scores, Target
-from foredraft.models.native.config import DecoderConfig, LayerKind
+from foredraft.models.native.config import DecoderConfig, Experts, LayerKind
 from foredraft.models.native.plan import ForwardPlan
-from foredraft.models.native.quant import Matrix, Stack, as_tensor, rows_of
+from foredraft.models.native.quant import Matrix, PackedMatrix, Stack, as_tensor, rows_of
 from foredraft.models.native.recurrent import mixed, open_rows, states_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
@@ -230,13 +230,16 @@ class EagerDecoder:
             found.append((torch.cat((cos_TF, cos_TF), 1), torch.cat((-sin_TF, sin_TF), 1)))
         return found
 
-    def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    def _norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
         """Without a weight there is no norm."""
         if weight is None:
             return x
+        eps = eps or self._config.rms_norm_eps
         if self._config.family.layer_norms:
-            return layer_norm(x, weight, bias, self._config.rms_norm_eps)
-        return rms_norm(x, weight, self._config.rms_norm_eps, self._config.family.norm_offset)
+            return layer_norm(x, weight, bias, eps)
+        return rms_norm(x, weight, eps, self._config.family.norm_offset)
 
     def _head_norm(self, x_THD: Tensor, weight: Tensor | None) -> Tensor:
         """Of each head, or of all heads together, as the weight has it."""
@@ -247,7 +250,39 @@ class EagerDecoder:
     def _attention(self, run: Run, index: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
         normed_TE = self._attention_input(layer, hidden_TE)
         qkv = self._linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
+        if layer.key_weight is not None:
+            return self._attended_latents(run, index, layer, qkv)
         return self._attended(run, index, layer, qkv)
+
+    def _attended_latents(
+        self, run: Run, index: int, layer: LayerWeights, inputs_TX: Tensor
+    ) -> Tensor:
+        """All of attention [T, E] to latents, behind queries, or what these are made of, and
+        entries [T, . + D]."""
+        config, size = self._config, self._config.head_dim
+        query, entry_TD = inputs_TX[:, :-size], inputs_TX[:, -size:]
+        if layer.query_weight is not None:
+            query = self._norm(query, layer.query_norm_D, eps=LATENT_EPS)
+            query = self._linear(query, layer.query_weight)
+        query_THX = query.reshape(len(query), config.num_attention_heads, -1)
+        turned = config.ropes[0].size
+        still_THC = self._of_heads(query_THX[..., turned:], layer.key_weight)
+        query_THD = torch.cat((query_THX[..., :turned], still_THC), -1)
+        latent_TC = self._norm(entry_TD[:, turned:], layer.key_norm_D, eps=LATENT_EPS)
+        entry_T1D = torch.cat((entry_TD[:, :turned], latent_TC), -1)[:, None]
+        query_THD, entry_T1D = (rotate(x, *run.rotations[0]) for x in (query_THD, entry_T1D))
+        attended = run.attend(index, layer.kind, query_THD, entry_T1D, entry_T1D)
+        attended_THC = attended.view(query_THD.shape)[..., turned:]
+        value_THV = self._of_heads(attended_THC, layer.value_weight)
+        return self._linear(value_THV.flatten(1), layer.output_weight, layer.output_bias)
+
+    def _of_heads(self, x_THK: Tensor, weight: Matrix | None) -> Tensor:
+        """Of each head the product with its own matrix, which lie one below the other."""
+        assert weight is not None
+        parts: Sequence[Matrix] = weight.parts if isinstance(weight, PackedMatrix) else ()
+        if isinstance(weight, Tensor):
+            parts = weight.chunk(x_THK.shape[1])
+        return torch.stack([self._linear(x_THK[:, i], part) for i, part in enumerate(parts)], 1)
 
     def _attention_input(self, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
         return self._norm(hidden_TE, layer.attention_norm_E, layer.attention_norm_bias_E)
@@ -424,6 +459,8 @@ class EagerDecoder:
         else:
             biased_TX = own_TX if bias_X is None else own_TX + bias_X.float()
             chances_TX = ranked_TX = biased_TX.softmax(-1)
+        if experts.groups > 1:
+            ranked_TX = self._of_best_groups(experts, ranked_TX)
         chosen_TK = ranked_TX.topk(experts.per_token - experts.num_shared).indices
         chances_TK = chances_TX.gather(1, chosen_TK)
         if experts.normalised:
@@ -438,6 +475,16 @@ class EagerDecoder:
             chances_TK = torch.cat((chances_TK, gate_T1.expand(-1, len(shared_S))), 1)
             chosen_TK = torch.cat((chosen_TK, shared_S.expand(len(chosen_TK), -1)), 1)
         return chances_TK, chosen_TK
+
+    def _of_best_groups(self, experts: Experts, ranked_TX: Tensor) -> Tensor:
+        """Ranks of experts, -inf outside of the groups whose best ones rank highest together: two
+        where chances are sigmoids, else one."""
+        ranked_TGN = ranked_TX.view(len(ranked_TX), experts.groups, -1)
+        num_best = 2 if self._config.family.chances == "sigmoid" else 1
+        groups_TG = ranked_TGN.topk(num_best).values.sum(-1)
+        chosen_TK = groups_TG.topk(experts.chosen_groups).indices
+        is_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, chosen_TK, False)
+        return ranked_TGN.masked_fill(is_out_TG[..., None], -torch.inf).view(ranked_TX.shape)
 
 
 class _RowRun:
@@ -597,6 +644,8 @@ def _softplus(x: float) -> float:
 
 CLIP, CLIPPED_STEEPNESS = 7.0, 1.702
 """Of gpt-oss."""
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever a model's others have."""
 
 
 def _make_finite(entries_GND: Tensor) -> None:
@@ -679,11 +728,13 @@ class FixedShapeDecoder(EagerDecoder):
 
     name = "fixed-shape"
 
-    def _norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    def _norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
         norm = super()._norm
         if weight is None:
             return x
-        return _in_blocks(x, lambda block: norm(block, weight, bias))
+        return _in_blocks(x, lambda block: norm(block, weight, bias, eps))
 
     def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
         weight = as_tensor(weight, x.dtype)

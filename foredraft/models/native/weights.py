@@ -33,7 +33,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.stored import packed_reader, read_blocks, read_tensor
 from foredraft.models.files.tensors import FLOATS, StoredTensor
 from foredraft.models.native import quant
-from foredraft.models.native.config import USUAL_KIND, DecoderConfig, LayerKind
+from foredraft.models.native.config import USUAL_KIND, DecoderConfig, Latent, LayerKind
 from foredraft.models.native.quant import (
     CENTRED4,
     FORMS,
@@ -92,6 +92,7 @@ class LayerWeights:
 
     Attributes:
         num_experts: X; 1: there are none.
+        num_heads: that matrices lie below each other of in ``key_weight`` and ``value_weight``.
         kind: how it attends.
         dense_gate_up, dense_down: of the part that all tokens read beside experts.
         expert_factors_X: of what experts give.
@@ -99,6 +100,10 @@ class LayerWeights:
         input_gate: how much of that counts, by the hidden states.
         input_output: what is added to them.
         factor_1: of all that it gives.
+        query_weight: makes queries of what ``qkv_weight`` gives, behind ``query_norm_D``; None:
+            that gives queries.
+        key_weight: of each head: what latents are multiplied with, by its query.
+        value_weight: of each head: its value, by a latent.
     """
 
     attention_norm_E: Tensor | None
@@ -138,6 +143,10 @@ class LayerWeights:
     input_output: Matrix | None = None  # [E, P]
     input_norm_E: Tensor | None = None
     factor_1: Tensor | None = None
+    num_heads: int = 0
+    query_weight: Matrix | None = None  # [Q, query rank]
+    key_weight: Matrix | None = None  # [H C, N]
+    value_weight: Matrix | None = None  # [H value size, C]
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All that there are, by their fields and layouts (see `quant.to_tensors`)."""
@@ -146,7 +155,7 @@ class LayerWeights:
         return {
             key: tensor
             for name, matrix in found.items()
-            if name not in ("kind", "mixer", "num_experts")
+            if name not in ("kind", "mixer", "num_experts", "num_heads")
             if matrix is not None and matrix.shape[0]
             for key, tensor in to_tensors(prefix + name, matrix).items()
         } | {f"{prefix}{_MIXER}{name}": tensor for name, tensor in mixer.items()}
@@ -181,6 +190,9 @@ class LayerWeights:
             "input_weight": 1,
             "input_gate": 1,
             "input_output": 1,
+            "query_weight": 1,
+            "key_weight": self.num_heads,
+            "value_weight": self.num_heads,
         }
         found = ((name, getattr(self, name), count) for name, count in parts.items())
         return {name: (one, n) for name, one, n in found if one is not None and one.shape[0]}
@@ -622,7 +634,7 @@ class _Layer:
             return {"qkv_weight": _NOTHING, "output_weight": _NOTHING}
         if self._kind.is_recurrent:
             return self._recurrent()
-        found = self._attention()
+        found = self._latent(sizes) if (sizes := self._config.latent) else self._attention()
         if self._kind.mixes_beside:
             beside = self._recurrent()
             found |= {
@@ -690,6 +702,57 @@ class _Layer:
             "output_weight": self._single([out], num_query * size),
             "output_bias": self._reader.take_stacked([out_bias]) if config.output_bias else None,
             "sinks_H": take(sinks, num_query) if names.sinks else None,
+        }
+
+    def _latent(self, sizes: Latent) -> dict[str, Any]:
+        """Attention to latents. Of heads and entries numbers that turn come first, by halves."""
+        config, names, low = self._config, self._names, sizes.query_rank
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        size = sizes.still + (rotated := config.ropes[0].size)
+        rows, own = (low or heads * size, config.head_dim), names.qkv
+        if low:
+            own = (names.query_low, own[1])
+
+        def in_order(part: _Part, size: int) -> _Part:
+            change = partial(_halves, size=size, rotated=rotated, behind=rotated)
+            return replace(part, change=change, moves_rows=True)
+
+        def inputs(kind: str) -> list[_Part]:
+            query, entry = self._parts(own, rows, kind)
+            return [query if low else in_order(query, size), in_order(entry, config.head_dim)]
+
+        found = self._of_heads(sizes, heads)
+        if low:
+            (up,) = self._parts([names.query_up], [heads * size], "weight")
+            found["query_weight"] = self._single([in_order(up, size)], low)
+            found["query_norm_D"] = self._norm(names.query_norm, low)
+        if config.attention_bias:
+            bias = self._parts([names.output], [hidden], "bias")
+            found["qkv_bias"] = self._reader.take_stacked(inputs("bias"))
+            found["output_bias"] = self._reader.take_stacked(bias)
+        out = self._parts([names.output], [hidden], "weight")
+        return found | {
+            "qkv_weight": self._reader.take_matrix(inputs("weight"), hidden),
+            "key_norm_D": self._norm(names.key_norm, sizes.rank),
+            "output_weight": self._single(out, heads * sizes.value_size),
+        }
+
+    def _of_heads(self, sizes: Latent, heads: int) -> dict[str, Any]:
+        """What makes keys and values of latents: of keys the inputs are rows."""
+        names = [f"{self._prefix}{name}.weight" for name in self._names.latent_up]
+        rank, still, value = sizes.rank, sizes.still, sizes.value_size
+        rows = heads * rank, heads * value
+        if len(names) == 2:
+            keys, values = map(_Part, names, rows)
+        else:
+            shape = (heads * (still + value), rank)
+            each = partial(_of_heads, heads=heads, still=still)
+            keys = _Part(names[0], rows[0], shape, partial(each, is_key=True))
+            values = _Part(names[0], rows[1], shape, partial(each, is_key=False), moves_rows=True)
+        return {
+            "num_heads": heads,
+            "key_weight": self._single([keys], still, heads),
+            "value_weight": self._single([values], rank, heads),
         }
 
     def _inputs(self) -> dict[str, Any]:
@@ -904,12 +967,20 @@ class _Layer:
         )
 
 
-def _halves(rows: Tensor, size: int, rotated: int) -> Tensor:
-    """Rows of heads in which neighbours turn as those in which halves do."""
+def _halves(rows: Tensor, size: int, rotated: int, behind: int = 0) -> Tensor:
+    """Rows of heads in which neighbours turn as those in which halves do, with the ``behind`` last
+    ones in front."""
     heads = rows.reshape(-1, size, *rows.shape[1:])
-    order = torch.arange(size)
+    order = torch.arange(size).roll(behind)
     order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
     return heads[:, order].flatten(0, 1)
+
+
+def _of_heads(stored: Tensor, heads: int, still: int, is_key: bool) -> Tensor:
+    """Of rows of keys and values, head by head: those of values, or the transposed ones of keys."""
+    each = stored.view(heads, -1, stored.shape[1])
+    found = each[:, :still].transpose(1, 2) if is_key else each[:, still:]
+    return found.flatten(0, 1)
 
 
 def _turned(stored: Tensor, is_woven: bool) -> Tensor:
