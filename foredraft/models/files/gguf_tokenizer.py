@@ -49,6 +49,14 @@ _DEEPSEEK_3 = (
 )
 _IDEOGRAMS_AND_SYLLABLES = "[\u0800-\u9fa5\uac00-\ud7ff]+"
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAMS_AND_SYLLABLES, r"\p{N}")
+# Of letters with cases those that its authors listed.
+_LISTED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\ua7fa"
+    r"\uab30-\uab68\x{10570}-\x{105bc}\x{16e40}-\x{16e7f}\x{1d400}-\x{1d7cb}\x{1df00}-\x{1df1e}]]"
+)
+_SIGNS = r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_ENDS = (r"\s+$", _IDEOGRAMS_AND_SYLLABLES, r"\p{N}+")
+_DEEPSEEK = (r"[\r\n]", rf"\s?{_LISTED}+", _SIGNS, *_ENDS)
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
 _QWEN_2 = ("qwen2", "deepseek-r1-qwen")
 _WHOLE_WORDS = (*_LLAMA_3, "tekken")
@@ -63,6 +71,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*_LLAMA_3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_WORDS % "{1,3}",)),
     **dict.fromkeys((*_QWEN_2, "stablelm2"), (_WORDS % "",)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_3),
+    "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": _DEEPSEEK_CODER,
     "qwen35": (_QWEN_35_WORDS,),
     "seed-coder": (_SEED_WORDS,),
