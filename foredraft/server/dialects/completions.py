@@ -116,7 +116,8 @@ def _with_hole(
     for prompt in body.prompts():
         if not isinstance(prompt, str) or body.echo:
             raise ConfigError("suffix goes with prompts of text, without echo", field="suffix")
-        prompts.append(marks.prompt(context.tokenizer, prompt, body.suffix or ""))
+        texts, most = (prompt, body.suffix or ""), context.llm.max_prompt
+        prompts.append(marks.prompt(context.tokenizer, *texts, most=most))
     return prompts
 
 

@@ -93,7 +93,8 @@ async def infill(
     tokenizer = context.tokenizer
     marks = required_infill(tokenizer)
     texts = body.input_prefix, body.input_suffix, body.prompt, body.files()
-    prompt = await context.on_thread(caller.size, marks.prompt, tokenizer, *texts)
+    asked = tokenizer, *texts, context.llm.max_prompt
+    prompt = await context.on_thread(caller.size, marks.prompt, *asked)
     wanted = await context.on_thread(
         caller.size, read_prompts, context, body, [prompt], False, caller
     )
