@@ -70,20 +70,13 @@ class Infill:
         suffix: str,
         begun: str = "",
         files: Sequence[tuple[str, str]] = (),
-        most: int | None = None,
     ) -> list[int]:
         """The ids of a prompt whose reply stands between the two texts.
 
         Args:
             begun: the beginning of the line that is filled in; it stands behind the prefix.
             files: names and texts of other files, as llama.cpp's ``/infill`` shows them.
-            most: tokens allowed; None: any number.
-
-        Raises:
-            PromptError: see `Tokenizer.check_length`.
         """
-        if most:
-            tokenizer.check_length("".join((prefix, suffix, *(text for _, text in files))), most)
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)

@@ -116,8 +116,9 @@ def _with_hole(
     for prompt in body.prompts():
         if not isinstance(prompt, str) or body.echo:
             raise ConfigError("suffix goes with prompts of text, without echo", field="suffix")
-        texts, most = (prompt, body.suffix or ""), context.llm.max_prompt
-        prompts.append(marks.prompt(context.tokenizer, *texts, most=most))
+        suffix = body.suffix or ""
+        context.tokenizer.check_length(prompt + suffix, context.llm.max_prompt)
+        prompts.append(marks.prompt(context.tokenizer, prompt, suffix))
     return prompts
 
 
