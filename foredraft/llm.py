@@ -231,6 +231,12 @@ class LLM:
         return self.target.max_context
 
     @property
+    def max_prompt(self) -> int:
+        """Tokens of a prompt: of an encoder's source, where the model has one."""
+        encoder = self.target.capabilities.encoder
+        return encoder.max_source if encoder else self.max_context
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
         return self.target.vocab_size

@@ -39,6 +39,8 @@ _FEW_DRAFTED, _MOST_DRAFTED = 3, 16
 """Default nodes a step: few test each depth often, as longer drafts are mostly rejected; every
 other group of replies has as many as the drafter makes, for mistakes that only depth shows."""
 _TEXTS_AT_ONCE, _FEWEST_TEXTS = 16, 4
+_FEW_ACCEPTED = 100
+"""Accepted nodes, below which a mistake that needs one is easily missed."""
 _BITS_TEXTS, _BITS_TOKENS = 6, 48
 _NOISE_TEXTS, _NOISE_TOKENS, _MOST_NOISE_TEXTS = 6, 32, 36
 _LOOKED_AT = 10_000
@@ -374,12 +376,18 @@ class OwnAudit:
         if not seen.num_drafted:
             said = "nothing was drafted, so nothing was looked at: name another --drafter"
             return Level("margins", Finding.INCONCLUSIVE, said, figures)
+        few = ""
+        if seen.num_accepted < _FEW_ACCEPTED:
+            few = (
+                f"; only {seen.num_accepted} drafted tokens were accepted, and a mistake that "
+                "needs them hardly shows: try another --drafter"
+            )
         if not self._is_keyed:
-            said = f"each of {margins.tokens} tokens is possible by its plain law"
+            said = f"each of {margins.tokens} tokens is possible by its plain law{few}"
             return Level("margins", Finding.SAME_BITS, said, figures)
         said = (
             f"each of {margins.tokens} tokens is the one that plain decoding draws: "
-            f"a share of {below:.1e} that is not would have been seen"
+            f"a share of {below:.1e} that is not would have been seen{few}"
         )
         if margins.near_ties:
             said = f"{margins.near_ties} of {margins.tokens} tokens differ, all {margins.reach}"

@@ -38,6 +38,9 @@ _PANELS = {
 }  # fmt: skip
 _NAMES = {"request_metrics": "--per-request-spec-decode-metrics"}
 _INTERRUPTED = 130
+_SWITCH_SECONDS = 5e-4
+"""Time after which a thread that reads a large request lets the engine's go on. A step asks for the
+interpreter's lock behind each call of a kernel; Python's usual 5 ms made 10 to 60 of a step."""
 _LOADING = o.model(
     *("max_batch_size", "cache_memory"),
     shown=("model", "drafter", "draft_model", "weights", "max_context"),
@@ -143,6 +146,7 @@ def _run(load: LoadModel, settings: ServerSettings) -> None:
             gc.freeze()  # a model is for ever: looking for garbage in it takes 0.1 s
             server.when_listening(partial(_greet, context))
 
+    sys.setswitchinterval(_SWITCH_SECONDS)
     app = create_app(load, settings, ended_or_ready)
     server, listening = new_server(app), bind(settings)
     try:

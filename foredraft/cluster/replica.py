@@ -46,13 +46,14 @@ class RemoteModel:
     """The engines' model as a gate sees it, which does not have its files: a `ServedModel`.
 
     Attributes:
-        name, max_context, vocab_size, drafter_name, sampling_defaults, tokenizer: see
+        name, max_context, max_prompt, vocab_size, drafter_name, sampling_defaults, tokenizer: see
             `ServedModel`.
         tokenizer_files: of the tokenizer, by name.
     """
 
     name: str | None
     max_context: int
+    max_prompt: int
     vocab_size: int
     drafter_name: str
     sampling_defaults: Mapping[str, float] | None
@@ -61,8 +62,8 @@ class RemoteModel:
     @classmethod
     def of(cls, llm: LLM) -> RemoteModel:
         files = llm.tokenizer.files if llm.tokenizer else {}
-        facts = llm.max_context, llm.vocab_size, llm.drafter_name, llm.sampling_defaults
-        return cls(llm.name, *facts, files)
+        sizes = llm.max_context, llm.max_prompt, llm.vocab_size
+        return cls(llm.name, *sizes, llm.drafter_name, llm.sampling_defaults, files)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -26,6 +26,13 @@ class ConfigError(ForedraftError, ValueError):
 class PromptError(ForedraftError, ValueError):
     """A prompt that cannot be generated from (empty, or longer than the context)."""
 
+    @classmethod
+    def too_long(cls, count: int, most: int, limit: str) -> PromptError:
+        """One of ``count`` tokens; ``limit`` says why ``most`` are allowed."""
+        # The words by which clients know to shorten a conversation and ask again.
+        said = f"the prompt is too long: {count} tokens > {most} maximum ({limit}): shorten it"
+        return cls(said, field="prompt", code="context_length_exceeded")
+
 
 class ModelLoadError(ForedraftError, RuntimeError):
     """A checkpoint that cannot be loaded safely and completely."""

@@ -585,12 +585,7 @@ def check_ids(prompt: Sequence[int], vocab_size: int, most: int, limit: str) -> 
     if not prompt:
         raise PromptError("the prompt is empty: there is nothing to continue", field="prompt")
     if len(prompt) > most:
-        raise PromptError(
-            # The words by which clients know to shorten a conversation and ask again.
-            f"the prompt is too long: {len(prompt)} tokens > {most} maximum ({limit}): shorten it",
-            field="prompt",
-            code="context_length_exceeded",
-        )
+        raise PromptError.too_long(len(prompt), most, limit)
     for token in prompt:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise PromptError(

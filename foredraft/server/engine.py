@@ -21,6 +21,7 @@ class ServedModel(Protocol):
         name: None where it was built from parts.
         tokenizer: None where prompts are token ids.
         max_context: tokens of a text.
+        max_prompt: tokens of a prompt.
         vocab_size: ids are below it.
         drafter_name: the drafter in use.
         sampling_defaults: see `foredraft.llm.LLM`.
@@ -32,6 +33,8 @@ class ServedModel(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def max_context(self) -> int: ...
+    @property
+    def max_prompt(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property

@@ -8,23 +8,22 @@ from typing import Any
 
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.server.wire import FEW
 
 _LOWEST = -9999.0
 """OpenAI's value for tokens of probability 0, because JSON has no infinity."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """``choices[].logprobs`` of chat."""
-    return {
-        "content": [
-            {
-                **_token(tokenizer, entry.token, entry.logprob),
-                "top_logprobs": [_token(tokenizer, *each) for each in entry.top],
-            }
-            for entry in entries
-        ],
-        "refusal": None,
-    }
+    """``choices[].logprobs`` of chat; the content of a long reply is made as it is read, once."""
+
+    def written(entry: TokenLogprobs) -> dict[str, Any]:
+        top = [_token(tokenizer, *each) for each in entry.top]
+        return {**_token(tokenizer, entry.token, entry.logprob), "top_logprobs": top}
+
+    content = map(written, entries)
+    # 8,000 tokens with 20 alternatives are 340,000 objects, among which garbage is looked for.
+    return {"content": content if len(entries) > FEW else [*content], "refusal": None}
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-_FEW = 64
+FEW = 64
 """Entries of a list that are written at once."""
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n"  # SDKs take an empty line behind an event with an id for one more event
@@ -36,8 +37,9 @@ def _in_pieces(value: Any) -> bytes:
     if isinstance(value, dict):
         fields = (as_json(str(key)) + b":" + _in_pieces(each) for key, each in value.items())
         return b"{" + b",".join(fields) + b"}"
-    if isinstance(value, list) and len(value) > _FEW:
-        pieces = (value[start : start + _FEW] for start in range(0, len(value), _FEW))
+    if isinstance(value, Iterator) or (isinstance(value, list) and len(value) > FEW):
+        entries = iter(value)
+        pieces = iter(lambda: [*islice(entries, FEW)], [])
         return b"[" + b",".join(as_json(piece)[1:-1] for piece in pieces) + b"]"
     return as_json(value)
 

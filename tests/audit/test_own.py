@@ -194,6 +194,16 @@ def test_an_audit_where_nothing_was_drafted_is_inconclusive() -> None:
     assert "nothing was drafted" in report.sentence
 
 
+def test_it_is_said_where_drafts_are_seldom_accepted() -> None:
+    """Rules and depths of drafted rows then hardly show: 3 of 6 planted mistakes were missed."""
+    small = replace(SMALL, plant_faults=False)
+    for agreement, is_said in ((0.0, True), (1.0, False)):
+        audit = new_audit(SEEDED, Chosen(CHAIN), replace(small, texts=12), agreement)
+        level = audit.margins_and_law()[0]
+        assert level.verdict == Finding.SAME_BITS
+        assert ("drafted tokens were accepted, and a mistake" in level.said) is is_said
+
+
 def test_a_drafter_that_drafts_nothing_cannot_be_audited() -> None:
     llm = LLM(tables(1.0, 1), None, LoadOptions(drafter="none"))
     with pytest.raises(ConfigError, match="nothing to audit"):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
+from foredraft.cli.generate import _report
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError, PromptError
+from foredraft.core.record import SpeculationStats
 from foredraft.kernels import build
 from foredraft.kernels.instructions import available
 from foredraft.system.extras import EXTRAS
@@ -54,6 +57,16 @@ def test_generate_json_holds_everything(run: Run) -> None:
     stats = report["stats"]
     assert stats["committed"] == len(report["token_ids"])
     assert stats["drafted"] == stats["accepted"] + stats["rejected"] + stats["discarded"]
+
+
+def test_the_one_that_drafted_most_is_named() -> None:
+    """Not the one that was loaded first: it said "table" where all drafts were the copy's."""
+    stats = SpeculationStats(drafters={"table": 2, "self_draft": 40})
+    result = SimpleNamespace(stats=stats, logprobs=None, text="", token_ids=(), error=None, seed=1)
+    result.num_prompt_tokens, result.finish_reason = 3, "stop"
+    run = SimpleNamespace(result=result, first_event_s=0.0, total_s=0.0, tokens_per_s=0.0)
+    llm = SimpleNamespace(plan=None, drafter_name="table")
+    assert _report(cast(Any, llm), cast(Any, run), "a")["drafter"] == "self_draft"
 
 
 def test_generate_reads_standard_input(run: Run) -> None:

@@ -153,7 +153,7 @@ def lost() -> Exception:
 def engine_of(scripts: list[Script], tokenizer: Tokenizer | None = None) -> tuple[Any, Replicas]:
     replicas = Replicas(scripts)
     files = tokenizer.files if tokenizer else {}
-    model = remote.RemoteModel("tiny", 512, VOCAB_SIZE, "none", {}, files)
+    model = remote.RemoteModel("tiny", 512, 512, VOCAB_SIZE, "none", {}, files)
     counters = [Counter(name, name, registry=None) for name in ("resumed", "lost")]
     fail_overs = remote.FailOvers(*counters)
     looks = EngineWatch(Processes(), 2.0)

@@ -13,8 +13,11 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
+from foredraft.models.text.chat_encoding import ChatEncoder
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
+from foredraft.server import bodies
+from foredraft.server.bodies import _AT_ONCE, _parsed
 from foredraft.server.gate import _check_structure
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, running
@@ -302,6 +305,75 @@ def test_large_prompts_of_ids_are_parsed(client: httpx.Client) -> None:
     body = b'{"prompt":[' + b"5," * 1_300_000 + b"5]}"
     error = refused(client.post("/v1/completions", content=body, headers=JSON))
     assert error["code"] == "context_length_exceeded"
+
+
+LIST = b"[" + b"7, " * 3000 + b"7]"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LIST,
+        b'{"a": "\\"\\\\", "p": [' + LIST + b", " + LIST + b"]}",
+        b'{"a": "' + LIST + b'", "p": ' + LIST + b', "x": [-Infinity, "-Infinity", NaN]}',
+        LIST[:-2] + b"]",
+        b"[," + LIST[1:],
+        b"[01" + LIST[2:],
+        LIST + b"x",
+        b"[1" + b" " * 5000 + b"2]",
+        b"[" + b" " * 5000 + b"]",
+        b"[" + b"123,\n" * 30_000 + b" 9 ]",
+        b"[" + b"123," * 30_000 + b"]",
+        b"[" + b"123," * (_AT_ONCE // 4 + 1) + b"]",
+    ],
+)
+def test_lists_of_numbers_are_parsed_in_pieces(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call for a million holds the interpreter's lock for 50 ms, and streams wait."""
+    loads, sizes = json.loads, list[int]()
+
+    def noted(text: bytes, **options: Any) -> Any:
+        sizes.append(len(text))
+        return loads(text, **options)
+
+    def parsed(read: Callable[[bytes], Any]) -> str:
+        try:
+            return repr(read(body))
+        except ValueError as error:
+            return type(error).__name__
+
+    monkeypatch.setattr(bodies.json, "loads", noted)
+    found = parsed(_parsed)
+    assert found == parsed(loads)
+    assert max(sizes) < max(_AT_ONCE + 100, len(LIST) + 200)
+
+
+@pytest.mark.parametrize("route", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
+def test_texts_that_are_far_too_long_are_refused_by_their_beginning(
+    client: httpx.Client, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 MB were encoded for four seconds first, on a core that the streams needed."""
+    sizes, encode, ids = list[int](), Tokenizer.encode, ChatEncoder._ids
+
+    def noted(tokenizer: Tokenizer, text: str, *more: bool, **named: bool) -> list[int]:
+        sizes.append(len(text))
+        return encode(tokenizer, text, *more, **named)
+
+    def noted_ids(fast: Any, text: str) -> list[int]:
+        sizes.append(len(text))
+        return ids(fast, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    monkeypatch.setattr(ChatEncoder, "_ids", staticmethod(noted_ids))
+    text = "a b " * 40_000
+    name = {"/v1/responses": "input", "/v1/completions": "prompt"}.get(route, "messages")
+    given = text if name != "messages" else [{"role": "user", "content": text}]
+    error = refused(client.post(route, json={name: given, "max_tokens": 2}))
+    assert "prompt is too long: " in error["message"]
+    assert len(sizes) == 1
+    assert max(sizes) < len(text) / 2
+    assert client.post("/tokenize", json={"prompt": text}).json()["count"] > 40_000
 
 
 def test_brackets_in_texts_are_no_nesting(client: httpx.Client) -> None:

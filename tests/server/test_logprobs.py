@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.server import wire
 from foredraft.server.logprobs import CompletionLogprobs, ReplyLogprobs, chat_logprobs
+from foredraft.server.wire import JsonResponse, as_json
 from tests.drafters.tokenizers import codec
 
 TEXT = "The lamp in the harbour 🦊, 東京!"
@@ -36,6 +41,24 @@ def test_bytes_of_tokens_are_those_of_the_text(style: str) -> None:
     parts = [each["token"] for each in content if each["token"].startswith("bytes:")]
     assert len(parts) > 2
     assert all(part.startswith("bytes:\\x") for part in parts)
+
+
+def test_those_of_a_long_reply_are_written_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As objects, 8,000 tokens with 20 alternatives each were 100 MB, and looked through."""
+    tokenizer, sizes = codec("gpt2"), list[int]()
+    many = entries(plain(tokenizer) * 30, (5, 6))
+
+    def noted(value: Any) -> bytes:
+        sizes.append(len(value) if isinstance(value, list) else 0)
+        return as_json(value)
+
+    monkeypatch.setattr(wire, "as_json", noted)
+    body = JsonResponse({"logprobs": chat_logprobs(tokenizer, many)}).body
+    assert 0 < max(sizes) <= wire.FEW
+    few = [chat_logprobs(tokenizer, [each])["content"][0] for each in many]
+    assert json.loads(body)["logprobs"] == {"content": few, "refusal": None}
 
 
 def test_special_and_unknown_ids() -> None:

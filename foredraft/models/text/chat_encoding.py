@@ -79,6 +79,7 @@ class ChatEncoder:
         messages: Messages,
         tools: Messages = (),
         variables: Mapping[str, bool | str] | None = None,
+        check: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
         """Ids of a conversation of plain data, ready for the assistant's reply.
 
@@ -86,12 +87,14 @@ class ChatEncoder:
             tools: descriptions of the tools that the model may call. Like messages, they are
                 content.
             variables: of the template.
+            check: refuses a text that is not worth encoding.
 
         Raises:
             ConfigError: the template refuses the conversation.
         """
         asked = _Asked(messages, tools, variables or {})
         text = self._render(asked)
+        check(text)
         ids = self._ids(self._fast, text)
         edges = {edge for token in self._special.values() for edge in (token[0], token[-1])}
         stand_ins = _stand_ins(edges, [text, self._template.source, *asked.texts()])

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,8 @@ _FILLER = re.compile(r"\[PAD\d+\]")
 _LARGE_BYTES = 1 << 20
 """Least bytes of a vocabulary file whose hash is worth caching."""
 _MAX_HELD = 32
+_BEGINNING = 16
+"""Characters for each token of the longest prompt, by which a text is known to be far too long."""
 _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"),
@@ -149,6 +151,17 @@ class Tokenizer:
         except Exception as error:  # such as a character that a vocabulary cannot spell
             raise PromptError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
+    def check_length(self, text: str, most: int) -> None:
+        """Refuse a text that has far more than ``most`` tokens by its beginning: to encode all of
+        4 MB takes seconds.
+
+        Raises:
+            PromptError: its beginning has twice as many.
+        """
+        beginning = text[: _BEGINNING * most]
+        if len(beginning) < len(text) and (count := len(self.encode(beginning, False))) > 2 * most:
+            raise PromptError.too_long(count, most, "and this is only its beginning")
+
     @property
     def named_tokens(self) -> Mapping[str, str]:
         """Special tokens by the names of ``tokenizer_config.json``, such as ``eos_token``."""
@@ -199,6 +212,7 @@ class Tokenizer:
         messages: Iterable[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, bool | str] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Ids of a conversation in the model's own format, ready for the assistant's reply.
 
@@ -209,8 +223,10 @@ class Tokenizer:
             tools: that the model may call, as plain data in OpenAI's form. A template without a
                 place for them leaves them out.
             variables: of the template, such as ``enable_thinking``; see `template_variables`.
+            most: tokens allowed; None: any number.
 
         Raises:
+            PromptError: see `check_length`.
             ConfigError: a malformed message, a conversation that the model's template refuses, or
                 a model without a template.
             ModelLoadError: the template cannot be used.
@@ -218,7 +234,8 @@ class Tokenizer:
         checked = checked_messages(messages)
         self.require_chat_template()
         encoder = self._tool_encoder if tools else self._chat_encoder
-        return encoder.encode(checked, tools, variables or {})
+        check = partial(self.check_length, most=most) if most else lambda text: None
+        return encoder.encode(checked, tools, variables or {}, check)
 
     def template_variables(self, tools: bool = False) -> frozenset[str]:
         """The variables of the chat template that a request may set.

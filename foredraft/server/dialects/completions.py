@@ -116,7 +116,9 @@ def _with_hole(
     for prompt in body.prompts():
         if not isinstance(prompt, str) or body.echo:
             raise ConfigError("suffix goes with prompts of text, without echo", field="suffix")
-        prompts.append(marks.prompt(context.tokenizer, prompt, body.suffix or ""))
+        suffix = body.suffix or ""
+        context.tokenizer.check_length(prompt + suffix, context.llm.max_prompt)
+        prompts.append(marks.prompt(context.tokenizer, prompt, suffix))
     return prompts
 
 

@@ -93,6 +93,8 @@ async def infill(
     tokenizer = context.tokenizer
     marks = required_infill(tokenizer)
     texts = body.input_prefix, body.input_suffix, body.prompt, body.files()
+    whole = "".join([*texts[:3], *(text for _, text in texts[3])])
+    await context.on_thread(caller.size, tokenizer.check_length, whole, context.llm.max_prompt)
     prompt = await context.on_thread(caller.size, marks.prompt, tokenizer, *texts)
     wanted = await context.on_thread(
         caller.size, read_prompts, context, body, [prompt], False, caller

@@ -107,7 +107,8 @@ def read_conversation(
     with in_words_of({"messages": body.conversation_field}):
         messages = body.chat_messages()
         known = context.tokenizer.template_variables(bool(tools.tools))
-        prompt = encode_conversation(context, messages, tools, thinking.of_template(known))
+        variables, most = thinking.of_template(known), context.llm.max_prompt
+        prompt = encode_conversation(context, messages, tools, variables, most)
     end = context.tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
     in_thoughts = context.thinks and end.rstrip().endswith(context.form.think.rstrip())
     thinks = context.thinks and not end.rstrip().endswith(context.form.end_think)
@@ -167,18 +168,20 @@ def encode_conversation(
     messages: Sequence[Mapping[str, Any]],
     tools: ToolUse,
     variables: Mapping[str, bool | str] | None = None,
+    most: int | None = None,
 ) -> list[int]:
     """The token ids of a conversation as the model is given it.
 
     Args:
         variables: of the chat template.
+        most: tokens allowed; None: any number.
 
     Raises:
         ConfigError, PromptError: the template refuses it.
     """
     known = [{name: each[name] for name in _OF_A_MESSAGE if name in each} for each in messages]
     adapted = context.form.adapted(known, tools.tools)
-    return context.tokenizer.encode_chat(adapted, list(tools.tools), variables)
+    return context.tokenizer.encode_chat(adapted, list(tools.tools), variables, most)
 
 
 def read_prompts(
@@ -203,6 +206,7 @@ def read_prompts(
     def encode(prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
             return prompt
+        context.tokenizer.check_length(prompt, context.llm.max_prompt)
         return context.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
     encoded = tuple(map(encode, prompts))

@@ -334,7 +334,7 @@ class ResponsesWriter(AnswerWriter):
         return entries if change == "close" else ()
 
     def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
-        return chat_logprobs(self.tokenizer, entries)["content"] if entries else []
+        return [*chat_logprobs(self.tokenizer, entries)["content"]]
 
     def _item_id(self, block: Block) -> str:
         prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
