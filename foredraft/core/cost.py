@@ -190,7 +190,7 @@ class _Drift:
         weights_K = self._weights_K(num_tokens)
         shared_K = self._doubt_KK @ weights_K
         variance = float(weights_K @ shared_K) + _NOISE**2
-        change = max(-_FASTER, min(_SLOWER, math.log(ratio)))
+        change = math.log(max(math.exp(-_FASTER), min(math.exp(_SLOWER), ratio)))
         self._ratio_K += shared_K * (change / variance)
         self._doubt_KK -= np.outer(shared_K, shared_K / variance)
 

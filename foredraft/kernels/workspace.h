@@ -67,8 +67,8 @@ struct Workspace {
     const int64_t preparing = T <= kFewTokens ? num_threads : 1;
     normed_size = whole_lines(std::max(T, num_wanted) * padded(std::max(E, latent.query_rank))) + kApart;
     const RecurrentSizes recurrent(model.recurrent);
-    const int64_t most_attended =
-        std::max(most([](const Heads& of) { return of.H * of.D; }), recurrent.num_outputs);
+    const int64_t most_attended = std::max({most([](const Heads& of) { return of.H * of.D; }),
+                                            recurrent.num_outputs, model.num_heads * latent.values});
     const int64_t F = std::max({model.feed_forward, model.dense_feed_forward, model.input_size});
     const int64_t most_inputs = std::max({E, most_attended, F, latent.query_rank});
     const int64_t X = model.num_experts, chosen_by_all = T * model.chosen_experts;

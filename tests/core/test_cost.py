@@ -86,6 +86,13 @@ def test_a_long_text_does_not_make_the_next_short_one_dear() -> None:
     assert cost.prices([100], 4) == pytest.approx(before, rel=1e-6)
 
 
+def test_a_clock_that_stands_still_or_jumps_ends_nothing() -> None:
+    cost = CostModel(NEAR)
+    for ms in (0.0, -5.0, 1e12) * 50:
+        cost.observe([(1, 50)], ms)
+    assert 0.0 < cost.ms([(4, 50)]) < 1e9
+
+
 def test_a_price_is_a_share_of_what_all_rows_cost_together() -> None:
     cost = CostModel(NEAR)
     assert cost.prices([0] * 4, 1) == pytest.approx((1.0, 15.9 / 9.3))

@@ -145,7 +145,7 @@ class MadeUp {
   std::vector<std::vector<uint8_t>> memory_;
 
   void make_latent(const Model& made, ForedraftLayer& layer, int64_t E, int64_t H, int64_t D) {
-    const int64_t turned = D / 4 * 2, C = D - turned, N = 7, values = 9, Q = E % 2 ? 11 : 0;
+    const int64_t turned = D / 4 * 2, C = D - turned, N = 7, Q = E % 2 ? 11 : 0, values = Q ? D + 5 : 9;
     model.latent = {C, Q, N, values};
     const int64_t queries = H * (turned + N), low = Q ? Q : queries;
     layer.qkv[0] = matrix(made, low + D, E), layer.qkv_rows[0] = low + D, layer.qkv_rows[1] = 0;

@@ -416,8 +416,8 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "arcee": lambda: ArceeConfig(**_sizes(), mlp_bias=True),
     "apertus": lambda: ApertusConfig(**_sizes()),
     "deepseek-v2": lambda: DeepseekV2Config(
-        **_sizes(**_LATENT) | {"q_lora_rank": None, "rms_norm_eps": 1e-3},
-        **_GROUPS | {"num_experts_per_tok": 2},
+        **_sizes(**_LATENT) | {"q_lora_rank": None, "rms_norm_eps": 1e-3, "v_head_dim": 100},
+        **_GROUPS | {"num_experts_per_tok": 2, "first_k_dense_replace": 0},
         topk_method="group_limited_greedy",
     ),
     "deepseek-v3": lambda: DeepseekV3Config(**_sizes(**_LATENT), **_GROUPS, attention_bias=True),

@@ -710,6 +710,12 @@ def test_latents_and_groups_that_are_not_known_are_refused(
         read_config(changed(family, changes, tmp_path))
 
 
+def test_one_group_of_experts_is_none(tmp_path: Path) -> None:
+    experts = read_config(changed("deepseek_v3", {"n_group": 1, "topk_group": 4}, tmp_path)).experts
+    assert experts is not None
+    assert (experts.groups, experts.chosen_groups) == (1, 1)
+
+
 def test_entries_of_latent_attention_are_in_memory_once(tmp_path: Path) -> None:
     changes = {"topk_method": "greedy"}  # groups are then not heeded
     path = changed("deepseek_v2", changes, tmp_path)

@@ -47,7 +47,10 @@ RECIPE = "GGUF converter 6"
 _MOST_BYTES = 2 << 30
 """Largest file of weights; a conversion holds one file in memory."""
 _ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
-_MAY_BE_0 = (_EXPERTS, "attention.shared_kv_layers", "embedding_length_per_layer_input")
+_MAY_BE_0 = (
+    *(_EXPERTS, "leading_dense_block_count"),
+    *("attention.shared_kv_layers", "embedding_length_per_layer_input"),
+)
 """Keys whose 0 is a count; of others it says that there is no such thing."""
 _SAY_NOTHING = {"vocab_size", "rope.scaling.finetuned", "expert_used_count"}
 """Keys without effect on a model's computation, if its family does not read them."""

@@ -633,6 +633,7 @@ def _experts(family: Family, fields: DecoderFields) -> Experts | None:
     assert fields.num_experts_per_tok
     num_shared = _shared_size(family, fields) // _feed_forward_size(family, fields)
     is_grouped = fields.topk_method != "greedy" and fields.n_group and fields.topk_group
+    groups = fields.n_group if is_grouped and fields.n_group else 1
     return Experts(
         fields.num_experts + num_shared,
         fields.num_experts_per_tok + num_shared,
@@ -643,8 +644,8 @@ def _experts(family: Family, fields: DecoderFields) -> Experts | None:
         num_dense=_num_dense(fields),
         dense_size=fields.feed_forward_size,
         has_bias=family.names.router_bias is not None and fields.use_expert_bias is not False,
-        groups=(is_grouped and fields.n_group) or 1,
-        chosen_groups=(is_grouped and fields.topk_group) or 1,
+        groups=groups,
+        chosen_groups=(groups > 1 and fields.topk_group) or 1,
     )
 
 
