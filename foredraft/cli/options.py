@@ -553,7 +553,7 @@ def parse_assignments(flag: str, texts: Iterable[str]) -> dict[str, int | float 
         found[name.replace("-", "_")] = value
         for convert in (float, int, {"true": True, "false": False}.__getitem__):
             with suppress(ValueError, KeyError):
-                found[name.replace("-", "_")] = convert(value)
+                found[name.replace("-", "_")] = convert(value.lower())
     return found
 
 

@@ -37,7 +37,9 @@ def _in_pieces(value: Any) -> bytes:
     if isinstance(value, dict):
         fields = (as_json(str(key)) + b":" + _in_pieces(each) for key, each in value.items())
         return b"{" + b",".join(fields) + b"}"
-    if isinstance(value, Iterator) or (isinstance(value, list) and len(value) > FEW):
+    if isinstance(value, list) and len(value) <= FEW:  # such as of choices
+        return b"[" + b",".join(map(_in_pieces, value)) + b"]"
+    if isinstance(value, Iterator | list):
         entries = iter(value)
         pieces = iter(lambda: [*islice(entries, FEW)], [])
         return b"[" + b",".join(as_json(piece)[1:-1] for piece in pieces) + b"]"

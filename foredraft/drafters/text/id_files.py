@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.files.safety import check_safetensors
 from foredraft.system.files import write_tensors
 
+_FORMS = (1, torch.int32), (1, torch.int64)
 SEPARATOR = -1
 """Stands behind every text."""
 
@@ -30,10 +32,27 @@ def write_ids(
     write_tensors(path, tensors, {"format": kind, "tokenizer": fingerprint}, mode)
 
 
-def read_ids(path: Path, kind: str, fingerprint: str | None, vocab_size: int) -> dict[str, Tensor]:
+def kind_of(path: Path) -> str | None:
+    """The kind that a file of ids says it is; None: it is no such file."""
+    try:
+        check_safetensors(path)
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("format")
+    except (OSError, SafetensorError, ModelLoadError):
+        return None
+
+
+def read_ids(
+    path: Path,
+    kind: str,
+    fingerprint: str | None,
+    vocab_size: int,
+    names: Collection[str] = ("ids",),
+) -> dict[str, Tensor]:
     """The tensors that `write_ids` wrote, mapped.
 
     Args:
+        names: of them.
         fingerprint: of the tokenizer in use; None skips the comparison.
         vocab_size: of the target.
 
@@ -47,8 +66,11 @@ def read_ids(path: Path, kind: str, fingerprint: str | None, vocab_size: int) ->
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ModelLoadError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); delete it and make it anew") from error
-    if about.get("format") != kind or "ids" not in stored:
+    if about.get("format") != kind:
         raise ConfigError(f"{path} is no {kind}; delete it or name another")
+    forms = {name: (tensor.ndim, tensor.dtype) for name, tensor in stored.items()}
+    if forms.keys() != {*names} or not all(form in _FORMS for form in forms.values()):
+        raise ConfigError(f"{path} is damaged ({[*forms]} in it); delete it and make it anew")
     if fingerprint is not None and about.get("tokenizer") != fingerprint:
         raise ConfigError(
             f"{path} was written with tokenizer {about.get('tokenizer')} and this model's is "

@@ -27,11 +27,11 @@ from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.guide import Guide
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import MatchConfidence, priors
-from foredraft.drafters.text.id_files import SEPARATOR, read_ids, write_ids
+from foredraft.drafters.text.id_files import SEPARATOR, kind_of, read_ids, write_ids
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.models.files.progress import Progress, SilentProgress
 
-_KIND = "foredraft index 2"
+_KIND, _TENSORS = "foredraft index 2", ("ids", "suffixes", "starts")
 _SORTED_DEPTH = 64
 """Suffixes are sorted by this many tokens: no match or draft is longer."""
 _SAMPLED = 32
@@ -87,8 +87,13 @@ class Datastore:
             raise ConfigError(
                 f"{path} is no index; make one with: foredraft drafters index FILES --output {path}"
             )
-        stored = read_ids(path, _KIND, fingerprint, vocab_size)
-        return cls(*(stored[name].numpy() for name in ("ids", "suffixes", "starts")))
+        stored = read_ids(path, _KIND, fingerprint, vocab_size, _TENSORS)
+        ids_T, suffixes_T, starts_V = (stored[name].numpy() for name in _TENSORS)
+        low, high = suffixes_T.min(initial=0), suffixes_T.max(initial=0)
+        is_whole = len(suffixes_T) == len(ids_T) and 0 <= low <= high < max(1, len(ids_T))
+        if not is_whole or len(starts_V) != vocab_size + 1 or starts_V[-1] > len(ids_T):
+            raise ConfigError(f"{path} is damaged; delete it and make it anew")
+        return cls(ids_T, suffixes_T, starts_V)
 
     def starting_with(self, token: int) -> Interval | None:
         """All suffixes that start with ``token``."""
@@ -141,8 +146,10 @@ def build_index(
         The number of tokens.
 
     Raises:
-        ConfigError: there are no tokens.
+        ConfigError: there are no tokens, or ``path`` is there and no index.
     """
+    if path.exists() and kind_of(path) != _KIND:
+        raise ConfigError(f"{path} is no index, and is not replaced; name another file")
     ids_T = _joined(documents)
     num_tokens = int((ids_T != SEPARATOR).sum())
     if not num_tokens:
@@ -152,9 +159,8 @@ def build_index(
     progress.stage("Writing")
     path.parent.mkdir(parents=True, exist_ok=True)
     starts_V = _starts(ids_T, suffixes_T, vocab_size)
-    arrays = {"ids": ids_T, "suffixes": suffixes_T, "starts": starts_V}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    write_ids(path, _KIND, fingerprint, tensors)
+    arrays = map(torch.from_numpy, (ids_T, suffixes_T, starts_V))
+    write_ids(path, _KIND, fingerprint, dict(zip(_TENSORS, arrays, strict=True)))
     return num_tokens
 
 

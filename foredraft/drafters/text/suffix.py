@@ -197,6 +197,7 @@ class PastOutputs:
         self._append([*output, SEPARATOR])
         if self._path is not None:
             ids_T = torch.tensor([*self._texts[0], *self._texts[1]], dtype=torch.int32)
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_ids(self._path, _KIND, self._fingerprint, {"ids": ids_T}, mode=0o600)
 
     def _append(self, text: Sequence[int]) -> None:

@@ -30,8 +30,9 @@ _FILLER = re.compile(r"\[PAD\d+\]")
 _LARGE_BYTES = 1 << 20
 """Least bytes of a vocabulary file whose hash is worth caching."""
 _MAX_HELD = 32
-_BEGINNING = 16
-"""Characters for each token of the longest prompt, by which a text is known to be far too long."""
+_BEGINNING, _CUT = 16, 128
+"""Characters for each token of the longest prompt, by which a text is known to be far too long, and
+tokens that the cut may add."""
 _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"),
@@ -156,11 +157,14 @@ class Tokenizer:
         4 MB takes seconds.
 
         Raises:
-            PromptError: its beginning has twice as many.
+            PromptError: its beginning has twice as many. The number that it names is an estimate.
         """
         beginning = text[: _BEGINNING * most]
-        if len(beginning) < len(text) and (count := len(self.encode(beginning, False))) > 2 * most:
-            raise PromptError.too_long(count, most, "and this is only its beginning")
+        if len(beginning) == len(text):
+            return
+        if (count := len(self.encode(beginning, False))) > 2 * most + _CUT:
+            about = count * len(text) // len(beginning)
+            raise PromptError.too_long(about, most, "by the beginning of the text")
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
