@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from foredraft.engine.text import Piece
     from foredraft.llm import LLM
 
+LINE_EVERY_S = 10.0
+"""Seconds between two lines on a prompt that is being read, off a terminal."""
 DRAFTED = "underline green"
 """Accepted draft tokens: the underline tells them apart without colour, too."""
 
@@ -220,19 +222,20 @@ class RichProgress:
 
 
 class PromptProgress(RichProgress):
-    """Shows the prefill of a long prompt on a terminal, after a second and until text comes.
+    """Shows the prefill of a long prompt until text comes; off a terminal, by a line now and then.
 
     Args:
         num_tokens: of the prompt, when that is known.
         console: where to draw; stderr by default.
-        delay_s: nothing is drawn before.
+        delay_s: nothing is drawn on a terminal before.
     """
 
     def __init__(
         self, num_tokens: int | None = None, console: Console | None = None, delay_s: float = 1.0
     ) -> None:
         console = console or Console(stderr=True)
-        super().__init__(console, "reading the prompt" if console.is_terminal else None, delay_s)
+        delay_s = delay_s if console.is_terminal else LINE_EVERY_S
+        super().__init__(console, "reading the prompt", delay_s, LINE_EVERY_S)
         self._num_tokens = num_tokens
 
     def show(self, event: Event) -> None:
