@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 # Before torch is imported. Programs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +35,31 @@ def _compiled_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "directories", lambda: places)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _described_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Conversions of the tests' own GGUF files end with the session; packaged models are shared."""
+    from foredraft.models.files import store
+
+    folder = tmp_path_factory.mktemp("described")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_of_gguf", "_whole_gguf"):
+            patch.setattr(store, name, _made_in(folder, getattr(store, name)))
+        yield
+
+
+def _made_in(folder: Path, plan: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """The conversion of a test's file, made there unless the test has a cache of its own."""
+
+    def planned(path: Path) -> Any:
+        conversion = plan(path)
+        is_ours = path.resolve().is_relative_to(folder.parent)
+        if not is_ours or os.environ.get("FOREDRAFT_CACHE"):
+            return conversion
+        return replace(conversion, name=f"{folder / conversion.name}")
+
+    return planned
 
 
 @pytest.fixture(scope="session")

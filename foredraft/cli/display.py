@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from foredraft.engine.text import Piece
     from foredraft.llm import LLM
 
+LINE_EVERY_S = 10.0
+"""Seconds between two lines on a prompt that is being read, off a terminal."""
 DRAFTED = "underline green"
 """Accepted draft tokens: the underline tells them apart without colour, too."""
 
@@ -129,7 +131,7 @@ class RichProgress:
         waiting: a stage that begins by itself if none has begun in time.
         delay_s: the time after which it begins.
         log_every_s: off a terminal, the time between two lines that say which share of a stage is
-            done; None: there are none.
+            done.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class RichProgress:
         console: Console | None = None,
         waiting: str | None = None,
         delay_s: float = 1.0,
-        log_every_s: float | None = None,
+        log_every_s: float = math.inf,
     ) -> None:
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
@@ -176,7 +178,7 @@ class RichProgress:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, total=1.0, completed=share, detail=detail)
         elif time.monotonic() >= self._next_line_at:
-            self._set_next_line()
+            self._next_line_at = time.monotonic() + self._log_every_s
             self.say(f"{self._stage}: {share:.1%}, {detail}")
 
     def say(self, text: str) -> None:
@@ -189,8 +191,7 @@ class RichProgress:
                 self._begin(self._waiting)
 
     def _begin(self, text: str) -> None:
-        self._stage = text
-        self._set_next_line()
+        self._stage, self._next_line_at = text, time.monotonic() + self._log_every_s
         if not self._console.is_terminal:
             self.say(f"{text} …")
             return
@@ -198,10 +199,6 @@ class RichProgress:
         if self._task is not None:
             progress.remove_task(self._task)
         self._task = progress.add_task(text, total=None, detail="")
-
-    def _set_next_line(self) -> None:
-        if self._log_every_s is not None:
-            self._next_line_at = time.monotonic() + self._log_every_s
 
     def _display(self) -> Progress:
         """Started by the first stage: nothing slow, nothing drawn."""
@@ -220,19 +217,20 @@ class RichProgress:
 
 
 class PromptProgress(RichProgress):
-    """Shows the prefill of a long prompt on a terminal, after a second and until text comes.
+    """Shows the prefill of a long prompt until text comes; off a terminal, by a line now and then.
 
     Args:
         num_tokens: of the prompt, when that is known.
         console: where to draw; stderr by default.
-        delay_s: nothing is drawn before.
+        delay_s: nothing is drawn on a terminal before.
     """
 
     def __init__(
         self, num_tokens: int | None = None, console: Console | None = None, delay_s: float = 1.0
     ) -> None:
         console = console or Console(stderr=True)
-        super().__init__(console, "reading the prompt" if console.is_terminal else None, delay_s)
+        delay_s = delay_s if console.is_terminal else LINE_EVERY_S
+        super().__init__(console, "reading the prompt", delay_s, LINE_EVERY_S)
         self._num_tokens = num_tokens
 
     def show(self, event: Event) -> None:

@@ -14,12 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from foredraft.cli import options as o
-from foredraft.cli.display import (
-    legend,
-    reply_display,
-    say,
-    stats_line,
-)
+from foredraft.cli.display import PromptProgress, legend, reply_display, say, stats_line
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
@@ -109,7 +104,8 @@ def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_jso
     if as_json:
         from foredraft.bench.measure import measure
 
-        run = measure(events)
+        with PromptProgress(len(token_ids)) as progress:
+            run = measure(events, progress.show)
         typer.echo(json.dumps(_report(llm, run, text), ensure_ascii=False))
         _fail_if(run.result.error)
     else:

@@ -128,6 +128,7 @@ def serve(
             say(f"Serving {load.model} at {settings.address(settings.port)}/v1", stderr=True)
             threading.Event().wait()  # until Ctrl-C or SIGTERM
         return
+    logging.getLogger("foredraft.server.reading").setLevel(logging.INFO)
     if log_requests:
         logging.getLogger("foredraft.server.access").setLevel(logging.INFO)
     with o.tracing(trace) as load_llm:

@@ -251,7 +251,7 @@ class ServerContext:
             in_words_of(request.names),  # only the engine compiles a grammar
             self._counted(request.tenant, len(request.prompts) * request.params.n),
         ):
-            stream = await self.engine.open_all(
+            stream = await (engine := self.engine).open_all(
                 request.asked(self.llm),
                 tenant=request.tenant,
                 priority=request.priority,
@@ -259,7 +259,10 @@ class ServerContext:
             )
             watched.append(generation := Generation(stream, request))
             try:
-                async with self.under_way(generation.abort, generation.expire):
+                async with self.under_way(
+                    *(generation.abort, generation.expire),
+                    timed_from=lambda: generation.timed_from(engine.stats().steps),
+                ):
                     yield generation
             finally:
                 try:
@@ -290,25 +293,27 @@ class ServerContext:
             self._num_live_of += Counter()  # forgets those without any
 
     @contextlib.asynccontextmanager
-    async def under_way(self, abort: End, expire: End) -> AsyncIterator[None]:
+    async def under_way(
+        self, abort: End, expire: End, timed_from: Callable[[], float]
+    ) -> AsyncIterator[None]:
         """Work that a drain waits for. It expires after `ServerSettings.request_timeout`.
 
         Args:
             abort: ends the work; its reader gets the error.
             expire: ends it because its time is over; its reader gets all that is there, or the
                 error.
+            timed_from: from when its time counts, in seconds of `time.perf_counter`.
         """
-        late = ApiError(
-            408,
-            f"the reply was not over after {self.settings.request_timeout:g} seconds",
-            code="request_timeout",
-            headers={"x-should-retry": "false"},
-        )
-        loop, aborts = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-        timer = loop.call_later(
-            self.settings.request_timeout,
-            lambda: aborts.add(loop.create_task(expire(late))),
-        )
+        limit = self.settings.request_timeout
+
+        async def watch() -> None:
+            while (left := timed_from() + limit - time.perf_counter()) > 0:
+                await asyncio.sleep(left)
+            said = f"the reply was not over after {limit:g} seconds"
+            headers = {"x-should-retry": "false"}
+            await expire(ApiError(408, said, code="request_timeout", headers=headers))
+
+        timer = asyncio.create_task(watch())
         self._live.add(abort)
         try:
             yield

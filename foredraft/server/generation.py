@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -19,6 +21,10 @@ from foredraft.server.formats.base import Format
 from foredraft.server.replies import ReplyParser
 from foredraft.server.resume import StreamPlace
 from foredraft.server.tools import NO_TOOLS, ToolUse
+
+_log = logging.getLogger("foredraft.server.reading")
+_LONG = 5.0
+"""Seconds of reading a prompt after which the log tells of it."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class ReplyState:
         accepted: draft tokens accepted, by step that brought it something.
         drafted: draft tokens verified, by step that brought it something.
         arrived: when steps brought it something, in seconds of `time.perf_counter`.
+        logs_at: when the log is to tell that its prompt is being read; infinity: it has told.
         result: at its end.
     """
 
@@ -106,6 +113,7 @@ class ReplyState:
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
+    logs_at: float | None = None
     result: GenerationResult | None = None
 
     def add(self, event: Event) -> None:
@@ -133,7 +141,7 @@ class Generation:
     """
 
     def __init__(self, stream: ServedReplies, request: GenerationRequest) -> None:
-        self._stream, self._place = stream, request.place
+        self._stream, self._place, self._request = stream, request.place, request
         self._indices = {number: index for index, number in enumerate(stream.request_ids)}
         sizes = [len(prompt) for prompt in request.prompts]
         self.replies = [ReplyState(size) for size in sizes for _ in range(request.params.n)]
@@ -142,6 +150,7 @@ class Generation:
         self._error: ApiError | None = None
         self._is_late = False
         self._num_open = len(self.replies)
+        self._num_events, self._progress, self._moved = 0, (-1, 0), 0.0
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         """The index of a reply and its next event, as long as there are any.
@@ -162,11 +171,41 @@ class Generation:
             if result and result.token_ids and result.finish_reason == "cancelled":
                 event = event._replace(result=replace(result, finish_reason="length"))
             index = self._indices[event.request_id]
+            self._num_events += 1
+            self._log_reading(self.replies[index], event)
             self.replies[index].add(event)
             if event.result is not None:
                 self._num_open -= 1
                 self._check(event.result)
             yield index, event
+
+    def timed_from(self, num_steps: int) -> float:
+        """From when the time of its replies counts, in seconds of `time.perf_counter`.
+
+        It counts from the first token of the reply that began last. While one has not begun, it
+        counts from the last call that found progress, of the engine or of its replies.
+
+        Args:
+            num_steps: of the engine so far.
+        """
+        if all(reply.arrived or reply.result for reply in self.replies):
+            return max([self.began, *(at for reply in self.replies for at in reply.arrived[:1])])
+        if (progress := (num_steps, self._num_events)) != self._progress:
+            self._progress, self._moved = progress, time.perf_counter()
+        return self._moved
+
+    def _log_reading(self, reply: ReplyState, event: Event) -> None:
+        """Log once that a prompt takes long to read, and once that it is read."""
+        now, is_read = time.perf_counter(), bool(event.token_ids)
+        if reply.arrived:
+            return
+        if reply.logs_at is None:
+            reply.logs_at = now + _LONG
+        elif reply.logs_at == math.inf if is_read else now >= reply.logs_at:
+            reply.logs_at = math.inf
+            text = "%s: %d of %d tokens of the prompt are read, %.0f s after the request"
+            counts = event.num_prompt_read, reply.num_prompt_tokens
+            _log.info(text, self._request.reply_id, *counts, now - self.began)
 
     async def aclose(self) -> None:
         """End unfinished replies. It never waits."""

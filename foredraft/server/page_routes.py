@@ -7,6 +7,7 @@ and data of other sites out.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -93,7 +94,8 @@ class _Page:
             async def end(error: ApiError) -> None:
                 errors.append(error)
 
-            async with self._context.under_way(end, end):
+            began = time.perf_counter()
+            async with self._context.under_way(end, end, lambda: began):
                 steps = await run_in_threadpool(lambda: run_lanes(self.lanes, body, tenant))
                 try:
                     yield b""

@@ -96,7 +96,8 @@ class ServerSettings(BaseSettings):
     body_timeout: Positive = 30.0
     """Time for a client to send the body."""
     request_timeout: Positive = 600.0
-    """Time of a reply, from its request to its end; then it ends with finish reason length."""
+    """Time of a reply from its first token to its end; then it ends with finish reason length.
+    Before the first token: time in which the engine does no step."""
     send_timeout: Positive = 30.0
     """How long a client may leave unread what it was sent."""
     drain_timeout: Positive = 30.0

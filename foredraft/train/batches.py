@@ -153,7 +153,7 @@ def load_batch(
     batch = TextBatch(
         tokens_BL,
         torch.tensor([len(window) for window in windows], device=device),
-        target.parts.embed(tokens_BL).to(dtype),
+        target.parts.embed(tokens_BL.ravel()).view(*tokens_BL.shape, -1).to(dtype),
         {layer: x_BLE.to(dtype) for layer, x_BLE in taps.items()},
     )
     learnt_BL = _marked(windows, length, lambda w: (w.learnt_from, w.stop)).to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pty
 import signal
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from foredraft.cli import chat as keyboard
+from foredraft.cli import display
 from foredraft.cli.chat import Conversation
 from foredraft.cli.display import PromptProgress, RichProgress, WholeWords, progress_bar
 from foredraft.core.errors import ConfigError
@@ -171,6 +173,19 @@ def test_a_short_prompt_and_a_log_show_nothing() -> None:
         with PromptProgress(10, drawn, delay_s) as progress:
             progress.show(event(10, 7))
         assert "reading" not in out.getvalue()
+
+
+def test_in_a_log_a_long_prompt_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display, "LINE_EVERY_S", 0.01)
+    log, out = console(terminal=False)
+    with PromptProgress(1000, log) as progress:
+        progress._timer.join()
+        progress._next_line_at = 0.0
+        progress.show(event(512))
+        monkeypatch.setattr(progress, "_next_line_at", math.inf)
+        progress.show(event(600))
+        progress.show(event(1000, 7))
+    assert out.getvalue() == "reading the prompt …\nreading the prompt: 51.2%, 512/1000\n"
 
 
 def test_in_a_log_every_stage_is_one_line_and_markup_is_text() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import signal
 import socket
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,14 @@ from benchmarks.serve_load import run_load
 from benchmarks.server_process import ServerProcess
 from foredraft.audit.faults import FAULTS
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.engine.request import Event
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
+from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.run import bind
 from foredraft.server.settings import ServerSettings
 from tests.models.checkpoints import VOCAB_SIZE
@@ -70,10 +75,10 @@ def test_a_client_that_leaves_frees_its_request(
 class SlowTarget(TableModel):
     """Takes its time, and counts the steps."""
 
-    steps = 0
+    steps, seconds = 0, 0.2
 
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        time.sleep(0.2)
+        time.sleep(self.seconds)
         self.steps += 1
         return super().score(rows, taps)
 
@@ -181,6 +186,110 @@ def test_a_reply_that_takes_too_long_keeps_its_text(load: Callable[..., LLM]) ->
         assert reply["finish_reason"] == "length"
         assert reply["message"]["content"]
         wait_until(server.is_idle)
+
+
+def test_the_time_of_others_does_not_count(tokenizer_directory: Path) -> None:
+    """The last of three replies that run one by one begins after more than the time of one."""
+
+    def load(trace: Any) -> LLM:
+        target = SlowTarget.random(VOCAB_SIZE, seed=5)
+        target.seconds = 0.02
+        options = LoadOptions(max_batch_size=1, drafter="none")
+        return LLM(target, Tokenizer(tokenizer_directory), options, trace=trace)
+
+    with (
+        running(load, request_timeout=0.3) as server,
+        server.client() as client,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        began = time.monotonic()
+        answers = [*threads.map(lambda _: client.post(CHAT, json=LONG), range(3))]
+        assert time.monotonic() - began > 3 * 0.3
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"]
+
+
+class LongPrompt:
+    """The events of a reply whose prompt is read in parts."""
+
+    request_ids = (7,)
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self._events = self._all(read)
+
+    async def _all(self, read: Callable[[], None]) -> AsyncIterator[Event]:
+        for num_read in (400, 800, 900, 1000):
+            read()
+            yield Event(7, (5,) if num_read == 1000 else (), 0, (), num_read)
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        return await anext(self._events)
+
+    async def cut(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+async def read_slowly(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> AsyncIterator[tuple[float, Generation]]:
+    """The time and the generation after each part of a prompt, which takes these seconds."""
+    now = 100.0
+
+    def read() -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    prompts, params = ([5] * 1000,), SamplingParams(max_tokens=9)
+    request = GenerationRequest("chat", "tiny", prompts, params, None, 0, None, arrived=now)
+    events = aiter(generation := Generation(LongPrompt(read), request))
+    for _ in range(4):
+        await anext(events)
+        yield now, generation
+
+
+@pytest.mark.anyio
+async def test_time_counts_from_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, began = [], 0.0
+    async for began, generation in read_slowly(monkeypatch, 40.0):
+        times.append(generation.timed_from(num_steps=0) - began)
+    assert times == [0.0] * 4
+    monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
+    assert generation.timed_from(num_steps=9) == began
+
+
+@pytest.mark.anyio
+async def test_without_progress_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async for began, generation in read_slowly(monkeypatch, 40.0):
+        assert generation.timed_from(num_steps=3) == began
+        monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
+        assert generation.timed_from(num_steps=3) == began, "the engine stands still"
+        assert generation.timed_from(num_steps=4) == 1000.0, "it works for others"
+        break
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("seconds", "num_lines"), [(1.0, 0), (6.0, 2)])
+async def test_the_log_tells_of_a_prompt_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    seconds: float,
+    num_lines: int,
+) -> None:
+    caplog.set_level(logging.INFO, "foredraft.server.reading")
+    async for _ in read_slowly(monkeypatch, seconds):
+        pass
+    lines = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
+    said = [
+        "800 of 1000 tokens of the prompt are read, 12 s after the request",
+        "1000 of 1000 tokens of the prompt are read, 24 s after the request",
+    ]
+    assert lines == said[:num_lines]
 
 
 def test_a_reply_that_never_begins_ends_with_an_error(tokenizer_directory: Path) -> None:

@@ -20,9 +20,11 @@ from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.registry import head_class, head_kinds
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.trained import identify, load_head
+from foredraft.load import load_target, plan_models
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import Bits
+from foredraft.options import LoadOptions
 from foredraft.train.export import export_head
 from foredraft.train.heads.base import TextBatch, start_head, training_of
 from foredraft.train.heads.dspark import DsparkTraining
@@ -31,6 +33,7 @@ from foredraft.train.options import checked_options
 from foredraft.train.target import TrainingTarget
 from tests.conformance.harness import run
 from tests.drafters.heads import OUTPUT_IDS, TinySource, shaken, text_batch, tiny_target
+from tests.models.gguf_files import metadata_of, shape_of, tensors_of, write_gguf
 from tests.train.helpers import Watch, options_of, train
 
 
@@ -82,10 +85,24 @@ def test_unknown_kinds_and_options_name_the_nearest() -> None:
     assert checked_options(head_class("hidden_head"), {"taps": "0,2"}) == {"taps": [0, 2]}
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_target_in_few_bits_gets_a_head(checkpoint: Path, tmp_path: Path, bits: Bits) -> None:
+def gguf_target(folder: Path, kind: str) -> NativeTarget:
+    """The target of a GGUF file, with the integers that the file holds."""
+    tensors, _ = tensors_of(config := shape_of(), kind)
+    path = write_gguf(folder / "model.gguf", metadata_of(config), tensors)
+    loaded = load_target(plan_models(LoadOptions(model=str(path), drafter="none"))[0])
+    assert isinstance(loaded, NativeTarget)
+    return loaded
+
+
+@pytest.mark.parametrize("form", [8, 4, "Q4_K"])
+def test_a_target_in_few_bits_gets_a_head(
+    checkpoint: Path, tmp_path: Path, form: Bits | str
+) -> None:
     """It learns from the numbers that this target has, and drafts for it."""
-    loaded = NativeTarget.load(checkpoint, torch.bfloat16, new_decoder=FusedDecoder, bits=bits)
+    if isinstance(form, str):
+        loaded = gguf_target(tmp_path, form)
+    else:
+        loaded = NativeTarget.load(checkpoint, torch.bfloat16, new_decoder=FusedDecoder, bits=form)
     target = TrainingTarget(loaded, "tiny, few bits", "its weights")
     options = options_of(tokens=2000, evaluations=1, depth=3)
     train(target, tmp_path / "head", kind=head_class("eagle"), options=options)
