@@ -135,12 +135,6 @@ class Trainer:
         job, shape = self._job, self._target.shape
         if job.start_from is not None:
             older = load_tested(job.start_from, job.kind, self._target.identity)
-            rows, usual = self._options.output_rows, TrainOptions.output_rows
-            if rows not in (usual, older.config["num_rows"] or 0):
-                raise ConfigError(
-                    f"output_rows is {rows}, and the head to start from keeps its own: leave the "
-                    "option out"
-                )
             for name, value in job.kind_options.items():
                 if job.kind.OPTIONS[name].checked(name, value, shape) != older.config[name]:
                     raise ConfigError(

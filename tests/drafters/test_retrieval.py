@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter
@@ -107,6 +110,34 @@ def test_a_damaged_index_is_refused(index: Path) -> None:
     index.write_bytes(index.read_bytes()[:-3])
     with pytest.raises(ConfigError, match="cannot be read"):
         Datastore.open(index, "abc", VOCAB)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"suffixes": None},
+        {"ids": torch.zeros(3, 2, dtype=torch.int32)},
+        {"ids": torch.zeros(55)},
+        {"suffixes": torch.full((55,), 99)},
+        {"starts": torch.zeros(5, dtype=torch.int64)},
+    ],
+)
+def test_an_index_with_other_tensors_is_refused(index: Path, changes: dict[str, Any]) -> None:
+    with safe_open(index, "pt") as file:
+        about, tensors = file.metadata(), load_file(index) | changes
+    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(found, index, about)
+    with pytest.raises(ConfigError, match=r"is damaged .*make it anew"):
+        Datastore.open(index, "abc", VOCAB)
+
+
+def test_only_an_index_is_replaced(index: Path, tmp_path: Path) -> None:
+    build_index(index, [MANUAL], "abc", VOCAB, SilentProgress())
+    text = tmp_path / "notes.txt"
+    text.write_text("mine")
+    with pytest.raises(ConfigError, match="is no index, and is not replaced"):
+        build_index(text, [MANUAL], "abc", VOCAB, SilentProgress())
+    assert text.read_text() == "mine"
 
 
 def test_a_folder_that_is_no_index_says_how_to_make_one(tmp_path: Path) -> None:

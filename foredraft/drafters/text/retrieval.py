@@ -92,7 +92,7 @@ class Datastore:
         low, high = suffixes_T.min(initial=0), suffixes_T.max(initial=0)
         is_whole = len(suffixes_T) == len(ids_T) and 0 <= low <= high < max(1, len(ids_T))
         if not is_whole or len(starts_V) != vocab_size + 1 or starts_V[-1] > len(ids_T):
-            raise ConfigError(f"{path} is damaged; delete it and make it anew")
+            raise ConfigError(f"{path} is damaged (its lengths); delete it and make it anew")
         return cls(ids_T, suffixes_T, starts_V)
 
     def starting_with(self, token: int) -> Interval | None:
