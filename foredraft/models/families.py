@@ -151,8 +151,8 @@ class Family:
     Attributes:
         model_type: in ``config.json``.
         names: of its tensors; they say where its norms are.
-        reads: fields of ``config.json`` that it heeds beyond those that each family has. Others are
-            ignored, as in transformers.
+        reads: fields of ``config.json`` that it heeds beyond those that each family has and those
+            of ``defaults``. Others are ignored, as in transformers.
         defaults: values of fields that a file leaves out.
         fixed: values of fields that override the file.
         neutral: fields of features that are not implemented, and the one value that is accepted; a
@@ -224,10 +224,22 @@ class Family:
     rope_names: Mapping[str, str] = field(default_factory=dict)
     gguf: Gguf | None = None
 
+    @property
+    def heeds(self) -> frozenset[str]:
+        """All fields of ``config.json`` that it heeds and other families need not."""
+        return self.reads | (self.defaults.keys() - _OF_EACH_FAMILY)
+
 
 def _fields(names: str) -> frozenset[str]:
     """Names of fields, with spaces between them."""
     return frozenset(names.split())
+
+
+_OF_EACH_FAMILY = _fields(
+    "head_dim hidden_act intermediate_size num_key_value_heads rms_norm_eps rope_parameters "
+    "rope_theta tie_word_embeddings"
+)
+"""Fields that each family heeds, and some have defaults for."""
 
 
 def _keys_of_experts(count: str) -> dict[str, str]:
@@ -289,13 +301,13 @@ _NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
 _MISTRAL = Family(
     "mistral",
-    reads=_fields("sliding_window layer_types"),  # which make it a Ministral
+    reads=_fields("layer_types"),  # which make it a Ministral
     defaults=_WINDOW_DEFAULT,
     windows="all",
 )
 _QWEN2 = Family(
     "qwen2",
-    reads=_fields("sliding_window use_sliding_window max_window_layers layer_types"),
+    reads=_fields("use_sliding_window max_window_layers layer_types"),
     fixed={"attention_bias": True},
     output_bias=False,
     defaults=_WINDOW_DEFAULT,
@@ -303,10 +315,7 @@ _QWEN2 = Family(
     gguf=Gguf("qwen2", implied=_NO_WINDOWS),
 )
 
-_GEMMA_READS = _fields(
-    "attention_bias hidden_activation query_pre_attn_scalar final_logit_softcapping "
-    "sliding_window layer_types"
-)
+_GEMMA_READS = _fields("attention_bias final_logit_softcapping layer_types")
 _GEMMA_DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 256,
@@ -329,8 +338,7 @@ _GEMMA = Family(
 )
 
 _GEMMA4_ALONE = _fields(
-    "hidden_size_per_layer_input vocab_size_per_layer_input enable_moe_block num_experts "
-    "top_k_experts moe_intermediate_size"
+    "vocab_size_per_layer_input num_experts top_k_experts moe_intermediate_size"
 )
 _GEMMA4 = Family(
     "gemma4_text",
@@ -355,9 +363,8 @@ _GEMMA4 = Family(
     ),
     reads=_GEMMA4_ALONE
     | _fields(
-        "attention_bias hidden_activation final_logit_softcapping sliding_window layer_types "
-        "global_head_dim num_global_key_value_heads per_layer_config attention_k_eq_v "
-        "num_kv_shared_layers use_double_wide_mlp"
+        "attention_bias final_logit_softcapping layer_types global_head_dim per_layer_config "
+        "num_global_key_value_heads attention_k_eq_v num_kv_shared_layers use_double_wide_mlp"
     ),
     defaults={
         "hidden_activation": "gelu_pytorch_tanh",
@@ -403,9 +410,7 @@ _GEMMA4 = Family(
     ),
 )
 
-_GRANITE_READS = _fields(
-    "attention_bias embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
-)
+_GRANITE_READS = _fields("attention_bias embedding_multiplier residual_multiplier logits_scaling")
 _GRANITE_DEFAULTS = {"attention_multiplier": 1.0}
 _GRANITE_KEYS = {
     "embedding_multiplier": "embedding_scale",
@@ -427,7 +432,7 @@ _LFM2_NAMES = Names(
     convolution="conv.conv",
     final_norm="model.embedding_norm",
 )
-_LFM2_READS = _fields("norm_eps tie_embedding conv_L_cache layer_types")
+_LFM2_READS = _fields("tie_embedding conv_L_cache layer_types")
 _LFM2_DEFAULTS = {
     "norm_eps": 1e-5,
     "rope_theta": 1e6,
@@ -438,10 +443,7 @@ _LFM2 = Family(
     "lfm2",
     names=_LFM2_NAMES,
     reads=_LFM2_READS
-    | _fields(
-        "block_ff_dim full_attn_idxs block_auto_adjust_ff_dim block_ffn_dim_multiplier "
-        "block_multiple_of"
-    ),
+    | _fields("block_ff_dim full_attn_idxs block_ffn_dim_multiplier block_multiple_of"),
     defaults=_LFM2_DEFAULTS | {"block_auto_adjust_ff_dim": True},
     fixed={"hidden_act": "silu"},
     neutral={"conv_bias": False},
@@ -484,7 +486,7 @@ _QWEN3_5 = Family(
     "qwen3_5_text",
     names=_DELTA_NET,
     reads=_fields(
-        "attention_bias partial_rotary_factor layer_types full_attention_interval "
+        "attention_bias layer_types full_attention_interval "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
         "linear_num_key_heads linear_num_value_heads linear_heads_tiled"
     ),
@@ -502,11 +504,7 @@ _SHARED_EXPERT_NAMES = replace(
     shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     shared_down="mlp.shared_expert.down_proj",
 )
-_SHARED_EXPERT_READS = (
-    _QWEN3_5.reads
-    | _EXPERT_READS
-    | _fields("moe_intermediate_size shared_expert_intermediate_size")
-)
+_SHARED_EXPERT_READS = _QWEN3_5.reads | _EXPERT_READS
 _SHARED_KEYS = {
     **_QWEN35_GGUF.keys,
     **_keys_of_experts("num_experts"),
@@ -559,11 +557,7 @@ _MAMBA2 = Family(
         recurrent_norm="mixer.norm",
         final_norm="model.norm_f",
     ),
-    reads=_MAMBA_READS
-    | _fields(
-        "num_heads n_groups state_size conv_kernel expand use_conv_bias layer_norm_epsilon "
-        "mamba_d_ssm"
-    ),
+    reads=_MAMBA_READS | _fields("num_heads conv_kernel expand use_conv_bias mamba_d_ssm"),
     defaults={"n_groups": 8, "state_size": 128, "layer_norm_epsilon": 1e-5},
     # Of attention and feed-forward parts, which it has not, and of a longest text.
     fixed=dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
@@ -592,8 +586,8 @@ _NEMOTRON = replace(
     reads=_MAMBA2.reads
     | _EXPERT_READS
     | _fields(
-        "layer_types layers_block_type hybrid_override_pattern position_embedding_type "
-        "mlp_hidden_act mamba_num_heads mamba_head_dim ssm_state_size n_routed_experts "
+        "layer_types layers_block_type hybrid_override_pattern position_embedding_type n_groups "
+        "state_size mamba_num_heads mamba_head_dim ssm_state_size n_routed_experts "
         "moe_intermediate_size moe_shared_expert_intermediate_size routed_scaling_factor"
     ),
     # The shapes of tensors tell files that leave out a size.
@@ -619,10 +613,7 @@ _LATENT = replace(
     query_norm="self_attn.q_a_layernorm",
     key_norm="self_attn.kv_a_layernorm",
 )
-_LATENT_READS = _fields(
-    "attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
-    "rope_interleave"
-)
+_LATENT_READS = _fields("attention_bias qk_nope_head_dim v_head_dim rope_interleave")
 _LATENT_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
 _LATENT_GGUF = Gguf(
     "deepseek2",
@@ -650,12 +641,7 @@ _LATENT_GGUF = Gguf(
 _DEEPSEEK_V3 = Family(
     "deepseek_v3",
     names=replace(_LATENT, **_BESIDE_SHARED),
-    reads=_LATENT_READS
-    | _EXPERT_READS
-    | _fields(
-        "moe_intermediate_size first_k_dense_replace routed_scaling_factor n_shared_experts "
-        "n_routed_experts n_group topk_group"
-    ),
+    reads=_LATENT_READS | _EXPERT_READS,
     defaults=_LATENT_DEFAULTS
     | {
         "moe_intermediate_size": 2048,
@@ -692,8 +678,7 @@ _FAMILIES = (
     Family(
         "smollm3",
         reads=_fields(
-            "attention_bias no_rope_layers no_rope_layer_interval layer_types sliding_window "
-            "use_sliding_window mlp_bias"
+            "attention_bias mlp_bias no_rope_layers layer_types sliding_window use_sliding_window"
         ),
         defaults={
             "rope_theta": 2e6,
@@ -727,7 +712,7 @@ _FAMILIES = (
     Family(
         "phi3",
         names=replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
-        reads=_fields("sliding_window partial_rotary_factor original_max_position_embeddings"),
+        reads=_fields("sliding_window partial_rotary_factor"),
         defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         windows="all",
         rope_names={"su": "longrope", "yarn": "longrope"},
@@ -738,7 +723,7 @@ _FAMILIES = (
         _GEMMA,
         model_type="gemma2",
         names=_FOUR_NORMS,
-        reads=_GEMMA_READS | {"attn_logit_softcapping"},
+        reads=_GEMMA_READS,
         defaults=_GEMMA_DEFAULTS
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         fixed={"sliding_window_pattern": 2},
@@ -754,7 +739,7 @@ _FAMILIES = (
         model_type="gemma3_text",
         names=replace(_FOUR_NORMS, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
         # transformers reads attn_logit_softcapping here too, and does nothing with it.
-        reads=_GEMMA_READS | _fields("sliding_window_pattern rope_local_base_freq"),
+        reads=_GEMMA_READS,
         defaults=_GEMMA_DEFAULTS
         | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         fixed={},
@@ -773,7 +758,8 @@ _FAMILIES = (
         _GEMMA4,
         model_type="gemma4_unified_text",
         reads=_GEMMA4.reads - _GEMMA4_ALONE,
-        defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
+        defaults={**_GEMMA4.defaults, "sliding_window": 1024},
+        fixed={**_GEMMA4.fixed, "enable_moe_block": False, "hidden_size_per_layer_input": 0},
         gguf=None,  # as one of the others says all of it
     ),
     Family(
@@ -798,8 +784,7 @@ _FAMILIES = (
     Family(
         "qwen3_moe",
         names=replace(_HEAD_NORMS, **_EXPERTS),
-        reads=_EXPERT_READS
-        | _fields("attention_bias moe_intermediate_size sliding_window use_sliding_window"),
+        reads=_EXPERT_READS | _fields("attention_bias use_sliding_window"),
         defaults=_WINDOW_DEFAULT | {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
         neutral=_ALL_SPARSE,
         head_norms="each",
@@ -861,9 +846,7 @@ _FAMILIES = (
             dense_gate_up=_LFM2_NAMES.gate_up,
             dense_down=_LFM2_NAMES.down,
         ),
-        reads=_LFM2_READS
-        | _EXPERT_READS
-        | _fields("num_dense_layers moe_intermediate_size use_expert_bias routed_scaling_factor"),
+        reads=_LFM2_READS | _EXPERT_READS | _fields("use_expert_bias routed_scaling_factor"),
         defaults=_LFM2_DEFAULTS
         | {
             "moe_intermediate_size": 1792,
@@ -885,11 +868,7 @@ _FAMILIES = (
         "glm4_moe",
         names=replace(_HEAD_NORMS, **_BESIDE_SHARED),
         reads=_EXPERT_READS
-        | _fields(
-            "attention_bias partial_rotary_factor moe_intermediate_size use_qk_norm "
-            "num_dense_layers first_k_dense_replace routed_scaling_factor n_shared_experts "
-            "n_routed_experts"
-        ),
+        | _fields("attention_bias first_k_dense_replace n_routed_experts routed_scaling_factor"),
         defaults={
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
@@ -923,7 +902,7 @@ _FAMILIES = (
             down="mlp.experts.down_proj",
             sinks="self_attn.sinks",
         ),
-        reads=_EXPERT_READS | _fields("attention_bias sliding_window layer_types"),
+        reads=_EXPERT_READS | {"layer_types"},
         defaults={
             "head_dim": 64,
             "num_key_value_heads": 8,
@@ -965,7 +944,7 @@ _FAMILIES = (
         reads=_GRANITE_READS
         | _EXPERT_READS
         | _MAMBA_READS
-        | _fields("shared_intermediate_size layer_types layers_block_type position_embedding_type"),
+        | _fields("layer_types layers_block_type position_embedding_type"),
         defaults=_GRANITE_DEFAULTS
         | {
             "num_local_experts": 8,
@@ -1005,7 +984,7 @@ _FAMILIES = (
         | _fields(
             "attention_bias mlp_bias embedding_multiplier lm_head_multiplier mlp_multipliers "
             "key_multiplier attention_in_multiplier ssm_multipliers attention_out_multiplier "
-            "ssm_in_multiplier ssm_out_multiplier mamba_d_ssm mamba_rms_norm"
+            "ssm_in_multiplier ssm_out_multiplier mamba_rms_norm"
         ),
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024},
         neutral=_MAMBA_NEUTRAL | {"projectors_bias": False, "mamba_norm_before_gate": False},
@@ -1024,7 +1003,7 @@ _FAMILIES = (
             mlp_post_norm="post_mlp_layernorm",
             gate_up=("mlp.gate_up_proj",),
         ),
-        reads=_fields("attention_bias partial_rotary_factor"),
+        reads=_fields("attention_bias"),
         defaults={"head_dim": 128, "partial_rotary_factor": 0.5, "num_key_value_heads": 2},
         output_bias=False,
         is_paired=True,
@@ -1056,7 +1035,7 @@ _FAMILIES = (
     ),
     Family(
         "seed_oss",
-        reads=_fields("attention_bias attention_out_bias mlp_bias"),
+        reads=_fields("mlp_bias"),
         defaults={
             "attention_bias": True,
             "attention_out_bias": False,
@@ -1069,7 +1048,7 @@ _FAMILIES = (
     Family(
         "exaone4",
         names=_POST_NORMS,
-        reads=_fields("sliding_window sliding_window_pattern layer_types"),
+        reads=_fields("layer_types"),
         defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
         head_norms="each",
         windows="pattern",
@@ -1079,7 +1058,7 @@ _FAMILIES = (
     Family(
         "olmo3",
         names=_POST_NORMS,
-        reads=_fields("attention_bias sliding_window layer_types"),
+        reads=_fields("attention_bias layer_types"),
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0},
         fixed={"sliding_window_pattern": 4},
         head_norms="all",
@@ -1090,10 +1069,7 @@ _FAMILIES = (
     Family(
         "cohere2",
         names=replace(_LLAMA, mlp_norm="input_layernorm"),
-        reads=_fields(
-            "attention_bias layer_norm_eps logit_scale sliding_window sliding_window_pattern "
-            "layer_types"
-        ),
+        reads=_fields("attention_bias layer_types"),
         defaults={
             "layer_norm_eps": 1e-5,
             "logit_scale": 0.0625,
@@ -1114,7 +1090,7 @@ _FAMILIES = (
     ),
     Family(
         "stablelm",
-        reads=_fields("use_qkv_bias layer_norm_eps partial_rotary_factor"),
+        reads=_fields("use_qkv_bias"),
         defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
         neutral={"use_parallel_residual": False, "qk_layernorm": False},
         output_bias=False,
@@ -1125,7 +1101,7 @@ _FAMILIES = (
     Family(
         "starcoder2",
         names=replace(_LLAMA, gate_up=("mlp.c_fc",), down="mlp.c_proj"),
-        reads=_fields("use_bias norm_epsilon sliding_window"),
+        reads=_fields("sliding_window"),
         defaults={
             "use_bias": True,
             "hidden_act": "gelu_pytorch_tanh",
@@ -1168,7 +1144,6 @@ _FAMILIES = (
     replace(  # Qwen2's decoder, with layers that predict further tokens
         _QWEN2,
         model_type="mimo",
-        reads=_QWEN2.reads | {"attention_bias"},
         fixed={},
         defaults=_WINDOW_DEFAULT | {"attention_bias": True},
         gguf=None,
@@ -1177,7 +1152,8 @@ _FAMILIES = (
         _DEEPSEEK_V3,
         model_type="deepseek_v2",
         names=replace(_DEEPSEEK_V3.names, router_bias=None),
-        reads=(_DEEPSEEK_V3.reads - {"norm_topk_prob", "rope_interleave"}) | {"topk_method"},
+        reads=(_DEEPSEEK_V3.reads - {"norm_topk_prob", "rope_interleave"})
+        | _fields("first_k_dense_replace routed_scaling_factor n_group topk_group"),
         defaults=_LATENT_DEFAULTS
         | {
             "moe_intermediate_size": 1407,
@@ -1203,8 +1179,7 @@ _FAMILIES = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
-        reads=(_DEEPSEEK_V3.reads - {"first_k_dense_replace"})
-        | _fields("num_dense_layers mlp_layer_types"),
+        reads=_DEEPSEEK_V3.reads | _fields("mlp_layer_types n_group topk_group"),
         defaults={
             "kv_lora_rank": 512,
             "q_lora_rank": 768,

@@ -300,7 +300,7 @@ def _config(
     family, fields = _family(file)
     head_dim = fields.key_length or fields.embedding_length // fields.head_count
     rotated = fields.rope_dimension_count or head_dim
-    is_part = rotated < head_dim and "partial_rotary_factor" in family.reads
+    is_part = rotated < head_dim and "partial_rotary_factor" in family.heeds
     no_value = rotated if family.names.latent_up else 0
     is_whole = is_part or rotated == head_dim or no_value
     if fields.value_length not in (None, head_dim - no_value) or not is_whole:
@@ -330,7 +330,7 @@ def _config(
         share = rotated / head_dim  # readers multiply by it and round down
         is_below = int(head_dim * share) < rotated
         config["partial_rotary_factor"] = math.nextafter(share, 1) if is_below else share
-    if fields.original_context and "original_max_position_embeddings" in family.reads:
+    if fields.original_context and "original_max_position_embeddings" in family.heeds:
         config["original_max_position_embeddings"] = fields.original_context
     if family.gguf and family.gguf.wide_size:
         is_wide = fields.block_count == family.gguf.wide_size
@@ -378,7 +378,7 @@ def _said_by_family(
             both = zip(found["layer_types"], fed, strict=False)
             found["layer_types"] = [alone if size else kind for kind, size in both]
     for name, end in _SAID_BY_TENSORS.items():
-        if name in family.reads:
+        if name in family.heeds:
             found[name] = any(tensor.endswith(end) for tensor in tensors)
     return found
 

@@ -524,14 +524,14 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return own | text | {"model_type": model_type}
 
 
-_OPTIONAL = frozenset[str]().union(*(family.reads for family in FAMILIES.values()))
+_OPTIONAL = frozenset[str]().union(*(family.heeds for family in FAMILIES.values()))
 """Fields that only some families heed."""
 
 
 def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
     """The fields that the family reads, with its defaults for missing ones."""
     heeded = {
-        key: value for key, value in raw.items() if key not in _OPTIONAL or key in family.reads
+        key: value for key, value in raw.items() if key not in _OPTIONAL or key in family.heeds
     }
     if heeded.get("layer_types", ()) is None:
         del heeded["layer_types"]
@@ -767,7 +767,7 @@ def _mamba_size(fields: DecoderFields) -> int:
 
 
 def _is_rotated(family: Family, fields: DecoderFields, index: int) -> bool:
-    if "position_embedding_type" in family.reads:
+    if "position_embedding_type" in family.heeds:
         return fields.position_embedding_type == "rope"
     if family.rotates_windows and fields.sliding_window is not None:
         return _is_local(family, fields, index)
@@ -798,7 +798,7 @@ def _is_local(family: Family, fields: DecoderFields, index: int) -> bool:
 
 
 def _has_windows(family: Family, fields: DecoderFields) -> bool:
-    switched_on = "use_sliding_window" not in family.reads or bool(fields.use_sliding_window)
+    switched_on = "use_sliding_window" not in family.heeds or bool(fields.use_sliding_window)
     return family.windows is not None and switched_on
 
 
@@ -856,7 +856,7 @@ def _rope_fields(family: Family, fields: DecoderFields) -> list[RopeFields]:
         original = fields.original_max_position_embeddings
         found = found.model_copy(update={"original_max_position_embeddings": original})
     kind = family.rope_names.get(found.rope_type or "", found.rope_type)
-    alpha = found.alpha if "alpha" in family.reads else None
+    alpha = found.alpha if "alpha" in family.heeds else None
     return [found.model_copy(update={"rope_type": kind, "alpha": alpha})]
 
 
@@ -979,7 +979,7 @@ def _unsupported_ropes(raw: Mapping[str, Any], family: Family, fields: DecoderFi
         if rope.rope_type not in (None, *KINDS):
             return f"rotary scaling {rope.rope_type!r:.80} is not implemented"
         share = rope.partial_rotary_factor or raw.get("partial_rotary_factor")
-        is_known = "partial_rotary_factor" in family.reads or rope.rope_type == "proportional"
+        is_known = "partial_rotary_factor" in family.heeds or rope.rope_type == "proportional"
         if share not in (None, 1) and not is_known:
             return f"partial_rotary_factor is not implemented ({share!r:.80})"
         size = int(fields.rotated_size * (share or fields.partial_rotary_factor or 1))
