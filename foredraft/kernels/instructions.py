@@ -51,48 +51,36 @@ class InstructionSet:
 
 
 _X86, _ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
+_FLAGS = {
+    "bmi1": "-mbmi",
+    "avx512vl": "-mavx512vl -mprefer-vector-width=512",
+    **{f"amx_{kind}": f"-mamx-{kind}" for kind in ("tile", "bf16", "int8")},
+}
+"""Of the compiler, where they are not the words of /proc/cpuinfo without an underscore."""
 _AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mmovbe", "-mpopcnt")
-_AVX512_FLAGS = (
-    *_AVX2_FLAGS,
-    *("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"),
-    "-mprefer-vector-width=512",
-)
 _ARM_DOT = "-march=armv8.2-a+dotprod"
 
+
+def _x86(name: str, summary: str, *needs: str, automatic: bool = True) -> InstructionSet:
+    flags = " ".join(_FLAGS.get(need, f"-m{need.replace('_', '')}") for need in needs)
+    return InstructionSet(name, summary, _X86, needs, tuple(flags.split()), automatic)
+
+
 INSTRUCTION_SETS = (
-    InstructionSet(
-        "amx",
-        "AVX-512 with integer dot products, and AMX tiles",
-        _X86,
-        (*_AVX512, "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
-        (*_AVX512_FLAGS, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    _x86(
+        *("amx", "AVX-512 with integer dot products, and AMX tiles"),
+        *(*_AVX512, "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
     ),
-    InstructionSet(
-        "bf16dot",
-        "AVX-512 with integer and bfloat16 dot products",
-        _X86,
-        (*_AVX512, "avx512_vnni", "avx512_bf16"),
-        (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"),
+    _x86(
+        *("bf16dot", "AVX-512 with integer and bfloat16 dot products"),
+        *(*_AVX512, "avx512_vnni", "avx512_bf16"),
         automatic=False,
     ),
-    InstructionSet(
-        "vnni",
-        "AVX-512 with integer dot products",
-        _X86,
-        (*_AVX512, "avx512_vnni"),
-        (*_AVX512_FLAGS, "-mavx512vnni"),
-    ),
-    InstructionSet("avx512", "AVX-512", _X86, _AVX512, _AVX512_FLAGS),
-    InstructionSet(
-        "vnni",
-        "AVX2 with integer dot products",
-        _X86,
-        (*_AVX2, "avx_vnni"),
-        (*_AVX2_FLAGS, "-mavxvnni"),
-    ),
-    InstructionSet("avx2", "AVX2 with FMA", _X86, _AVX2, _AVX2_FLAGS),
+    _x86("vnni", "AVX-512 with integer dot products", *_AVX512, "avx512_vnni"),
+    _x86("avx512", "AVX-512", *_AVX512),
+    _x86("vnni", "AVX2 with integer dot products", *_AVX2, "avx_vnni"),
+    _x86("avx2", "AVX2 with FMA", *_AVX2),
     InstructionSet(
         "bf16dot",
         "NEON with integer and bfloat16 dot products",
