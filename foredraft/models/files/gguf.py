@@ -39,13 +39,8 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBER_TYPES = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "u1", "", "", "<u8", "<i8", "<f8")
 _NUMBERS = {code: np.dtype(name) for code, name in enumerate(_NUMBER_TYPES) if name}
 """Types of metadata, by their number in files."""
-_OTHER_KINDS = {9: "Q8_1", 15: "Q8_K", 19: "IQ1_S", 29: "IQ1_M", 40: "NVFP4", 41: "Q1_0"} | {
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-}
+_OTHER_KINDS = {9: "Q8_1", 15: "Q8_K", 19: "IQ1_S", 29: "IQ1_M", 40: "NVFP4", 41: "Q1_0"}
+_OTHER_KINDS |= {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 """Names of formats that are not read, for error messages."""
 
 

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.families import GGUF_NORMS, RECURRENT_TYPES, Family, family_of_gguf
+from foredraft.models.families import GGUF_NORMS, RECURRENT_TYPES, Family, Gguf, family_of_gguf
 from foredraft.models.files.gguf import GgufFile, GgufTensor
 from foredraft.models.files.gguf_blocks import BY_NAME
 from foredraft.models.files.gguf_tokenizer import write_tokenizer
 from foredraft.models.files.json_files import parse_fields
 from foredraft.models.files.safety import GGUF_INDEX
 from foredraft.models.files.schema import (
+    TOKENIZER_KEY,
     DecoderFields,
     GgufFields,
     GgufSamplingFields,
@@ -55,7 +56,6 @@ _MAY_BE_0 = (
 _SAY_NOTHING = {"vocab_size", "rope.scaling.finetuned", "expert_used_count"}
 """Keys without effect on a model's computation, if its family does not read them."""
 
-_TOKENIZER = "tokenizer.ggml."
 _SAY_NOTHING_OF_TOKENS = {
     "token_type_count",  # of BERT's segments
     "hf_json",  # the file's other keys say the same
@@ -87,6 +87,9 @@ _DRAFTING = {
     "shared_head.norm": "nextn.shared_head_norm",
 }
 """Around a layer that predicts further tokens, as DeepSeek names it and as files do."""
+
+_Tensors = Mapping[str, tuple[GgufFile, GgufTensor]]
+"""By name, with the part of the file that each is in."""
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_PARTS = 1000
@@ -253,7 +256,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 # ----------------------------------------------------------------------------------------- config
 
 
-def _family(file: GgufFile) -> tuple[Family, GgufFields]:
+def _family(file: GgufFile) -> tuple[Family, Gguf, GgufFields]:
     """The family and the fields of a file's model; unknown fields are refused."""
     architecture = file.metadata.get(_ARCHITECTURE)
     prefix = f"{architecture}."
@@ -270,19 +273,15 @@ def _family(file: GgufFile) -> tuple[Family, GgufFields]:
             is_known = type(value) is type(only[key]) and value == only[key]
         if key.startswith(prefix) and not is_known:
             _refuse(file, f"what {key!r:.80} asks for is not implemented for GGUF files")
-    return family, parse_fields(file.path, file.metadata, GgufFields, prefix)
+    return family, family.gguf, parse_fields(file.path, file.metadata, GgufFields, prefix)
 
 
 def _refuse_unknown_of_tokenizer(file: GgufFile) -> None:
     """Refuse unknown fields of a file about its tokenizer: they could change ids."""
-    known = {
-        str(field.validation_alias).removeprefix(_TOKENIZER)
-        for field in GgufTokenizerFields.model_fields.values()
-    } | _SAY_NOTHING_OF_TOKENS
+    known = GgufTokenizerFields.keys() | set(map(TOKENIZER_KEY.format, _SAY_NOTHING_OF_TOKENS))
+    others, may_be = TOKENIZER_KEY.format(""), TOKENIZER_KEY.format("fim_")
     for key, value in file.metadata.items():
-        name = key.removeprefix(_TOKENIZER)
-        is_off = isinstance(value, bool) and not value
-        if key == name or name in known or name.startswith("fim_") or is_off:
+        if not key.startswith(others) or key.startswith(may_be) or key in known or value is False:
             continue
         _refuse(file, f"what {key!r:.80} asks of the tokenizer is not implemented for GGUF files")
 
@@ -291,13 +290,9 @@ def _refuse(file: GgufFile, what: str) -> NoReturn:
     raise ModelLoadError(f"{file.path}: {what}; or get the model as safetensors")
 
 
-def _config(
-    file: GgufFile,
-    tokenizer: GgufTokenizerFields,
-    tensors: Mapping[str, tuple[GgufFile, GgufTensor]],
-) -> dict[str, Any]:
+def _config(file: GgufFile, tokenizer: GgufTokenizerFields, tensors: _Tensors) -> dict[str, Any]:
     """``config.json`` in the hub's own spelling, which transformers and foredraft both read."""
-    family, fields = _family(file)
+    family, gguf, fields = _family(file)
     head_dim = fields.key_length or fields.embedding_length // fields.head_count
     rotated = fields.rope_dimension_count or head_dim
     is_part = rotated < head_dim and "partial_rotary_factor" in family.heeds
@@ -305,7 +300,7 @@ def _config(
     is_whole = is_part or rotated == head_dim or no_value
     if fields.value_length not in (None, head_dim - no_value) or not is_whole:
         _refuse(file, "heads whose keys, values and rotated parts differ in size are not read")
-    has_local = family.gguf is not None and "rope_local_base_freq" in family.gguf.keys
+    has_local = "rope_local_base_freq" in gguf.keys
     if not has_local and fields.local_rope_theta not in (None, fields.rope_theta):
         _refuse(file, "rotary embeddings of windowed layers that have another base are not read")
     config = {
@@ -323,7 +318,7 @@ def _config(
         "tie_word_embeddings": "output.weight" not in tensors,
         **{key: id for key, id in tokenizer.special_ids().items() if key != "unk_token_id"},
         "torch_dtype": "bfloat16",
-        **_said_by_family(file, family, tensors),
+        **_said_by_family(file, family, gguf, tensors),
         **_scaling(file, fields, rotated, {} if family.has_wide_heads else tensors),
     }
     if is_part:
@@ -332,12 +327,12 @@ def _config(
         config["partial_rotary_factor"] = math.nextafter(share, 1) if is_below else share
     if fields.original_context and "original_max_position_embeddings" in family.heeds:
         config["original_max_position_embeddings"] = fields.original_context
-    if family.gguf and family.gguf.wide_size:
-        is_wide = fields.block_count == family.gguf.wide_size
+    if gguf.wide_size:
+        is_wide = fields.block_count == gguf.wide_size
         size = fields.embedding_length // fields.head_count if is_wide else head_dim
         config["query_pre_attn_scalar"] = size
-    if family.gguf and family.gguf.rope and "rope_scaling" in config:
-        config["rope_scaling"] |= family.gguf.rope
+    if "rope_scaling" in config:
+        config["rope_scaling"] |= gguf.rope
     if family.has_wide_heads:
         config |= _of_wide_heads(file, config, tensors)
     if family.names.latent_up:
@@ -351,13 +346,12 @@ def _config(
 
 
 def _said_by_family(
-    file: GgufFile, family: Family, tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+    file: GgufFile, family: Family, gguf: Gguf, tensors: _Tensors
 ) -> dict[str, Any]:
     """Fields that only some families have."""
-    assert family.gguf is not None
-    found = dict(family.gguf.implied)
-    for name, key in family.gguf.keys.items():
-        value = file.metadata.get(f"{family.gguf.architecture}.{key}")
+    found = dict(gguf.implied)
+    for name, key in gguf.keys.items():
+        value = file.metadata.get(f"{gguf.architecture}.{key}")
         if isinstance(value, float):
             found[name] = _shortest(value)
         elif isinstance(value, np.ndarray) and name in _SPECIAL_LAYERS:
@@ -366,13 +360,13 @@ def _said_by_family(
         elif value is not None:
             is_nothing = type(value) is int and value == 0 and key not in _MAY_BE_0
             found[name] = None if is_nothing else value
-    heads = file.metadata.get(f"{family.gguf.architecture}.attention.head_count_kv")
+    heads = file.metadata.get(f"{gguf.architecture}.attention.head_count_kv")
     if isinstance(heads, np.ndarray) and not family.has_wide_heads:
         if not family.recurrent:
             _refuse(file, "attention.head_count_kv is array; its layers must have the same heads")
         names = (RECURRENT_TYPES[family.recurrent][0], "full_attention")
         found["layer_types"] = [names[bool(count)] for count in heads[: len(tensors)]]
-        fed = file.metadata.get(f"{family.gguf.architecture}.feed_forward_length")
+        fed = file.metadata.get(f"{gguf.architecture}.feed_forward_length")
         if family.has_single_parts and isinstance(fed, np.ndarray):
             alone = "moe" if found.get("n_routed_experts") else "mlp"
             both = zip(found["layer_types"], fed, strict=False)
@@ -396,9 +390,7 @@ def _of_latents(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _of_wide_heads(
-    file: GgufFile, config: Mapping[str, Any], tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
-) -> dict[str, Any]:
+def _of_wide_heads(file: GgufFile, config: Mapping[str, Any], tensors: _Tensors) -> dict[str, Any]:
     """Fields of Gemma 4, whose layers without windows have heads of their own."""
     own = f"{file.metadata[_ARCHITECTURE]}."
     said = {key.removeprefix(own): x for key, x in file.metadata.items() if key.startswith(own)}
@@ -428,7 +420,7 @@ def _of_wide_heads(
 
 
 def _rope_of_wide_heads(
-    file: GgufFile, config: Mapping[str, Any], tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+    file: GgufFile, config: Mapping[str, Any], tensors: _Tensors
 ) -> dict[str, Any]:
     """Layers without windows turn a share of the pairs; files divide the others by much."""
     if _ROTARY_FACTORS not in tensors or "rope_scaling" in config:
@@ -457,12 +449,7 @@ def _shortest(number: float) -> float:
     return float(str(np.float32(number)))
 
 
-def _scaling(
-    file: GgufFile,
-    fields: GgufFields,
-    rotated: int,
-    tensors: Mapping[str, tuple[GgufFile, GgufTensor]],
-) -> dict[str, Any]:
+def _scaling(file: GgufFile, fields: GgufFields, rotated: int, tensors: _Tensors) -> dict[str, Any]:
     """Rotary scaling: of linear and yarn its parameters, of llama3 and longrope its factors."""
     kinds = [name for name in (_ROTARY_FACTORS, _SHORT_FACTORS, _LONG_FACTORS) if name in tensors]
     factors = {name: _factors(*tensors[name], rotated) for name in kinds}
@@ -522,9 +509,7 @@ def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray[An
 # ---------------------------------------------------------------------------------------- weights
 
 
-def _weights(
-    file: GgufFile, tensors: Mapping[str, tuple[GgufFile, GgufTensor]], config: DecoderConfig
-) -> dict[str, StoredTensor]:
+def _weights(file: GgufFile, tensors: _Tensors, config: DecoderConfig) -> dict[str, StoredTensor]:
     """The tensors of the model, which the files hold and no others; experts one by one."""
     from foredraft.models.native.mtp import shapes_behind
     from foredraft.models.native.weights import asked_shapes, without_ones

@@ -125,7 +125,7 @@ def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
         )
     problems = {
         "a token is there twice": len(set(fields.tokens)) < len(fields.tokens),
-        "there is not one type for each token": len(fields.token_types) != len(fields.tokens),
+        "there is not one type for each token": len(fields.token_type) != len(fields.tokens),
         "a special token is outside of the vocabulary": any(
             index >= len(fields.tokens)
             for index in (*fields.special_ids().values(), *fields.end_ids())
@@ -145,7 +145,7 @@ def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
 def _without_filler(fields: GgufTokenizerFields) -> GgufTokenizerFields:
     """Without the names behind the last token: files have as many as their model has rows."""
     named = {*fields.special_ids().values(), *fields.end_ids()}
-    kinds = enumerate(zip(fields.tokens, fields.token_types, strict=True))
+    kinds = enumerate(zip(fields.tokens, fields.token_type, strict=True))
     ids = (
         index
         for index, (token, kind) in kinds
@@ -153,7 +153,7 @@ def _without_filler(fields: GgufTokenizerFields) -> GgufTokenizerFields:
         if index in named or (kind != _UNUSED and token != f"[PAD{index}]")
     )
     count = 1 + max(ids, default=-1)
-    kept = {name: getattr(fields, name)[:count] for name in ("tokens", "token_types", "scores")}
+    kept = {name: getattr(fields, name)[:count] for name in ("tokens", "token_type", "scores")}
     return fields.model_copy(update=kept)
 
 
@@ -161,7 +161,7 @@ def _rebuilt(fields: GgufTokenizerFields) -> Tokenizer:
     from tokenizers import AddedToken, processors
 
     tokenizer = _of_merges(fields) if fields.tokenizer_model == "gpt2" else _of_scores(fields)
-    kinds = [*zip(fields.tokens, fields.token_types, strict=True)]
+    kinds = [*zip(fields.tokens, fields.token_type, strict=True)]
     strips = _special_tokens_strip(fields)
     added = [
         AddedToken(token, special=True, rstrip=strips and token not in _NEVER_STRIP)
@@ -222,7 +222,7 @@ def _of_scores(fields: GgufTokenizerFields) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {token: index for index, token in enumerate(fields.tokens)}
-    kinds = zip(fields.tokens, fields.token_types, strict=True)
+    kinds = zip(fields.tokens, fields.token_type, strict=True)
     has_scores = fields.tokenizer_model == "llama"
     has_prefix = has_scores and fields.add_space_prefix
     merges = [_pair(merge) for merge in fields.merges]
@@ -251,7 +251,7 @@ def _merges_by_score(
     usual = (_NORMAL, _USER_DEFINED)
     found = [
         (-score, start, token[:start], token[start:])
-        for token, score, kind in zip(fields.tokens, fields.scores, fields.token_types, strict=True)
+        for token, score, kind in zip(fields.tokens, fields.scores, fields.token_type, strict=True)
         if kind in usual
         for start in range(1, len(token))
         if token[:start] in vocabulary and token[start:] in vocabulary
@@ -267,8 +267,8 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _adds_bos(fields: GgufTokenizerFields) -> bool:
     """Whether texts begin with a start token; llama.cpp's default where the file does not say."""
-    if fields.add_bos is not None and fields.tokenizer_model != "gemma4":
-        return fields.add_bos
+    if fields.add_bos_token is not None and fields.tokenizer_model != "gemma4":
+        return fields.add_bos_token
     return fields.tokenizer_model != "gpt2" or fields.pre_tokenizer in _WHOLE_WORDS
 
 

@@ -49,7 +49,7 @@ class Pace:
         )
 
 
-class Portion:
+class Portion(SilentProgress):
     """A `Progress` for one of several pieces of a stage: their stages are not announced.
 
     Args:
@@ -59,9 +59,6 @@ class Portion:
 
     def __init__(self, progress: Progress, begin: float = 0.0, end: float = 1.0) -> None:
         self._progress, self._begin, self._end = progress, begin, end
-
-    def stage(self, text: str) -> None:
-        pass
 
     def advance(self, fraction: float, detail: str = "") -> None:
         self._progress.advance(self._begin + fraction * (self._end - self._begin), detail)

@@ -21,6 +21,7 @@ from pydantic import (
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """A count of anything: larger ones overflow the arithmetic of some kernel."""
+CountOr0 = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Theta = Annotated[float, Field(ge=1, le=1e15, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
@@ -48,6 +49,12 @@ def _as_tuple(numbers: object) -> object:
     return tuple(numbers) if isinstance(numbers, list) else numbers
 
 
+Factors = Annotated[tuple[Factor, ...], BeforeValidator(_as_tuple)]
+Multipliers = Annotated[tuple[Multiplier, ...], BeforeValidator(_as_tuple)]
+OfLayers = Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)]
+KindsOfLayers = Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)]
+
+
 def _either(*names: str, default: Any = ...) -> Any:
     return Field(default, validation_alias=AliasChoices(*names))
 
@@ -61,8 +68,16 @@ def _as_list(numbers: object) -> object:
     return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
 
 
+Integers = Annotated[list[int], BeforeValidator(_as_list)]
+
+
 class _Schema(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+    @classmethod
+    def keys(cls) -> set[str]:
+        """The keys that are read, of schemas whose fields have one each."""
+        return {str(field.validation_alias or name) for name, field in cls.model_fields.items()}
 
 
 class GenerationFields(_Schema):
@@ -90,12 +105,6 @@ class GenerationFields(_Schema):
         elif self.do_sample:
             named.setdefault("temperature", 1.0)
         return named
-
-
-Factors = Annotated[tuple[Factor, ...], BeforeValidator(_as_tuple)]
-
-
-Multipliers = Annotated[tuple[Multiplier, ...], BeforeValidator(_as_tuple)]
 
 
 class RopeFields(_Schema):
@@ -195,12 +204,10 @@ class DecoderFields(_Schema):
     sliding_window_pattern: Count | str | None = _either(
         "sliding_window_pattern", "_sliding_window_pattern", default=None
     )
-    max_window_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 28
-    layer_types: Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)] = _either(
-        "layer_types", "layers_block_type", default=None
-    )
+    max_window_layers: CountOr0 = 28
+    layer_types: KindsOfLayers = _either("layer_types", "layers_block_type", default=None)
     position_embedding_type: str | None = None
-    no_rope_layers: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
+    no_rope_layers: OfLayers = None
     no_rope_layer_interval: Count | None = None
     embedding_multiplier: Multiplier = 1.0
     residual_multiplier: Multiplier = 1.0
@@ -217,7 +224,7 @@ class DecoderFields(_Schema):
     query_pre_attn_scalar: Factor | None = None
     attn_logit_softcapping: Factor | None = None
     final_logit_softcapping: Factor | None = None
-    num_experts: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = _either(
+    num_experts: CountOr0 | None = _either(
         "num_local_experts", "num_experts", "n_routed_experts", default=None
     )
     num_experts_per_tok: Count | None = _either(
@@ -231,10 +238,8 @@ class DecoderFields(_Schema):
     )
     shared_intermediate_size: Count | None = None
     n_shared_experts: Annotated[int, Field(ge=0, le=64)] | None = None
-    num_dense_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = _either(
-        "first_k_dense_replace", "num_dense_layers", default=0
-    )
-    mlp_layer_types: Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)] = None
+    num_dense_layers: CountOr0 = _either("first_k_dense_replace", "num_dense_layers", default=0)
+    mlp_layer_types: KindsOfLayers = None
     use_expert_bias: bool | None = None
     n_group: Count | None = None
     topk_group: Count | None = None
@@ -244,7 +249,7 @@ class DecoderFields(_Schema):
     block_ffn_dim_multiplier: Factor | None = 1.0
     block_multiple_of: Count = 256
     conv_L_cache: Count = 3
-    full_attn_idxs: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
+    full_attn_idxs: OfLayers = None
     full_attention_interval: Count = 4
     linear_conv_kernel_dim: Count = 4
     linear_key_head_dim: Count = 128
@@ -267,9 +272,9 @@ class DecoderFields(_Schema):
     num_global_key_value_heads: Count | None = None
     per_layer_config: dict[str, LayerFields] | None = None
     attention_k_eq_v: bool = False
-    num_kv_shared_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    num_kv_shared_layers: CountOr0 = 0
     use_double_wide_mlp: bool = False
-    hidden_size_per_layer_input: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    hidden_size_per_layer_input: CountOr0 = 0
     vocab_size_per_layer_input: Count = 262_144
     kv_lora_rank: Count | None = None
     q_lora_rank: Count | None = None
@@ -426,11 +431,6 @@ class GgufFields(_Schema):
     expert_count: Annotated[int, Field(ge=0, le=2**16)] = 0
     is_causal: Literal[True] = _said("attention.causal", True)
 
-    @classmethod
-    def keys(cls) -> set[str]:
-        """Keys of the metadata that are read."""
-        return {str(field.validation_alias or name) for name, field in cls.model_fields.items()}
-
 
 ENDS_BY_TEXT = frozenset(
     {
@@ -457,34 +457,33 @@ class GgufSamplingFields(_Schema):
     repetition_penalty: float | None = _said("general.sampling.penalty_repeat", None)
 
 
+TOKENIZER_KEY = "tokenizer.ggml.{}"
+
+
 class GgufTokenizerFields(_Schema):
     """The tokenizer of a GGUF file."""
+
+    model_config = ConfigDict(alias_generator=TOKENIZER_KEY.format)
 
     architecture: str = _said("general.architecture", "")
     tokenizer_model: Literal["gpt2", "llama", "gemma4"] = _said("tokenizer.ggml.model")
     pre_tokenizer: str = _said("tokenizer.ggml.pre", "default")
-    tokens: list[str] = _said("tokenizer.ggml.tokens")
-    token_types: Annotated[list[int], BeforeValidator(_as_list)] = _said(
-        "tokenizer.ggml.token_type"
-    )
-    merges: list[str] = _said("tokenizer.ggml.merges", [])
-    scores: Annotated[list[float], BeforeValidator(_as_list)] = _said("tokenizer.ggml.scores", [])
-    add_space_prefix: bool = _said("tokenizer.ggml.add_space_prefix", True)
-    remove_extra_whitespaces: Literal[False] = _said(
-        "tokenizer.ggml.remove_extra_whitespaces", False
-    )
-    bos_token_id: TokenId | None = _said("tokenizer.ggml.bos_token_id", None)
-    eos_token_id: TokenId | None = _said("tokenizer.ggml.eos_token_id", None)
-    eot_token_id: TokenId | None = _said("tokenizer.ggml.eot_token_id", None)
-    eom_token_id: TokenId | None = _said("tokenizer.ggml.eom_token_id", None)
-    padding_token_id: TokenId | None = _said("tokenizer.ggml.padding_token_id", None)
-    unknown_token_id: TokenId | None = _said("tokenizer.ggml.unknown_token_id", None)
-    add_bos: bool | None = _said("tokenizer.ggml.add_bos_token", None)
-    add_eos: Literal[False] = _said("tokenizer.ggml.add_eos_token", False)
+    tokens: list[str]
+    token_type: Integers
+    merges: list[str] = []
+    scores: Annotated[list[float], BeforeValidator(_as_list)] = []
+    add_space_prefix: bool = True
+    remove_extra_whitespaces: Literal[False] = False
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | None = None
+    eot_token_id: TokenId | None = None
+    eom_token_id: TokenId | None = None
+    padding_token_id: TokenId | None = None
+    unknown_token_id: TokenId | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: Literal[False] = False
     chat_template: str | None = _said("tokenizer.chat_template", None)
-    suppress_tokens: Annotated[list[int], BeforeValidator(_as_list)] = _said(
-        "tokenizer.ggml.suppress_tokens", []
-    )
+    suppress_tokens: Integers = []
 
     def end_ids(self) -> list[int]:
         """Ids that end a reply: named by the file, or known by their text."""

@@ -29,14 +29,9 @@ def read_sizes(checkpoint: Checkpoint) -> SizeFields:
         raise ModelLoadError(f"{path}: text_config is {text!r:.80}; it must be an object")
     sizes = parse_fields(path, text, SizeFields)
     largest = max((max(t.shape, default=1) for t in checkpoint.tensors.values()), default=0)
-    limits = {
-        "num_hidden_layers": len(checkpoint.tensors),
-        "num_attention_heads": largest,
-        "num_key_value_heads": largest,
-        "head_dim": largest,
-        "hidden_size": largest,
-        "vocab_size": largest,
-    }
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    limits = dict.fromkeys((*heads, "hidden_size", "vocab_size"), largest)
+    limits["num_hidden_layers"] = len(checkpoint.tensors)
     for name, limit in limits.items():
         if (getattr(sizes, name) or 0) > limit:
             raise ModelLoadError(

@@ -281,38 +281,26 @@ def head_config(head: HeadWeights) -> DecoderConfig:
             f"output rows {[*head.output_RE.shape]} and norm {[*norm_shape]} do not fit a "
             f"hidden size of {shape.hidden_size}"
         )
-    return replace(
-        NO_LAYERS,
-        vocab_size=len(head.output_RE),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=len(head.layers),
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        ropes=(RotaryEmbedding(shape.rope_theta, shape.head_dim),),
-    )
+    own = {"vocab_size": len(head.output_RE), "num_hidden_layers": len(head.layers)}
+    sizes = {name: size for name, size in vars(shape).items() if name != "rope_theta"} | own
+    rope = RotaryEmbedding(shape.rope_theta, shape.head_dim)
+    return replace(NO_LAYERS, **sizes, ropes=(rope,))
 
 
 def _check_shapes(layer: Mapping[str, Tensor], shape: ModelShape) -> None:
     hidden, feed = shape.hidden_size, shape.intermediate_size
     query = shape.num_attention_heads * shape.head_dim
     key_value = shape.num_key_value_heads * shape.head_dim
-    before = {
-        "attention_norm.weight": (hidden,),
-        "qkv.weight": (query + 2 * key_value, hidden),
+    expected: dict[str, tuple[int, ...]] = {
+        "mlp_norm.weight": (hidden,),
+        "gate_up.weight": (2 * feed, hidden),
+        "down.weight": (hidden, feed),
     }
-    attention = {"output.weight": (hidden, query)} if _attends(layer) else {}
-    expected = (
-        (before if "qkv.weight" in layer else {})
-        | attention
-        | {
-            "mlp_norm.weight": (hidden,),
-            "gate_up.weight": (2 * feed, hidden),
-            "down.weight": (hidden, feed),
-        }
-    )
+    if "qkv.weight" in layer:
+        expected["attention_norm.weight"] = (hidden,)
+        expected["qkv.weight"] = (query + 2 * key_value, hidden)
+    if _attends(layer):
+        expected["output.weight"] = (hidden, query)
     for name, wanted in expected.items():
         if name not in layer or tuple(layer[name].shape) != wanted:
             found = [*layer[name].shape] if name in layer else "missing"

@@ -597,19 +597,15 @@ def _in_fewer_bits(quads: Tensor, bits: int) -> Tensor:
     """Quads of bytes, int32 [G, C, quads, 16], as the kernel's words of so many bits."""
     if bits == 8:
         return quads
-    if bits == 6:
-        three, fourth = (
-            _split(quads, 2, -1, 4)[:, :, :, :3].clone(),
-            _split(quads, 2, -1, 4)[:, :, :, 3],
-        )
+    if bits in (6, 2):
+        fours = _split(quads, 2, -1, 4)
+        if bits == 2:
+            one, two, three, four = fours.unbind(3)
+            return one | two << 2 | three << 4 | four << 6
+        threes, fourth = fours[:, :, :, :3].clone(), fours[:, :, :, 3]
         for i in range(3):
-            three[:, :, :, i] |= ((fourth >> 2 * i) & _LOWEST_TWO) << 6
-        return three.flatten(2, 3)
-    if bits == 2:
-        four = _split(quads, 2, -1, 4)
-        return (
-            four[:, :, :, 0] | four[:, :, :, 1] << 2 | four[:, :, :, 2] << 4 | four[:, :, :, 3] << 6
-        )
+            threes[:, :, :, i] |= ((fourth >> 2 * i) & _LOWEST_TWO) << 6
+        return threes.flatten(2, 3)
     lower = quads & _LOWER
     pairs = lower[:, :, 0::2] | (lower[:, :, 1::2] << _HALF_BYTE)
     if bits == _HALF_BYTE:

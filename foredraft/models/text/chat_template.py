@@ -187,11 +187,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = _Parser(self, source, name, filename).parse()
-        repeated: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
-            *template.find_all(nodes.For),
-            *template.find_all(nodes.Macro),
-            *template.find_all(nodes.CallBlock),
-        ]
+        repeated: list[Any] = [*template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]
         for node in repeated:
             tick = nodes.ExprStmt(_call_of_environment("tick", []))
             node.body.insert(0, tick.set_lineno(node.lineno))
