@@ -38,11 +38,12 @@ from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Array
 from foredraft.core.sampling import Law
-from foredraft.models.native.config import DecoderConfig, LayerKind
+from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.model import (
     Decoder,
     EagerDecoder,
     FixedShapeDecoder,
+    Seen,
     capped_attention,
     finished_logits,
     masked_attention,
@@ -189,6 +190,20 @@ class Bucket:
     def size(self) -> int:
         """N."""
         return self.rows * self.tokens
+
+
+class Grid(NamedTuple):
+    """A padded forward, as its layers run it.
+
+    Attributes:
+        cache: of its entries.
+        rotations: see `Run`.
+    """
+
+    inputs: GridInputs
+    bucket: Bucket
+    cache: Entries
+    rotations: Sequence[tuple[Tensor, Tensor]]
 
 
 def fits_grid(plan: ForwardPlan) -> bool:
@@ -448,8 +463,8 @@ class GraphedDecoder(EagerDecoder):
             )
             for window in (None, *self._config.windows)
         }
-        rotations = self._rotations(inputs.positions)
-        run = _GridRun(inputs, bucket, cache, rotations, biases, self._attend_grouped)
+        grid = Grid(inputs, bucket, cache, self._rotations(inputs.positions))
+        run = _GridRun(grid, biases, self._attend_grouped)
         hidden_NE = self.embed(inputs.token_ids)
         layers = range(len(self._weights.layers))
         hidden_NE, tapped = self._run_layers(run, hidden_NE, layers, bucket.taps)
@@ -464,16 +479,10 @@ class GraphedDecoder(EagerDecoder):
             return super()._norm(x, weight, bias, eps)
         return F.rms_norm(x, weight.shape, weight, eps or self._config.rms_norm_eps)
 
-    def _attend(
-        self,
-        query_RHD: Tensor,
-        keys_GCD: Tensor,
-        values_GCD: Tensor,
-        mask_RC: Tensor | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def _attend(self, query_RHD: Tensor, seen: Seen) -> Tensor:
+        keys_GCD, values_GCD, mask_RC, sinks_H = seen
         if sinks_H is not None:
-            return super()._attend(query_RHD, keys_GCD, values_GCD, mask_RC, sinks_H)
+            return super()._attend(query_RHD, seen)
         bias = None
         if mask_RC is not None:
             zeros_RC = torch.zeros(mask_RC.shape, dtype=query_RHD.dtype, device=mask_RC.device)
@@ -521,30 +530,20 @@ class _GridRun:
 
     def __init__(
         self,
-        inputs: GridInputs,
-        bucket: Bucket,
-        cache: KVCache,
-        rotations: Sequence[tuple[Tensor, Tensor]],
+        grid: Grid,
         biases: Mapping[int | None, Tensor],
         attend_grouped: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     ) -> None:
-        self.rotations = rotations
-        self._inputs, self._bucket, self._store, self._biases = inputs, bucket, cache.store, biases
+        self.rotations, self._grid, self._biases = grid.rotations, grid, biases
         self._attend_grouped = attend_grouped
-        self._rows = self._store.rows_of(inputs.tables.view(bucket.rows, -1))
+        tables = grid.inputs.tables.view(grid.bucket.rows, -1)
+        self._rows = grid.cache.store.rows_of(tables)
 
     def attend(
-        self,
-        index: int,
-        kind: LayerKind,
-        query_THD: Tensor,
-        key_TGD: Tensor,
-        value_TGD: Tensor,
-        sinks_H: Tensor | None = None,
+        self, index: int, layer: LayerWeights, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor
     ) -> Tensor:
-        assert sinks_H is None
-        store, bucket = self._store, self._bucket
-        written = (self._inputs.blocks, slice(None), self._inputs.offsets)
+        store, bucket = self._grid.cache.store, self._grid.bucket
+        written = (self._grid.inputs.blocks, slice(None), self._grid.inputs.offsets)
         store.keys[:, index][written] = key_TGD
         store.values[:, index][written] = value_TGD
         keys_RGCD, values_RGCD = (
@@ -555,7 +554,7 @@ class _GridRun:
             query_THD.view(bucket.rows, bucket.tokens, *query_THD.shape[1:]),
             keys_RGCD,
             values_RGCD,
-            self._biases[kind.window],
+            self._biases[layer.kind.window],
         )
         return attended_RTHD.reshape(bucket.size, -1)
 
@@ -744,32 +743,25 @@ class PagedDecoder(GraphedDecoder):
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
     ) -> dict[int, Tensor]:
         """The forward on fixed buffers; nothing here depends on their values."""
-        hidden_NE, rotations = self.embed(inputs.token_ids), self._turns(inputs.positions)
-        hidden_NE, tapped = self._through(hidden_NE, inputs, bucket, cache, rotations)
+        grid = Grid(inputs, bucket, cache, self._turns(inputs.positions))
+        hidden_NE, tapped = self._through(self.embed(inputs.token_ids), grid)
         self._write_logits(hidden_NE.index_select(0, inputs.heads), logits_NV)
         return tapped
 
-    def _through(
-        self,
-        hidden_NE: Tensor,
-        inputs: GridInputs,
-        bucket: Bucket,
-        cache: Entries,
-        rotations: Sequence[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    def _through(self, hidden_NE: Tensor, grid: Grid) -> tuple[Tensor, dict[int, Tensor]]:
         """All layers: the last one's output [N, E], and that of the tapped ones."""
         multiply, weights, tapped = self._packed.multiply, self._weights, dict[int, Tensor]()
         for index, layer in enumerate(weights.layers):
             if index not in weights.no_attention:
                 norm = self._norm_of(layer.attention_norm_E)
                 qkv = multiply(hidden_NE, layer.qkv_weight, layer.qkv_bias, norm=norm)
-                attended = self._see(qkv, index, layer, inputs, bucket, cache, rotations)
+                attended = self._see(qkv, index, layer, grid)
                 hidden_NE = self._added(
                     *(hidden_NE, attended, layer.output_weight),
                     *(layer.output_bias, layer.attention_post_norm_E),
                 )
-            hidden_NE = self._fed(hidden_NE, layer, inputs.lengths)
-            if index in bucket.taps:
+            hidden_NE = self._fed(hidden_NE, layer, grid.inputs.lengths)
+            if index in grid.bucket.taps:
                 tapped[index] = hidden_NE
         return hidden_NE, tapped
 
@@ -821,24 +813,15 @@ class PagedDecoder(GraphedDecoder):
             for cos, sin in self._tables
         ]
 
-    def _see(
-        self,
-        qkv: Tensor,
-        index: int,
-        layer: LayerWeights,
-        inputs: GridInputs,
-        bucket: Bucket,
-        cache: Entries,
-        rotations: Sequence[tuple[Tensor, Tensor]],
-    ) -> Inputs:
+    def _see(self, qkv: Tensor, index: int, layer: LayerWeights, grid: Grid) -> Inputs:
         """Keys and values stored, and what each token sees of them; [N, H D]."""
-        config, kind = self._config, layer.kind
-        store = cache.store.keys, cache.store.values
+        config, kind, inputs = self._config, layer.kind, grid.inputs
+        store = grid.cache.store.keys, grid.cache.store.values
         query_norm, key_norm = self._norm_of(layer.query_norm_D), self._norm_of(layer.key_norm_D)
         query_NHD = self._ops.rotate_and_store(
             *(qkv, config.num_attention_heads, config.head_dim, store, index),
             *(inputs.blocks, inputs.offsets),
-            rotation=None if kind.rope is None else rotations[kind.rope],
+            rotation=None if kind.rope is None else grid.rotations[kind.rope],
             norms=(query_norm, key_norm) if query_norm and key_norm else None,
         )
         sums = None
@@ -847,8 +830,8 @@ class PagedDecoder(GraphedDecoder):
             sums = self._packed.room_for_sums(len(qkv), num_inputs, weight, qkv)
         attended_NHD = self._ops.attend(
             *(query_NHD, store, index, inputs.tables, inputs.lengths, inputs.starts, inputs.paths),
-            context=bucket.context,
-            is_chain=bucket.is_chain,
+            context=grid.bucket.context,
+            is_chain=grid.bucket.is_chain,
             scale=config.query_scale or config.head_dim**-0.5,
             window=kind.window,
             cap=config.attention_cap,

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.layers import StoredLayers
-from foredraft.cache.store import BlockStore, Entries
+from foredraft.cache.store import BlockStore
 from foredraft.core.choices import NUM_LOOKED_AT
 from foredraft.models.base import ChainRow, ScoredTokens
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.cuda import (
     TILE,
     Bucket,
+    Grid,
     GridInputs,
     PagedDecoder,
     Pinned,
@@ -232,7 +233,8 @@ class RecordedChain:
 
             inputs_TE = self._inputs.text_inputs(text.token_ids, taps)
             turns = self._decoder.turns([text.positions, *[each.positions for each in own]])
-            states_TE = self._decoder.states(inputs_TE, text, shape.text, self._layers, turns[0])
+            grid = Grid(text, shape.text, self._layers, turns[0])
+            states_TE = self._decoder.states(inputs_TE, grid)
             state_RE = states_TE.index_select(0, text.heads[: shape.rows])
             size = shape.steps, shape.rows, len(self._names_V)
             sums_KRV = torch.empty(size, dtype=torch.float64, device=self._device)
@@ -243,8 +245,8 @@ class RecordedChain:
                 )
                 if step + 1 < shape.steps:
                     inputs_RE = self._inputs.own_inputs(tokens_R, state_RE)
-                    grid = own[step], shape.own, self._layers, turns[step + 1]
-                    state_RE = self._decoder.states(inputs_RE, *grid)
+                    grid = Grid(own[step], shape.own, self._layers, turns[step + 1])
+                    state_RE = self._decoder.states(inputs_RE, grid)
             return listed(sums_KRV.flatten(0, 1), self._names_V, self._num_looked_at)
 
         return work
@@ -289,17 +291,9 @@ class _Layers(PagedDecoder):
         ]
         return [[*each] for each in zip(*parts, strict=True)]
 
-    def states(
-        self,
-        inputs_NE: Tensor,
-        inputs: GridInputs,
-        bucket: Bucket,
-        layers: Entries,
-        turns: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
+    def states(self, inputs_NE: Tensor, grid: Grid) -> Tensor:
         """The last layer's output [N, E]."""
-        inputs_NE = inputs_NE.to(self._weights.dtype)
-        return self._through(inputs_NE, inputs, bucket, layers, turns)[0]
+        return self._through(inputs_NE.to(self._weights.dtype), grid)[0]
 
     def logits_of(self, states_NE: Tensor, has_norm: bool) -> Tensor:
         """Float32 [N, V]."""
@@ -314,17 +308,10 @@ class _Layers(PagedDecoder):
 class _HandedLayer(_Layers):
     """One layer whose queries, keys and values are handed in; see `HandedDecoder`."""
 
-    def states(
-        self,
-        inputs_NE: Tensor,
-        inputs: GridInputs,
-        bucket: Bucket,
-        layers: Entries,
-        turns: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
+    def states(self, inputs_NE: Tensor, grid: Grid) -> Tensor:
         (layer,), size = self._weights.layers, self._config.hidden_size
         inputs_NE = inputs_NE.to(self._weights.dtype)
         hidden_NE, qkv = inputs_NE[:, :size].contiguous(), inputs_NE[:, size:].contiguous()
-        attended = self._see(qkv, 0, layer, inputs, bucket, layers, turns)
+        attended = self._see(qkv, 0, layer, grid)
         hidden_NE = self._added(hidden_NE, attended, layer.output_weight, None, None)
-        return self._fed(hidden_NE, layer, inputs.lengths)
+        return self._fed(hidden_NE, layer, grid.inputs.lengths)

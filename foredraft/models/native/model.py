@@ -18,7 +18,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +33,10 @@ from foredraft.core.errors import CapabilityError
 from foredraft.core.sampling import Law, drawn_laws
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Scores, Target
-from foredraft.models.native.config import DecoderConfig, Experts, LayerKind
+from foredraft.models.native.config import DecoderConfig, Experts
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.quant import Matrix, PackedMatrix, Stack, as_tensor, rows_of
-from foredraft.models.native.recurrent import mixed, open_rows, states_of
+from foredraft.models.native.recurrent import RecurrentLayer, open_rows, states_of
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 
@@ -88,21 +88,28 @@ class Run(Protocol):
     def inputs(self) -> Sequence[Tensor]: ...
 
     def attend(
-        self,
-        index: int,
-        kind: LayerKind,
-        query_THD: Tensor,
-        key_TGD: Tensor,
-        value_TGD: Tensor,
-        sinks_H: Tensor | None = None,
+        self, index: int, layer: LayerWeights, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor
     ) -> Tensor:
-        """Store layer ``index``'s keys and values, and attend to what each token sees; [T, H D].
+        """Store a layer's keys and values, and attend to what each token sees; [T, H D].
 
         Args:
             index: number of the layer (`DecoderConfig.numbers`).
-            kind: of the layer; one that reads another's entries has no heads G.
-            sinks_H: scores of something without a value that each token sees, too; None: no.
+            layer: one that reads another's entries has no heads G.
         """
+
+
+class Seen(NamedTuple):
+    """The entries that one row attends to.
+
+    Attributes:
+        mask_RC: where each of its tokens sees one; None: all see all.
+        sinks_H: scores of something without a value that each token sees, too; None: no.
+    """
+
+    keys_GCD: Tensor
+    values_GCD: Tensor
+    mask_RC: Tensor | None
+    sinks_H: Tensor | None = None
 
 
 class EagerDecoder:
@@ -271,7 +278,7 @@ class EagerDecoder:
         latent_TC = self._norm(entry_TD[:, turned:], layer.key_norm_D, eps=LATENT_EPS)
         entry_T1D = torch.cat((entry_TD[:, :turned], latent_TC), -1)[:, None]
         query_THD, entry_T1D = (rotate(x, *run.rotations[0]) for x in (query_THD, entry_T1D))
-        attended = run.attend(index, layer.kind, query_THD, entry_T1D, entry_T1D)
+        attended = run.attend(index, layer, query_THD, entry_T1D, entry_T1D)
         attended_THC = attended.view(query_THD.shape)[..., turned:]
         value_THV = self._of_heads(attended_THC, layer.value_weight)
         return self._linear(value_THV.flatten(1), layer.output_weight, layer.output_bias)
@@ -299,9 +306,8 @@ class EagerDecoder:
         assert written is not None
         inputs_TI = self._linear(normed_TE, read)
         gates_TG = None if mixer.gates_GE is None else self._linear(normed_TE, mixer.gates_GE)
-        eps = self._config.rms_norm_eps
-        mixed_TM = mixed(sizes, number, mixer, inputs_TI, gates_TG, run.states, eps)
-        return self._linear(mixed_TM, written)
+        recurrent = RecurrentLayer(sizes, number, mixer, self._config.rms_norm_eps)
+        return self._linear(recurrent.mixed(inputs_TI, gates_TG, run.states), written)
 
     def _attended(self, run: Run, index: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
         """All of attention [T, E] behind queries, keys and values [T, (H + 2G) D].
@@ -332,7 +338,7 @@ class EagerDecoder:
         if layer.kind.rope is not None and not config.family.norms_rotated:
             turned = rotate(turned, *run.rotations[layer.kind.rope])
         query_THD, key_TGD = turned[:, :num_query], turned[:, num_query:]
-        attended = run.attend(index, layer.kind, query_THD, key_TGD, value_TGD, layer.sinks_H)
+        attended = run.attend(index, layer, query_THD, key_TGD, value_TGD)
         if gates_TX is not None:
             attended = attended * gates_TX.sigmoid()
         return self._linear(attended, layer.output_weight, layer.output_bias)
@@ -340,28 +346,14 @@ class EagerDecoder:
     def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, as_tensor(weight, x.dtype), bias)
 
-    def _attend(
-        self,
-        query_RHD: Tensor,
-        keys_GCD: Tensor,
-        values_GCD: Tensor,
-        mask_RC: Tensor | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one row's tokens over its entries; [R, H, D]."""
-        query_HRD = query_RHD.transpose(0, 1)
-        return self._sees(query_HRD, keys_GCD, values_GCD, mask_RC, sinks_H).transpose(0, 1)
+    def _attend(self, query_RHD: Tensor, seen: Seen) -> Tensor:
+        """Attention of one row's tokens; [R, H, D]."""
+        return self._sees(query_RHD.transpose(0, 1), seen).transpose(0, 1)
 
-    def _sees(
-        self,
-        query_HRD: Tensor,
-        keys_GCD: Tensor,
-        values_GCD: Tensor,
-        mask_RC: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def _sees(self, query_HRD: Tensor, seen: Seen) -> Tensor:
         """Values by the softmax of scores; [H, R, D]."""
         cap, scale = self._config.attention_cap, self._config.query_scale
+        keys_GCD, values_GCD, mask_RC, sinks_H = seen
         if cap is None and sinks_H is None:
             return F.scaled_dot_product_attention(
                 *(query_HRD[None], keys_GCD[None], values_GCD[None]),
@@ -496,7 +488,7 @@ class _RowRun:
         cache: Entries,
         rotations: Sequence[tuple[Tensor, Tensor]],
         masks: Mapping[int | None, list[Tensor | None]],
-        attend_row: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
+        attend_row: Callable[[Tensor, Seen], Tensor],
         states: Sequence[tuple[range, RowStates]],
         inputs: Sequence[Tensor] = (),
     ) -> None:
@@ -517,15 +509,9 @@ class _RowRun:
         self._num_nodes = [sum(map(bool, plan.extras[_slice(row)])) for row in plan.rows]
 
     def attend(
-        self,
-        index: int,
-        kind: LayerKind,
-        query_THD: Tensor,
-        key_TGD: Tensor,
-        value_TGD: Tensor,
-        sinks_H: Tensor | None = None,
+        self, index: int, layer: LayerWeights, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor
     ) -> Tensor:
-        outputs = []
+        outputs, kind = [], layer.kind
         blocks_T, offsets_T = self._written
         store, rows_of_all = self._stores[kind.is_wide]
         if kind.source is None:
@@ -539,9 +525,8 @@ class _RowRun:
             if num_nodes:
                 _make_finite(keys_GCD[:, end - num_nodes :])
                 _make_finite(values_GCD[:, end - num_nodes :])
-            query_RHD = query_THD[_slice(row)]
-            attended_RHD = self._attend_row(query_RHD, keys_GCD, values_GCD, mask, sinks_H)
-            outputs.append(attended_RHD.flatten(1))
+            seen = Seen(keys_GCD, values_GCD, mask, layer.sinks_H)
+            outputs.append(self._attend_row(query_THD[_slice(row)], seen).flatten(1))
         return torch.cat(outputs)
 
 
@@ -743,23 +728,17 @@ class FixedShapeDecoder(EagerDecoder):
     def logits(self, normed_TE: Tensor) -> Tensor:
         return _in_blocks(normed_TE, super().logits)
 
-    def _attend(
-        self,
-        query_RHD: Tensor,
-        keys_GCD: Tensor,
-        values_GCD: Tensor,
-        mask_RC: Tensor | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def _attend(self, query_RHD: Tensor, seen: Seen) -> Tensor:
+        keys_GCD, values_GCD, mask_RC, sinks_H = seen
         rows = []
         for i, query_HD in enumerate(query_RHD):
-            seen = slice(None) if mask_RC is None else mask_RC[i].nonzero()[:, 0]
-            seen_keys_GND = keys_GCD[:, seen]
-            keys_GND, values_GND = _padded(seen_keys_GND), _padded(values_GCD[:, seen])
+            own = slice(None) if mask_RC is None else mask_RC[i].nonzero()[:, 0]
+            own_keys_GND = keys_GCD[:, own]
+            keys_GND, values_GND = _padded(own_keys_GND), _padded(values_GCD[:, own])
             entries_N = torch.arange(keys_GND.shape[1], device=query_HD.device)
-            mask_N = entries_N < seen_keys_GND.shape[1]
-            seen_HRD = self._sees(query_HD[:, None], keys_GND, values_GND, mask_N[None], sinks_H)
-            rows.append(seen_HRD[:, 0])
+            mask_1N = (entries_N < own_keys_GND.shape[1])[None]
+            padded = Seen(keys_GND, values_GND, mask_1N, sinks_H)
+            rows.append(self._sees(query_HD[:, None], padded)[:, 0])
         return torch.stack(rows)
 
 

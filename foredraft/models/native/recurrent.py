@@ -147,46 +147,6 @@ def open_rows(plan: ForwardPlan, cache: StateCache) -> list[RowStates]:
     return rows
 
 
-def mixed(
-    sizes: Recurrent,
-    number: int,
-    weights: MixerWeights,
-    inputs_TI: Tensor,
-    gates_TG: Tensor | None,
-    rows: Sequence[tuple[range, RowStates]],
-    eps: float,
-) -> Tensor:
-    """The output [T, M] of recurrent layer ``number``; writes log and states of its rows.
-
-    Args:
-        inputs_TI: of the input projection.
-        gates_TG: of a delta net.
-        eps: of its norm.
-    """
-    found = []
-    for row, states in rows:
-        own = slice(row.start, row.stop)
-        if sizes.kind == "short_conv":
-            found.append(_short_conv(number, weights, inputs_TI[own].float(), states))
-        else:
-            assert gates_TG is not None
-            net = _DeltaNet(sizes, number, weights, eps)
-            found.append(net.run(inputs_TI[own].float(), gates_TG[own].float(), states))
-    return torch.cat(found).to(inputs_TI.dtype)
-
-
-def _short_conv(number: int, weights: MixerWeights, inputs_RI: Tensor, states: RowStates) -> Tensor:
-    before_RC, behind_RC, values_RC = inputs_RI.chunk(3, -1)
-    window = weights.conv_C1K.shape[-1] - 1
-    own_RC = before_RC * values_RC
-    states.new_LTW[number] = own_RC[states.first_logged :]
-    elements_NC = torch.cat((states.old_LTW[number], own_RC))
-    window_KC = states.state.values_LS[number].view(window, -1)
-    for save in states.saves:
-        save.values_LS[number] = _window(window_KC, elements_NC, states.num_before(save)).flatten()
-    return behind_RC * _convolved(window_KC, elements_NC, states, weights)[states.num_old :]
-
-
 def _window(window_KC: Tensor, elements_NC: Tensor, count: int) -> Tensor:
     """The last inputs behind so many elements."""
     return torch.cat((window_KC, elements_NC[:count]))[count:]
@@ -210,19 +170,56 @@ def _convolved(
 
 
 @dataclass(frozen=True)
-class _DeltaNet:
-    """A layer of a gated delta net, or of Mamba-2, for one row."""
+class RecurrentLayer:
+    """A recurrent layer of a model.
+
+    Attributes:
+        number: of the layer among the recurrent ones.
+        eps: of its norm.
+    """
 
     sizes: Recurrent
     number: int
     weights: MixerWeights
     eps: float
 
+    def mixed(
+        self, inputs_TI: Tensor, gates_TG: Tensor | None, rows: Sequence[tuple[range, RowStates]]
+    ) -> Tensor:
+        """The output [T, M]; writes log and states of the rows.
+
+        Args:
+            inputs_TI: of the input projection.
+            gates_TG: of a delta net, or of Mamba-2.
+        """
+        found = []
+        for row, states in rows:
+            inputs_RI = inputs_TI[row.start : row.stop].float()
+            if gates_TG is None:
+                found.append(self._short_conv(inputs_RI, states))
+            else:
+                gates_RG = gates_TG[row.start : row.stop].float()
+                found.append(self._delta_net(inputs_RI, gates_RG, states))
+        return torch.cat(found).to(inputs_TI.dtype)
+
     @property
     def _is_mamba(self) -> bool:
         return self.sizes.kind == "mamba2"
 
-    def run(self, inputs_RI: Tensor, gates_RG: Tensor, states: RowStates) -> Tensor:
+    def _short_conv(self, inputs_RI: Tensor, states: RowStates) -> Tensor:
+        number, window = self.number, self.sizes.window - 1
+        before_RC, behind_RC, values_RC = inputs_RI.chunk(3, -1)
+        own_RC = before_RC * values_RC
+        states.new_LTW[number] = own_RC[states.first_logged :]
+        elements_NC = torch.cat((states.old_LTW[number], own_RC))
+        window_KC = states.state.values_LS[number].view(window, -1)
+        for save in states.saves:
+            behind = _window(window_KC, elements_NC, states.num_before(save))
+            save.values_LS[number] = behind.flatten()
+        convolved_NC = _convolved(window_KC, elements_NC, states, self.weights)
+        return behind_RC * convolved_NC[states.num_old :]
+
+    def _delta_net(self, inputs_RI: Tensor, gates_RG: Tensor, states: RowStates) -> Tensor:
         sizes, number = self.sizes, self.number
         channels = sizes.channels
         assert self.weights.log_decay_H is not None

@@ -68,7 +68,7 @@ _MUCH_TO_READ = 1 << 30
 _HEAD_BITS = 8
 _MIXER = "mixer@"
 """Before the fields of `LayerWeights.mixer`."""
-_EMBEDDING_FIELD, _INPUTS_FIELD = "embedding_VE", "inputs_VW"
+_EMBEDDING_FIELD = "embedding_VE"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OF_EXPERTS = "expert"
 """In the names of experts, and of those that each token reads."""
@@ -244,15 +244,12 @@ class DecoderWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every distinct tensor but the screen's; `with_tensors` takes them by these names."""
+        names = ["final_norm_E", "final_norm_bias_E", "inputs_VW", "input_norm_P"]
+        names += ["head_VE"] if self.head_VE is not self.embedding_VE else []
         found = to_tensors(_EMBEDDING_FIELD, self.embedding_VE)
-        found |= {"final_norm_E": self.final_norm_E}
-        if self.final_norm_bias_E is not None:
-            found |= {"final_norm_bias_E": self.final_norm_bias_E}
-        if self.inputs_VW is not None and self.input_norm_P is not None:
-            found |= to_tensors(_INPUTS_FIELD, self.inputs_VW)
-            found |= {"input_norm_P": self.input_norm_P}
-        if self.head_VE is not self.embedding_VE:
-            found |= to_tensors("head_VE", self.head_VE)
+        for name in names:
+            if (matrix := getattr(self, name)) is not None:
+                found |= to_tensors(name, matrix)
         for index, layer in enumerate(self.layers):
             found |= layer.tensors(f"{index}.")
         return found
@@ -1148,13 +1145,13 @@ class Reader:
         if not self._are_there(parts, num_inputs):
             return torch.empty(0, num_inputs)
         assert self._tensors is not None
-        tensors = [self._tensors[part.name] for part in parts]
-        if not all(tensor.is_quantised for tensor in tensors):
+        stored = [(part, self._tensors[part.name]) for part in parts]
+        if not all(tensor.is_quantised for _, tensor in stored):
             weight = self.take_stacked(parts, num_inputs, dtype=self._table_dtype)
             if self._plain_head:  # beside experts that are
                 return weight
             return PACKED[_HEAD_BITS].of_weight(weight, num_parts, self._shelf)
-        return _matrix_as_stored(parts, tensors, num_parts, self._shelf)
+        return _matrix_as_stored(stored, num_parts, self._shelf)
 
     def _packed(self, weight: Tensor, parts: Sequence[_Part], num_parts: int, bits: Bits) -> Matrix:
         if bits is None or bits == AS_STORED or self._problems:
@@ -1167,11 +1164,9 @@ class Reader:
             blocks = stacked_blocks(self._directory, names, weight)
             if blocks and (blocks.minima_RB is not None) == (kind is INT4):
                 return kind.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
-        tensors = [self._tensors[name] for name in names]
-        if kind is not TILES and all(holds(kind, one) for one in tensors):
-            matrix = _matrix_as_stored(parts, tensors, num_parts, self._shelf, kind)
-            assert isinstance(matrix, PackedMatrix)
-            return matrix
+        stored = [(part, self._tensors[part.name]) for part in parts]
+        if kind is not TILES and all(holds(kind, tensor) for _, tensor in stored):
+            return _packed(kind, stored, num_parts, self._shelf)
         return kind.of_weight(weight, num_parts, self._shelf)
 
     def _problem(self, name: str, shape: tuple[int, ...]) -> str | None:
@@ -1294,41 +1289,32 @@ def holds(form: Form, tensor: StoredTensor) -> bool:
 
 
 def _matrix_as_stored(
-    parts: Sequence[_Part],
-    tensors: Sequence[StoredTensor],
-    num_parts: int,
-    shelf: Shelf,
-    form: Form | None = None,
+    stored: Sequence[tuple[_Part, StoredTensor]], num_parts: int, shelf: Shelf
 ) -> PackedMatrix | StackedMatrix:
     """Matrices of as many inputs, one below the other, packed without rounding.
 
     Args:
         num_parts: see `foredraft.models.native.quant.Form.of_weight`.
-        form: that `holds` them all; None: each has that of its format.
 
     Raises:
         ModelLoadError: a scale is no finite number.
     """
-    forms = [form or FORMS[tensor.dtype] for tensor in tensors]
-    if len(set(forms)) > 1:
-        each = zip(forms, parts, tensors, strict=True)
-        return StackedMatrix(
-            tuple(_packed(form, [part], [one], 1, shelf) for form, part, one in each)
-        )
-    return _packed(forms[0], parts, tensors, num_parts, shelf)
+    forms = [FORMS[tensor.dtype] for _, tensor in stored]
+    if len(set(forms)) == 1:
+        return _packed(forms[0], stored, num_parts, shelf)
+    each = zip(forms, stored, strict=True)
+    return StackedMatrix(tuple(_packed(form, [one], 1, shelf) for form, one in each))
 
 
 def _packed(
-    form: Form,
-    parts: Sequence[_Part],
-    tensors: Sequence[StoredTensor],
-    num_parts: int,
-    shelf: Shelf,
+    form: Form, stored: Sequence[tuple[_Part, StoredTensor]], num_parts: int, shelf: Shelf
 ) -> PackedMatrix:
+    """The same in a form that `holds` them all."""
     found = [
         (part.rows, _in_order(_rows_of(tensor, form, part.pieces), part.order()))
-        for part, tensor in zip(parts, tensors, strict=True)
+        for part, tensor in stored
     ]
+    one = stored[0][1]
 
     def rows_of(wanted: slice) -> Blocks:
         """Of all matrices as if they were one."""
@@ -1342,13 +1328,13 @@ def _packed(
         rows = Blocks.stacked(pieces)
         if not rows.is_finite():
             raise ModelLoadError(
-                f"{tensors[0].file}: a scale of its {tensors[0].dtype} weights is no number that "
+                f"{one.file}: a scale of its {one.dtype} weights is no number that "
                 "float16 holds. If a new download has it too, weights 'bf16' read the file"
             )
         return rows
 
-    num_rows = sum(part.rows for part in parts)
-    return form.of_rows(rows_of, (num_rows, tensors[0].shape[1]), num_parts, shelf)
+    shape = (sum(part.rows for part, _ in stored), one.shape[1])
+    return form.of_rows(rows_of, shape, num_parts, shelf)
 
 
 def _in_order(rows_of: _RowsOf, order_R: Tensor | None) -> _RowsOf:
