@@ -1,9 +1,10 @@
-"""The folder of foredraft's own files."""
+"""The folder of foredraft's own files, and sizes of folders."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,3 +18,12 @@ def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
     if shared := environment.get("XDG_CACHE_HOME"):
         return Path(shared).expanduser() / "foredraft"
     return Path.home() / ".cache" / "foredraft"
+
+
+def bytes_below(folder: Path) -> int:
+    """Size of the files in a folder, but not of those that links in it lead to."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another process may move it meanwhile
+            total += path.stat().st_size if path.is_file() and not path.is_symlink() else 0
+    return total

@@ -438,7 +438,7 @@ def test_every_field_that_transformers_knows_is_known(family: str) -> None:
     if family in NOT_THEIRS:
         pytest.skip("transformers does not have it")
     described = FAMILIES[family]
-    known = HARMLESS | READ | described.reads | set(described.neutral) | set(described.fixed)
+    known = HARMLESS | READ | described.heeds | set(described.neutral) | set(described.fixed)
     known |= IGNORED.get(family, set())
     known |= {"num_local_experts"} if "num_experts" in known else set()
     fields = CONFIG_MAPPING[family]().to_dict().keys() - PreTrainedConfig().to_dict().keys()

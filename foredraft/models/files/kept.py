@@ -31,7 +31,7 @@ from torch import Tensor
 
 from foredraft.models.files.manifest import BLOCK_BYTES, block_sums_of, sums_of_blocks
 from foredraft.models.files.safety import Checkpoint
-from foredraft.system.paths import cache_root
+from foredraft.system.paths import bytes_below, cache_root
 
 LEAST_BYTES = 32 << 20
 """Smallest weight files of a cached model: smaller models are prepared faster than cached."""
@@ -215,8 +215,7 @@ def kept_models() -> list[KeptModel]:
         note, model = folder / _NOTE, None
         with suppress(OSError):
             model = Path(os.fsdecode(note.read_bytes()))
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        found.append(KeptModel(folder, model, sum(path.stat().st_size for path in files)))
+        found.append(KeptModel(folder, model, bytes_below(folder)))
     return sorted(found, key=lambda each: -each.num_bytes)
 
 

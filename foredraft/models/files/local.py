@@ -15,7 +15,7 @@ from foredraft.models.files.hub import HUB_FOLDER, hub_cache
 from foredraft.models.files.kept import kept_models
 from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.safety import Checkpoint
-from foredraft.system.paths import cache_root
+from foredraft.system.paths import bytes_below, cache_root
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ def remove(name: str) -> list[LocalFiles]:
 def _packaged() -> Iterator[LocalFiles]:
     for name, model in MODELS.items():
         folder = _models() / name
-        size = _size(folder) if folder.is_dir() else model.num_bytes
+        size = bytes_below(folder) if folder.is_dir() else model.num_bytes
         yield LocalFiles(name, "packaged", folder, size, is_here=folder.is_dir())
 
 
 def _of_the_hub() -> Iterator[LocalFiles]:
     for folder in sorted(hub_cache().glob(f"{HUB_FOLDER}*")):
         if any(_is_model(snapshot) for snapshot in folder.glob("snapshots/*")):
-            yield LocalFiles(_hub_id(folder), "hub", folder, _size(folder))
+            yield LocalFiles(_hub_id(folder), "hub", folder, bytes_below(folder))
 
 
 def _is_model(snapshot: Path) -> bool:
@@ -163,7 +163,7 @@ def _made_of_files() -> Iterator[LocalFiles]:
             kind = "description" if folder.name.startswith("gguf-") else "converted"
             source = _source_of(folder)
             is_gone = source is not None and not source.exists()
-            yield LocalFiles(folder.name, kind, folder, _size(folder), is_gone=is_gone)
+            yield LocalFiles(folder.name, kind, folder, bytes_below(folder), is_gone=is_gone)
 
 
 def _layouts() -> Iterator[LocalFiles]:
@@ -176,12 +176,3 @@ def _layouts() -> Iterator[LocalFiles]:
 
 def _models() -> Path:
     return cache_root() / "models"
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            if not path.is_symlink() and path.is_file():  # links lead to the user's own files
-                total += path.stat().st_size
-    return total

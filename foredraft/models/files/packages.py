@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.manifest import sha256_of
+from foredraft.system.paths import bytes_below
 
 if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
@@ -170,18 +171,8 @@ def _watch(
         try:
             return process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
-            progress.advance(min(1.0, _bytes_below(scratch) / package.num_bytes))
+            progress.advance(min(1.0, bytes_below(scratch) / package.num_bytes))
     return None
-
-
-def _bytes_below(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip moved it meanwhile
-            continue
-    return total
 
 
 def _reason(code: int | None, log: str) -> str:

@@ -199,37 +199,31 @@ def _of_gguf(path: Path) -> _Conversion:
     """Found again by the files' places, sizes and times; a changed file is another model."""
     parts = gguf_checkpoint.parts_of(path)
 
-    def write(into: Path, _: Path, progress: Progress) -> None:
-        gguf_checkpoint.write_index(parts, into, progress)
-
     def num_bytes() -> int:
         for part in parts:  # a damaged file is found before anything is made
             GgufFile(part)
         return _DESCRIPTION_BYTES
 
     name, recipe = _named(path, parts)
-    return _Conversion(f"gguf-{name}", recipe, num_bytes, write)
+    write = partial(gguf_checkpoint.write_index, parts)
+    return _Conversion(f"gguf-{name}", recipe, num_bytes, lambda into, _, say: write(into, say))
 
 
 def _whole_gguf(path: Path) -> _Conversion:
-    def write(into: Path, _: Path, progress: Progress) -> None:
-        gguf_checkpoint.write_checkpoint(path, into, progress)
-
     name, recipe = _named(path, gguf_checkpoint.parts_of(path))
     size = partial(gguf_checkpoint.bytes_needed, path)
-    return _Conversion(f"safetensors-{name}", recipe, size, write)
+    write = partial(gguf_checkpoint.write_checkpoint, path)
+    return _Conversion(f"safetensors-{name}", recipe, size, lambda into, _, say: write(into, say))
 
 
 def _adapted(adapter: Path, base: Path) -> _Conversion:
-    def write(into: Path, _: Path, progress: Progress) -> None:
-        lora.link_both(adapter, base, into)
-
     files = [adapter / lora.CONFIG, adapter / lora.WEIGHTS]
     if missing := [file for file in files if not file.is_file()]:
         raise ModelLoadError(f"{missing[0]} is missing; adapters are read as safetensors")
     name, recipe = _named(adapter / lora.CONFIG, files)
     name = f"lora-{name.replace('adapter-config', adapter.resolve().name)}"
-    return _Conversion(name, f"{recipe} on {base}", lambda: 0, write)
+    link = partial(lora.link_both, adapter, base)
+    return _Conversion(name, f"{recipe} on {base}", lambda: 0, lambda into, *_: link(into))
 
 
 def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:
