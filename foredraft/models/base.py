@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -312,11 +313,8 @@ def _greedy(logits_V: Tensor, found: Sequence[float]) -> Law | None:
 
 
 def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append(range(start, start + size))
-        start += size
-    return tuple(ranges)
+    ends = zip(sizes, accumulate(sizes), strict=True)
+    return tuple(range(end - size, end) for size, end in ends)
 
 
 class Target(Protocol):
@@ -508,7 +506,6 @@ class RecordedTarget(Protocol):
         Args:
             taps: layers whose outputs will be wanted.
         """
-        ...
 
 
 class HeadChain(Protocol):
@@ -523,7 +520,6 @@ class HeadChain(Protocol):
 
     def can_run(self, slot: int, start: int) -> bool:
         """Whether a round can read the text of a slot from this position on."""
-        ...
 
     def run(self, rows: Sequence[ChainRow], num_steps: int) -> list[list[ScoredTokens]]:
         """Read the rows' tokens and draft so many positions, each behind the best one before.
@@ -534,7 +530,6 @@ class HeadChain(Protocol):
         Returns:
             Of each row and position the candidates.
         """
-        ...
 
 
 class HeadRunner(Protocol):
@@ -567,7 +562,6 @@ class HeadRunner(Protocol):
             ids_R: the token of each output row.
             num_taps: how many layers of the target the inputs of the text are made of.
         """
-        ...
 
 
 class TargetParts(Protocol):

@@ -33,6 +33,7 @@ from foredraft.models.files.schema import (
     GgufFields,
     GgufSamplingFields,
     GgufTokenizerFields,
+    RopeFields,
 )
 from foredraft.models.files.stored import read_blocks, read_tensor
 from foredraft.models.files.tensors import GgufPlace, StoredTensor
@@ -491,19 +492,16 @@ def _factors(file: GgufFile, tensor: GgufTensor, rotated: int) -> list[float]:
 
 def _llama3(file: GgufFile, theta: float, factors: list[float], rotated: int) -> dict[str, Any]:
     """The scaling of Llama 3: files hold its factors, not their parameters."""
+    from foredraft.models.native.config import RotaryEmbedding
+
     factor = float(f"{max(factors):.6g}")  # computed in float32
-    if not np.allclose(factors, _llama3_factors(factor, theta, rotated), rtol=1e-4):
+    found: dict[str, Any] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
+    plain = RotaryEmbedding(theta, rotated)
+    scaled = replace(plain, fields=RopeFields.model_construct(**found))
+    expected = plain.inverse_frequencies() / scaled.inverse_frequencies()
+    if not np.allclose(factors, expected.numpy(), rtol=1e-4):
         _refuse(file, f"the factors of its rotary embedding ({_ROTARY_FACTORS}) are not Llama 3's")
-    return {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
-
-
-def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray[Any, Any]:
-    """Slow frequencies are divided by ``factor``, fast ones by 1, those between by between."""
-    low, high, context = _LLAMA_3.values()
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    turns = context * frequencies / (2 * np.pi)
-    is_fast = np.clip((turns - low) / (high - low), 0, 1)
-    return 1 / (is_fast + (1 - is_fast) / factor)
+    return found
 
 
 # ---------------------------------------------------------------------------------------- weights

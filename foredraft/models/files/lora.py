@@ -90,7 +90,8 @@ def with_adapter(
             if ".lora_B." in name:
                 continue
             raise ModelLoadError(f"{directory / WEIGHTS}: {name} is not merged, only LoRA matrices")
-        first, second = own[name], own.get(name.replace(".lora_A.", ".lora_B."))
+        other = name.replace(".lora_A.", ".lora_B.")
+        first, second = own[name], own.get(other)
         target = merged.get(f"{stem}.weight")
         if second is None or target is None or not _fit(first, second, target):
             shapes = target.shape if target else "no such matrix"
@@ -98,12 +99,9 @@ def with_adapter(
                 f"{directory / WEIGHTS}: {name} of shape {first.shape} fits no matrix of the base "
                 f"model ({stem}: {shapes}); the adapter belongs to another model"
             )
-        scale = _scale(config, stem, first.shape[0])
-        place = LoraPlace(
-            replace(first, name=first.name or name),
-            replace(second, name=second.name or name.replace(".lora_A.", ".lora_B.")),
-            scale,
-        )
+        first = replace(first, name=first.name or name)
+        second = replace(second, name=second.name or other)
+        place = LoraPlace(first, second, _scale(config, stem, first.shape[0]))
         merged[f"{stem}.weight"] = replace(target, lora=place)
     return merged
 

@@ -251,16 +251,16 @@ class HFCache(PagedCache):
         owner = self._slots[slot].owner
         if owner is None:
             return
-        for other, parked in [*self._parked.items()]:
-            if parked.owner == owner and common_prefix(parked.tokens, tokens) > start:
-                self._drop(other)
+
+        def shares(text: _Text | None) -> bool:
+            if text is None or text.owner != owner:
+                return False
+            return common_prefix(text.tokens, tokens) > start
+
+        for other in [other for other, parked in self._parked.items() if shares(parked)]:
+            self._drop(other)
         for other in self.slots:
-            text = self._texts.get(other)
-            if other == slot or (
-                text is not None
-                and text.owner == owner
-                and common_prefix(text.tokens, tokens) > start
-            ):
+            if other == slot or shares(self._texts.get(other)):
                 self._texts.pop(other, None)
                 self._slots[other].owner = None
 

@@ -397,8 +397,7 @@ class GraphedDecoder(EagerDecoder):
 
     def fits(self, plan: ForwardPlan) -> bool:
         """Whether ``plan`` is run as a recording."""
-        config = self._config
-        return not unusual(config) and fits_grid(plan)
+        return not unusual(self._config) and fits_grid(plan)
 
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
         return choose_bucket(plan, block_size, taps)
