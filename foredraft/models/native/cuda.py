@@ -43,7 +43,7 @@ from foredraft.models.native.model import (
     Decoder,
     EagerDecoder,
     FixedShapeDecoder,
-    Seen,
+    SeenEntries,
     capped_attention,
     finished_logits,
     masked_attention,
@@ -478,7 +478,7 @@ class GraphedDecoder(EagerDecoder):
             return super()._norm(x, weight, bias, eps)
         return F.rms_norm(x, weight.shape, weight, eps or self._config.rms_norm_eps)
 
-    def _attend(self, query_RHD: Tensor, seen: Seen) -> Tensor:
+    def _attend(self, query_RHD: Tensor, seen: SeenEntries) -> Tensor:
         keys_GCD, values_GCD, mask_RC, sinks_H = seen
         if sinks_H is not None:
             return super()._attend(query_RHD, seen)

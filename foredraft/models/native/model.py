@@ -98,7 +98,7 @@ class Run(Protocol):
         """
 
 
-class Seen(NamedTuple):
+class SeenEntries(NamedTuple):
     """The entries that one row attends to.
 
     Attributes:
@@ -346,11 +346,11 @@ class EagerDecoder:
     def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, as_tensor(weight, x.dtype), bias)
 
-    def _attend(self, query_RHD: Tensor, seen: Seen) -> Tensor:
+    def _attend(self, query_RHD: Tensor, seen: SeenEntries) -> Tensor:
         """Attention of one row's tokens; [R, H, D]."""
         return self._sees(query_RHD.transpose(0, 1), seen).transpose(0, 1)
 
-    def _sees(self, query_HRD: Tensor, seen: Seen) -> Tensor:
+    def _sees(self, query_HRD: Tensor, seen: SeenEntries) -> Tensor:
         """Values by the softmax of scores; [H, R, D]."""
         cap, scale = self._config.attention_cap, self._config.query_scale
         keys_GCD, values_GCD, mask_RC, sinks_H = seen
@@ -488,7 +488,7 @@ class _RowRun:
         cache: Entries,
         rotations: Sequence[tuple[Tensor, Tensor]],
         masks: Mapping[int | None, list[Tensor | None]],
-        attend_row: Callable[[Tensor, Seen], Tensor],
+        attend_row: Callable[[Tensor, SeenEntries], Tensor],
         states: Sequence[tuple[range, RowStates]],
         inputs: Sequence[Tensor] = (),
     ) -> None:
@@ -525,7 +525,7 @@ class _RowRun:
             if num_nodes:
                 _make_finite(keys_GCD[:, end - num_nodes :])
                 _make_finite(values_GCD[:, end - num_nodes :])
-            seen = Seen(keys_GCD, values_GCD, mask, layer.sinks_H)
+            seen = SeenEntries(keys_GCD, values_GCD, mask, layer.sinks_H)
             outputs.append(self._attend_row(query_THD[_slice(row)], seen).flatten(1))
         return torch.cat(outputs)
 
@@ -728,7 +728,7 @@ class FixedShapeDecoder(EagerDecoder):
     def logits(self, normed_TE: Tensor) -> Tensor:
         return _in_blocks(normed_TE, super().logits)
 
-    def _attend(self, query_RHD: Tensor, seen: Seen) -> Tensor:
+    def _attend(self, query_RHD: Tensor, seen: SeenEntries) -> Tensor:
         keys_GCD, values_GCD, mask_RC, sinks_H = seen
         rows = []
         for i, query_HD in enumerate(query_RHD):
@@ -737,7 +737,7 @@ class FixedShapeDecoder(EagerDecoder):
             keys_GND, values_GND = _padded(own_keys_GND), _padded(values_GCD[:, own])
             entries_N = torch.arange(keys_GND.shape[1], device=query_HD.device)
             mask_1N = (entries_N < own_keys_GND.shape[1])[None]
-            padded = Seen(keys_GND, values_GND, mask_1N, sinks_H)
+            padded = SeenEntries(keys_GND, values_GND, mask_1N, sinks_H)
             rows.append(self._sees(query_HD[:, None], padded)[:, 0])
         return torch.stack(rows)
 
