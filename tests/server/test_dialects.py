@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from foredraft.server.dialects.chat import ChatRequest
 from foredraft.server.dialects.completions import CompletionRequest
 from foredraft.server.dialects.fields import RequestBody
 from foredraft.server.dialects.messages import MessagesRequest
-from foredraft.server.dialects.responses import ResponsesRequest
+from foredraft.server.dialects.responses import ResponsesRequest, _messages
 from foredraft.server.dialects.tokenize import DetokenizeRequest
 from foredraft.server.metrics import Metrics
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
@@ -282,6 +283,14 @@ def test_a_conversation_of_items(client: httpx.Client) -> None:
     assert client.post("/v1/responses", json=body).status_code == 200
 
 
+def test_calls_of_tools_with_free_text_are_read() -> None:
+    call = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "a\nb"}
+    output = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
+    said, done = _messages([call, output])
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"input": "a\nb"}
+    assert (done["role"], done["content"], done["tool_call_id"]) == ("tool", "done", "c1")
+
+
 def test_text_and_its_calls_are_one_message_in_every_dialect(client: httpx.Client) -> None:
     """The same conversation has the same tokens, so the cache finds it and templates alternate."""
     call = {"name": "look", "arguments": '{"at": 1}'}
@@ -296,6 +305,8 @@ def test_text_and_its_calls_are_one_message_in_every_dialect(client: httpx.Clien
     ]
     items = [
         {"type": "additional_tools", "tools": []},
+        {"type": "item_reference", "id": "m1"},
+        {"type": "local_shell_call", "call_id": "s1"},
         *USER,
         {"type": "message", "role": "assistant", "content": "Let me see."},
         {"type": "web_search_call", "id": "w"},
@@ -320,7 +331,7 @@ def test_text_and_its_calls_are_one_message_in_every_dialect(client: httpx.Clien
         )
     ]
     assert [answer.status_code for answer in answers] == [200, 200, 200]
-    assert answers[1].headers["x-foredraft-ignored"] == "input[0], input[3]"
+    assert answers[1].headers["x-foredraft-ignored"] == "input[0], input[1], input[2], input[5]"
     usages = [answer.json()["usage"] for answer in answers]
     sizes = [
         usages[0]["prompt_tokens"],
