@@ -28,7 +28,12 @@ from foredraft.cache.store import BlockStore
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.models.base import Capabilities, ScoreRow, Scores, check_taps
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.model import FixedShapeDecoder, finished_logits, scored
+from foredraft.models.native.model import (
+    FixedShapeDecoder,
+    SeenEntries,
+    finished_logits,
+    scored,
+)
 from foredraft.models.native.plan import ForwardPlan, announce, plan_forward
 from foredraft.models.native.quant import Stack, as_tensor
 from foredraft.models.native.weights import DecoderWeights
@@ -121,21 +126,15 @@ class SplitDecoder(FixedShapeDecoder):
     def _head_norm(self, x_THD: Tensor, weight: Tensor | None) -> Tensor:
         return self._norm(x_THD.flatten(0, 1), weight).view(x_THD.shape)
 
-    def _sees(
-        self,
-        query_HRD: Tensor,
-        keys_GCD: Tensor,
-        values_GCD: Tensor,
-        mask_RC: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def _sees(self, query_HRD: Tensor, seen: SeenEntries) -> Tensor:
         """One key-value head at a time: how many there are here changes no shape."""
-        shared, sees = len(query_HRD) // len(keys_GCD), super()._sees
+        shared, sees = len(query_HRD) // len(seen.keys_GCD), super()._sees
         queries = torch.split(query_HRD, shared)
-        entries = zip(torch.split(keys_GCD, 1), torch.split(values_GCD, 1), strict=True)
+        entries = zip(torch.split(seen.keys_GCD, 1), torch.split(seen.values_GCD, 1), strict=True)
         heads = zip(queries, entries, strict=True)
-        assert sinks_H is None  # only gpt-oss has them, a mixture: refused
-        return torch.cat([sees(query, *entry, mask_RC, None) for query, entry in heads])
+        assert seen.sinks_H is None  # only gpt-oss has them, a mixture: refused
+        rest = seen.mask_RC, None
+        return torch.cat([sees(query, SeenEntries(*entry, *rest)) for query, entry in heads])
 
 
 def part_of(
