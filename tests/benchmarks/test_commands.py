@@ -103,6 +103,7 @@ def test_report_shows_or_writes_the_page(tmp_path: Path) -> None:
     assert shown.stdout == page.read_text() == render(tmp_path)
 
 
+@pytest.mark.slow
 def test_step_times_target_and_drafter(report: Report) -> None:
     written = report(
         "step", "--tokens", "1,3", "--rows", "1,2", "--context", "16", "--rounds", "2",
@@ -289,6 +290,7 @@ def test_streaming_is_measured_beside_the_engine(report: Report) -> None:
     assert written["rounds"] == [{"added": pytest.approx(rates[0] / rates[1] - 1)}]
 
 
+@pytest.mark.slow
 def test_a_checkout_beside_itself(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     result = CliRunner().invoke(

@@ -208,6 +208,7 @@ def test_what_fails_as_it_is_made_is_made_once(problem: str, failure: str) -> No
         assert str(reason.value) == failure
 
 
+@pytest.mark.slow
 def test_a_mistake_in_its_options_is_an_error_at_once() -> None:
     with pytest.raises(ConfigError, match="mistake"):
         PeerContender(Fragile, "x", problem="mistake")
@@ -227,6 +228,7 @@ def test_a_crash_costs_its_figure_alone() -> None:
     assert read[0].median_ms() == 500.0
 
 
+@pytest.mark.slow
 def test_a_peer_that_crashes_is_left_out_of_a_comparison() -> None:
     contenders: list[Contender] = [Sound(), PeerContender(Fragile, "fragile")]
     prompts = [(BenchPrompt(str(n), "chat", "text"), [5] * n) for n in (1, 2, 1)]

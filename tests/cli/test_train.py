@@ -172,6 +172,7 @@ def test_text_is_written_in_a_short_context(checkpoint: Path, tmp_path: Path) ->
     assert max(len(text.prompt_ids) for text in read_texts(tmp_path / "texts")) <= 64
 
 
+@pytest.mark.slow
 def test_training_keeps_to_its_minutes(checkpoint: Path, tmp_path: Path) -> None:
     """It writes as much text as there is time for, reads it, and learns from it."""
     common = ("hidden_head", "--target", str(checkpoint), "--out", str(tmp_path / "head"), *SMALL)

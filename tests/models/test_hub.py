@@ -335,6 +335,7 @@ def test_a_gguf_model_is_described_by_its_header(stand_in: dict[str, str], tmp_p
     assert not list((tmp_path / "hf").rglob("*.gguf"))
 
 
+@pytest.mark.slow
 def test_a_split_file_and_one_of_safetensors(stand_in: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     save_checkpoint(folder, NATIVE_CONFIGS["llama"]())
@@ -355,6 +356,7 @@ def test_a_split_file_and_one_of_safetensors(stand_in: dict[str, str], tmp_path:
     assert about["download_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "message"), [(401, "is gated: accept its terms"), (404, "the hub has no model")]
 )
