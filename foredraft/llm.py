@@ -93,7 +93,7 @@ class LLM:
     ) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
         self._draft, self.plan, self.cost = draft, plan, cost
-        self._experience = experience_of(plan, draft.plan if draft else None)
+        self._experience = experience_of(plan, draft.plan if draft else None, cost)
         self.sampling_defaults: Mapping[str, float] | None = None
         if options.sampling_defaults == "model":
             self.sampling_defaults = tokenizer.sampling_defaults if tokenizer else {}

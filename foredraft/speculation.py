@@ -105,16 +105,19 @@ def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
     return loaded
 
 
-def experience_of(plan: ModelPlan | None, draft_plan: ModelPlan | None) -> Experience:
+def experience_of(
+    plan: ModelPlan | None, draft_plan: ModelPlan | None, cost: CostModel | None
+) -> Experience:
     """Statistics of this pair of models on this machine, kept for later processes.
 
     Nothing where there is no draft model.
     """
     experience = Experience()
-    if plan is not None and draft_plan is not None:
+    if plan is not None and draft_plan is not None and cost is not None:
+        experience.plain_ms = lambda: cost.ms([(1, USUAL_CONTEXT)])
         machine = cpu_name(), available_cpus(), torch.get_num_threads(), describe_instructions()
         models = plan.number_format, draft_plan.directory, draft_plan.number_format
-        recipe = recipe_of(*machine, *models, draft_plan.read_bytes)
+        recipe = recipe_of(*machine, *models, draft_plan.read_bytes, "in plain steps")
         name = f"pair-{recipe[:8]}"
         experience.take_json(plan.kept.read_json(name, recipe))
         experience.keep = partial(plan.kept.keep_json, name, recipe)

@@ -53,12 +53,14 @@ class Experience:
 
     Attributes:
         keep: keeps `as_json` for later processes; None: it is not kept.
+        plain_ms: of a step of the target now.
     """
 
     kinds: KindCounts = field(default_factory=dict)
     times: DraftTimes = field(default_factory=DraftTimes)
     lengths: ReplyLengths = field(default_factory=ReplyLengths)
     keep: Callable[[dict[str, Any]], None] | None = None
+    plain_ms: Callable[[], float] = lambda: 1.0
     _num_unkept: int = 0
 
     def note_step(self) -> None:
@@ -78,7 +80,7 @@ class Experience:
             for (drafter, kind), counts in self.kinds.items()
         ]
         lengths = [self.lengths.total, self.lengths.weight]
-        return {"kinds": kinds, "times": self.times.as_json(), "lengths": lengths}
+        return {"kinds": kinds, "times": self.times.as_json(self.plain_ms()), "lengths": lengths}
 
     def take_json(self, value: Mapping[str, Any] | None) -> None:
         """Take the result of `as_json` of an earlier process; anything else is left out."""
@@ -87,7 +89,7 @@ class Experience:
         try:
             for drafter, noise, coupling, counted in value["kinds"]:
                 self.kinds[str(drafter), (int(noise), str(coupling))] = _counts(counted)
-            self.times.take_json(value["times"])
+            self.times.take_json(value["times"], self.plain_ms())
             self.lengths = ReplyLengths(*map(float, value["lengths"]))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             _log.info("what was kept of drafters is not used: %s", error)

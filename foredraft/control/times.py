@@ -179,23 +179,31 @@ class DraftTimes:
 
     # ---- between processes -----------------------------------------------------------------------
 
-    def as_json(self) -> dict[str, Any]:
-        """The estimates of drafting and reading, in values that JSON has."""
-        known = {name: [*curve.known.items()] for name, curve in self._proposing.items()}
-        reading = {name: [each.ms, each.tokens] for name, each in self._reading.items()}
-        return {"proposing": known, "reading": reading}
+    def as_json(self, plain_ms: float) -> dict[str, Any]:
+        """The estimates of drafting and reading, in values that JSON has.
 
-    def take_json(self, value: Mapping[str, Any]) -> None:
+        Args:
+            plain_ms: a step of the target, which is their unit: a machine that was busy then may be
+                quiet when they are taken.
+        """
+        proposing = {
+            name: [(bucket, ms / plain_ms) for bucket, ms in curve.known.items()]
+            for name, curve in self._proposing.items()
+        }
+        reading = {name: [each.ms / plain_ms, each.tokens] for name, each in self._reading.items()}
+        return {"proposing": proposing, "reading": reading}
+
+    def take_json(self, value: Mapping[str, Any], plain_ms: float) -> None:
         """Take the result of `as_json` of another process, until times are measured anew.
 
         Raises:
             TypeError, ValueError, KeyError: it is something else.
         """
         for name, points in value["proposing"].items():
-            known = {int(bucket): float(ms) for bucket, ms in points}
+            known = {int(bucket): float(share) * plain_ms for bucket, share in points}
             self._proposing[str(name)] = _Curve(known, dict(known))
-        for name, (ms, tokens) in value["reading"].items():
-            self._reading[str(name)] = _PerToken(float(ms), float(tokens))
+        for name, (share, tokens) in value["reading"].items():
+            self._reading[str(name)] = _PerToken(float(share) * plain_ms, float(tokens))
 
 
 def _bucket(num_rows: int) -> int:

@@ -655,6 +655,11 @@ def test_what_was_learnt_is_kept_for_later_processes() -> None:
     run.run(10, 1)
     assert run.control._acceptance.kind_rates("model", (0, "seeded"))[1, 0] > 0.8
     assert run.drafted >= 20
+    busy = Experience(keep=kept.append, plain_ms=lambda: 25.0)
+    busy.times.observe("model", 1, 10.0, 0, 0.0)
+    quiet = Experience(plain_ms=lambda: 10.0)
+    quiet.take_json(busy.as_json())
+    assert quiet.times.round_ms("model", 1) == pytest.approx(4.0), "times are in plain steps"
     broken = Experience()
     for nonsense in ({}, {"kinds": [[1, 2]]}, {"kinds": [], "times": 3}, []):
         broken.take_json(nonsense)  # type: ignore[arg-type]
