@@ -768,7 +768,7 @@ def test_scores_times_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_mutated_config_is_right_or_refused(family: str, tmp_path: Path) -> None:
-    check_mutations(family, 8, tmp_path)
+    check_mutations(family, 15, tmp_path)
 
 
 @pytest.mark.slow
