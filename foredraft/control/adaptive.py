@@ -121,16 +121,16 @@ class AdaptiveBudget:
                 self._every = 1
             self._left = TRIAL_STEPS if plan.is_trial else self._every
             self._plan, self._planned_for = plan, ids
-        if not others and self._times_plain(plan):
+        if not others and self._times_plain(plan, len(rows)):
             self._left = 0
             plan = replace(plan, budgets={}, reason="plain decoding is timed")
         return [self._allowance(row, plan) for row in rows]
 
-    def _times_plain(self, plan: Plan) -> bool:
+    def _times_plain(self, plan: Plan, num_rows: int) -> bool:
         """Whether a step is to show how long one without drafts takes, while all others draft."""
         if not self._is_measured or self._num_steps < self._plain_at + _LEAST_DRAFTING:
             return False
-        if not self._planner.is_in_doubt(plan):
+        if not self._planner.is_in_doubt(plan, num_rows):
             return False
         self._plain_at = self._num_steps
         return True

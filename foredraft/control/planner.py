@@ -442,12 +442,11 @@ class Planner:
             reason="nothing pays: a few other requests try again",
         )
 
-    def is_in_doubt(self, plan: Plan) -> bool:
-        """Whether plain decoding may be faster than a plan: it would be, with one deviation of what
-        is known of the ratio of their times."""
+    def is_in_doubt(self, plan: Plan, num_rows: int) -> bool:
+        """Whether plain decoding may be faster than a plan for so many rows: it would be, with one
+        deviation of what is known of the ratio of their times."""
         if plan.pooled is None or not plan.budgets:
             return False
-        num_rows = max(1, round(plan.plain_rate * plan.plain_ms))
         doubt = self._cost.doubt(num_rows, num_rows + max(1, round(plan.pooled.nodes)))
         return math.log(plan.pooled.rate / plan.plain_rate) < _DEVIATIONS * doubt
 

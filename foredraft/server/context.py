@@ -251,7 +251,8 @@ class ServerContext:
             in_words_of(request.names),  # only the engine compiles a grammar
             self._counted(request.tenant, len(request.prompts) * request.params.n),
         ):
-            stream = await (engine := self.engine).open_all(
+            engine = self.engine
+            stream = await engine.open_all(
                 request.asked(self.llm),
                 tenant=request.tenant,
                 priority=request.priority,

@@ -39,6 +39,17 @@ def counting_model(vocab_size: int = len(LETTERS)) -> TableModel:
     return TableModel(vocab_size, conditional)
 
 
+def noting_model(read: list[int]) -> TableModel:
+    """A random model that notes in ``read`` how many tokens of each row its forwards read."""
+
+    class Noting(TableModel):
+        def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+            read.extend(len(row.pending) for row in rows)
+            return super().score(rows, taps)
+
+    return Noting.random(10, seed=3)
+
+
 class FaultyTarget(TableModel):
     """A `TableModel` that can be told to fail."""
 

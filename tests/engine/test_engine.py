@@ -25,6 +25,7 @@ from tests.engine.helpers import (
     generate,
     limited,
     new_engine,
+    noting_model,
 )
 
 PROMPTS = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 9], [0, 1, 2]]
@@ -191,13 +192,7 @@ def test_the_batch_size_must_be_a_positive_whole_number(size: object) -> None:
 
 def test_a_session_reads_only_what_is_new() -> None:
     read: list[int] = []
-
-    class Watched(TableModel):
-        def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-            read.extend(len(row.pending) for row in rows)
-            return super().score(rows, taps)
-
-    target = Watched.random(10, seed=3)
+    target = noting_model(read)
     engine = new_engine(target)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=4)
 
@@ -211,7 +206,7 @@ def test_a_session_reads_only_what_is_new() -> None:
     prompt = [1, 2, 3, *first, 4, 5]
     second = turn(prompt)
     assert read == [3, 1, 1, 1]  # the last token of the first reply, and the two new ones
-    assert second == generate(new_engine(Watched.random(10, seed=3)), [prompt], params)[0].token_ids
+    assert second == generate(new_engine(noting_model([])), [prompt], params)[0].token_ids
     turn([1, 2, 9])
     assert read[0] == 1  # two tokens in common
     turn([1, 2, 9])

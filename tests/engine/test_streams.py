@@ -7,7 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +21,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.request import Event
-from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
-from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from tests.engine.helpers import (
     counting_drafter,
@@ -33,6 +31,7 @@ from tests.engine.helpers import (
     generate,
     limited,
     new_engine,
+    noting_model,
 )
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
@@ -248,13 +247,7 @@ def test_each_is_the_text_of_its_seed(max_batch_size: int, max_step_tokens: int)
 
 def test_the_prompt_is_read_once() -> None:
     read: list[int] = []
-
-    class Watched(TableModel):
-        def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-            read.extend(len(row.pending) for row in rows)
-            return super().score(rows, taps)
-
-    engine = new_engine(Watched.random(10, seed=3))
+    engine = new_engine(noting_model(read))
     engine.submit(PROMPT, FOUR)
     results = finish(engine)
     assert [n for n in read if n > 1] == [len(PROMPT)]

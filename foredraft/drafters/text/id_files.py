@@ -35,11 +35,24 @@ def write_ids(
 def kind_of(path: Path) -> str | None:
     """The kind that a file of ids says it is; None: it is no such file."""
     try:
+        return _opened(path)[0].get("format")
+    except ConfigError:
+        return None
+
+
+def _opened(path: Path) -> tuple[Mapping[str, str], dict[str, Tensor]]:
+    """What a file says of itself, and its tensors, mapped.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
         check_safetensors(path)
         with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get("format")
-    except (OSError, SafetensorError, ModelLoadError):
-        return None
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return file.metadata() or {}, tensors
+    except (OSError, SafetensorError, ModelLoadError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); delete it and make it anew") from error
 
 
 def read_ids(
@@ -59,13 +72,7 @@ def read_ids(
     Raises:
         ConfigError: the file is damaged, of another kind or of another tokenizer.
     """
-    try:
-        check_safetensors(path)
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ModelLoadError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); delete it and make it anew") from error
+    about, stored = _opened(path)
     if about.get("format") != kind:
         raise ConfigError(f"{path} is no {kind}; delete it or name another")
     forms = {name: (tensor.ndim, tensor.dtype) for name, tensor in stored.items()}

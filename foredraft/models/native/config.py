@@ -632,8 +632,8 @@ def _experts(family: Family, fields: DecoderFields) -> Experts | None:
     assert fields.num_experts
     assert fields.num_experts_per_tok
     num_shared = _shared_size(family, fields) // _feed_forward_size(family, fields)
-    is_grouped = fields.topk_method != "greedy" and fields.n_group and fields.topk_group
-    groups = fields.n_group if is_grouped and fields.n_group else 1
+    is_grouped = fields.topk_method != "greedy" and fields.topk_group
+    groups = (is_grouped and fields.n_group) or 1
     return Experts(
         fields.num_experts + num_shared,
         fields.num_experts_per_tok + num_shared,
