@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from benchmarks.contenders import Contender, ContenderRun
+from benchmarks.contenders import Contender, ContenderRun, OurContender
 from benchmarks.timing import PeerFailed
 from foredraft.bench.prompts import BenchPrompt
 from foredraft.bench.report import Report, Table
@@ -49,6 +49,7 @@ def run_trials(
     temperatures: Sequence[float],
     advance: Callable[[str], None],
     log: RunLog | None = None,
+    turns: int | None = None,
 ) -> list[Trial]:
     """Every contender on every prompt, in rotating order, one after the other.
 
@@ -61,6 +62,8 @@ def run_trials(
         params: shared by all; the temperature is replaced.
         advance: called with the name of the run that has ended.
         log: earlier runs, which are not repeated; new runs are added.
+        turns: tokens after which the next contender goes on with its reply; None: whole replies.
+            Each contender is then an `OurContender` with an engine of its own.
     """
     trials: list[Trial] = []
     failed: set[str] = set()
@@ -68,12 +71,13 @@ def run_trials(
         at = replace(params, temperature=temperature)
         for number, (prompt, ids) in enumerate(prompts):
             start = number % len(contenders)
-            turns = (*contenders[start:], *contenders[:start])
+            order = (*contenders[start:], *contenders[:start])
             runs = None if log is None else log.find(prompt.id, temperature)
             known = runs is not None
-            runs = runs or Runs()
-            for contender in turns:
-                if not known and contender.name not in failed:
+            if runs is None:
+                runs = run_in_turns(order, ids, at, turns) if turns else Runs()
+            for contender in order:
+                if not (known or turns or contender.name in failed):
                     with suppress(PeerFailed):
                         runs[contender.name] = contender.run(ids, at)
                 if contender.name not in runs:
@@ -88,6 +92,24 @@ def run_trials(
                 if name in runs
             ]
     return [trial for trial in trials if trial.contender not in failed]
+
+
+def run_in_turns(
+    contenders: Sequence[Contender], prompt_ids: Sequence[int], params: SamplingParams, tokens: int
+) -> Runs:
+    """One reply of each, ``tokens`` in a turn: slow seconds of the machine are everyone's."""
+    running = {one.name: cast(OurContender, one).running(prompt_ids, params) for one in contenders}
+    runs = Runs()
+    while running:
+        for name, reply in [*running.items()]:
+            written = 0
+            try:
+                while written < tokens:
+                    written += len(next(reply).token_ids)
+            except StopIteration as end:
+                runs[name] = end.value
+                del running[name]
+    return runs
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from foredraft.bench.measure import measure
+from foredraft.bench.measure import MeasuredRun, measure, measuring
 from foredraft.core.params import Coupling, SamplingParams
 from foredraft.core.record import SpeculationStats, StepRecord
 from foredraft.drafters import drafter_spec
+from foredraft.engine.request import Event
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
 
@@ -79,8 +80,19 @@ class OurContender:
         self.name = name or self._llm.drafter_name
 
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
+        return self._of(measure(self._started(prompt_ids, params)))
+
+    def running(
+        self, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> Generator[Event, None, ContenderRun]:
+        """The same, with a pause behind each event."""
+        return self._of((yield from measuring(self._started(prompt_ids, params))))
+
+    def _started(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Event]:
         self._steps.clear()
-        run = measure(self._llm.stream(prompt_ids, replace(params, coupling=self._coupling)))
+        return self._llm.stream(prompt_ids, replace(params, coupling=self._coupling))
+
+    def _of(self, run: MeasuredRun) -> ContenderRun:
         if run.result.error:
             raise RuntimeError(f"{self.name}: {run.result.error}")
         return ContenderRun(

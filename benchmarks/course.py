@@ -121,9 +121,13 @@ def variants_of(entered: Field, draft_model: str | None) -> dict[str, dict[str, 
 
 
 def run_course(
-    llm: LLM, contenders: Sequence[Contender], course: Course, log: RunLog | None = None
+    llm: LLM,
+    contenders: Sequence[Contender],
+    course: Course,
+    log: RunLog | None = None,
+    turns: int | None = None,
 ) -> list[Trial]:
-    """Every contender on every prompt, with a progress bar."""
+    """Every contender on every prompt (see `run_trials`), with a progress bar."""
     from benchmarks.compare import run_trials
     from benchmarks.timing import PeerFailed
     from foredraft.bench.prompts import encoded_prompts
@@ -142,7 +146,7 @@ def run_course(
         with suppress(PeerFailed):  # it fails again when it counts
             contender.run(prompts[0][1][-16:], replace(params, max_tokens=4))
     with progress_bar(len(prompts) * len(contenders) * len(temperatures)) as advance:
-        return run_trials(contenders, prompts, params, temperatures, advance, log)
+        return run_trials(contenders, prompts, params, temperatures, advance, log, turns)
 
 
 @dataclass(frozen=True)

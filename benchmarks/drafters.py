@@ -73,6 +73,14 @@ def drafters(
     course: Course,
     others: Others,
     output: o.Output = None,
+    turns: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Load the model for each drafter, and let them take turns after this many tokens "
+            "of a reply: slow seconds of the machine are then everyone's.",
+        ),
+    ] = None,
     log: Annotated[
         Path | None,
         typer.Option(help="Keep each run in this file as it is made, and go on from it."),
@@ -89,9 +97,11 @@ def drafters(
     check_plot(plot)
     params = course.params()
     _check(load, others, course)
-    llm, variants, contenders = _loaded(load, entered, others)
+    if turns and (others.peers or others.coupling == "both"):
+        raise ConfigError("only our drafters take turns, with one coupling: leave out --turns")
+    llm, variants, contenders = _loaded(load, entered, others, is_shared=not turns)
     kept = None if log is None else _opened(log, llm, contenders, params, course.prompts)
-    trials = run_course(llm, contenders, course, kept)
+    trials = run_course(llm, contenders, course, kept, turns)
     peers = [c.name for c in contenders if c.name.startswith(_FAMILIES) and "ngram" not in c.name]
     comparison_report(llm, trials, course.seed, peers, _failures(contenders, trials)).give(output)
     if plot:
@@ -119,18 +129,26 @@ def _check(load: LoadOptions, others: Others, course: Course) -> None:
 
 
 def _loaded(
-    load: LoadOptions, entered: Field, others: Others
+    load: LoadOptions, entered: Field, others: Others, *, is_shared: bool
 ) -> tuple[LLM, Mapping[str, Mapping[str, Any]], list[Contender]]:
-    """The model, which drafters run on it with which options, and all contenders."""
+    """The model, which drafters run on it with which options, and all contenders.
+
+    Args:
+        is_shared: one model serves all; else each has its own, and the first one's is returned.
+    """
     noise = others.noisy_draft_model
     if noise is not None:  # weights in few bits take no noise
         load = replace(load, draft_model=load.model, draft_weights="bf16")
     load = with_draft_model(load)
     variants = variants_of(entered, load.draft_model)
-    llm = load_llm(load, others.random_weights)
-    if noise is not None:
-        add_noise(llm.drafter_context.draft_model, noise)
-    contenders: list[Contender] = [*our_contenders(llm, load, variants, COUPLINGS[others.coupling])]
+    groups = [variants] if is_shared else [{name: variants[name]} for name in variants]
+    llms, contenders = [], list[Contender]()
+    for group in groups:
+        llms.append(load_llm(load, others.random_weights))
+        if noise is not None:
+            add_noise(llms[-1].drafter_context.draft_model, noise)
+        contenders += our_contenders(llms[-1], load, group, COUPLINGS[others.coupling])
+    llm = llms[0]
     if others.peers:
         assert llm.tokenizer is not None
         stop_ids, context = llm.tokenizer.eos_token_ids, llm.target.max_context

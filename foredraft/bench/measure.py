@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from foredraft.engine.request import Event, GenerationResult
 
@@ -46,6 +47,17 @@ def measure(
         events: of one request, as from `LLM.stream`.
         show: called with each event.
     """
+    run = measuring(events)
+    while True:
+        try:
+            event = next(run)
+        except StopIteration as end:
+            return cast(MeasuredRun, end.value)
+        show(event)
+
+
+def measuring(events: Iterator[Event]) -> Generator[Event, None, MeasuredRun]:
+    """The same, with a pause behind each event."""
     total_s = first_s = 0.0
     num_first = 0
     result: GenerationResult | None = None
@@ -55,6 +67,6 @@ def measure(
         total_s += time.perf_counter() - started
         if not num_first and event.token_ids:
             first_s, num_first = total_s, len(event.token_ids)
-        show(event)
+        yield event
         result = event.result
     return MeasuredRun(result, first_s, total_s, num_first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from foredraft.bench.report import write_json
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import SpeculationStats
+from foredraft.engine.request import Event
 from tests.cli.conftest import Run
 from tests.docs.pages import REPO
 
@@ -88,7 +89,7 @@ def test_contexts_are_categories(report: Report) -> None:
 def test_a_variant_is_a_drafter_with_options(report: Report) -> None:
     written = report(
         "drafters", "--variant", "token-recycling num-candidates=4",
-        "--variant", "ngram max_ngram_size=8", "--limit", "1", "--max-tokens", "4",
+        "--variant", "ngram max_ngram_size=8", "--limit", "1", "--max-tokens", "4", "--turns", "2",
     )  # fmt: skip
     names = {row["contender"] for row in written["summaries"]}
     assert names == {"none", "token_recycling num-candidates=4", "ngram max_ngram_size=8"}
@@ -227,6 +228,7 @@ def test_quality_compares_with_float32(bench: Run, tmp_path: Path) -> None:
         (("drafters", "--drafters", "ngrm"), "did you mean 'ngram'"),
         (("drafters", "--against", "transformer"), "did you mean 'transformers'"),
         (("drafters", "--against", "transformers", "--temperature", "1"), "at temperature 0"),
+        (("drafters", "--against", "transformers", "--turns", "8"), "leave out --turns"),
         (("drafters", "--temperature", "warm"), "not numbers with commas"),
         (("drafters", "--coupling", "drawm"), "did you mean 'drawn'"),
         (("drafters", "--noisy-draft-model", "0.1", "--draft-model", "x"), "name no other"),
@@ -362,6 +364,29 @@ def test_the_order_of_contenders_rotates() -> None:
     contenders = [Fixed(name, 1.0, (1, 2), order) for name in ("none", "x")]
     run_trials(contenders, PROMPTS[:2], SamplingParams(), [0.0], lambda text: None)
     assert order == ["none", "x", "x", "none"]
+
+
+class Slow(Fixed):
+    """One that writes a token at a time."""
+
+    def running(
+        self, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> Generator[Event, None, ContenderRun]:
+        for token in self._tokens:
+            self._order.append(self.name)
+            yield Event(0, (token,), 0, ())
+        return self.run(prompt_ids, params)
+
+
+def test_replies_are_written_in_turns() -> None:
+    order: list[str] = []
+    contenders = [Slow("none", 2.0, (1, 2, 3), order), Slow("x", 1.0, (1, 2, 3), order)]
+    trials = run_trials(
+        contenders, PROMPTS[:1], SamplingParams(), [0.0], lambda text: None, turns=2
+    )
+    assert order == ["none", "none", "x", "x", "none", "none", "x", "x"]
+    assert [trial.contender for trial in trials] == ["none", "x"]
+    assert summaries(trials, "none")[-1].speedup == pytest.approx(2.0)
 
 
 def test_one_line_a_contender() -> None:
