@@ -6,7 +6,6 @@ import os
 import re
 import weakref
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.core.errors import ConfigError
@@ -126,25 +125,17 @@ def check_fits(name: str, weights: int, work: int) -> None:
         )
 
 
-def machine_memory(root: Path = ROOT) -> int:
-    """Bytes of memory that this process may use: the machine's, or the lowest cgroup limit.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or the lowest cgroup limit."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([pages, *memory_limits(root)])
+    return min([pages, *memory_limits()])
 
 
-def available_memory(root: Path = ROOT) -> int:
-    """Bytes that can be taken now without swapping, as far as the system says.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
+def available_memory() -> int:
+    """Bytes that can be taken now without swapping, as far as the system says."""
     with suppress(OSError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
+        for line in (ROOT / "proc/meminfo").read_text().splitlines():
             name, _, amount = line.partition(":")
             if name == "MemAvailable":
-                return min(1024 * int(amount.split()[0]), machine_memory(root))
-    return machine_memory(root)
+                return min(1024 * int(amount.split()[0]), machine_memory())
+    return machine_memory()

@@ -62,7 +62,6 @@ class AdaptiveBudget:
         cost: what steps cost here. None: a usual machine's proportions, and of the drafters' own
             times only the forwards that they say they take.
         experience: of controllers on the same models.
-        ledger: bounds the loss.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class AdaptiveBudget:
         drafters: Sequence[DrafterTraits],
         cost: CostModel | None = None,
         experience: Experience | None = None,
-        ledger: Ledger | None = None,
     ) -> None:
         self._is_measured, self._cost = cost is not None, cost or CostModel(_USUAL_TIMES)
         self._experience = experience = experience or Experience()
@@ -80,7 +78,7 @@ class AdaptiveBudget:
             for i, d in enumerate(drafters)
         }
         self._acceptance = Acceptance(experience.kinds, priors)
-        self.ledger = ledger or Ledger()
+        self.ledger = Ledger()
         times = self._times if self._is_measured else None
         self._planner = Planner(
             drafters, self._cost, times, self._acceptance, self.ledger, experience.lengths

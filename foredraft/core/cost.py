@@ -26,6 +26,8 @@ from foredraft.core.errors import ConfigError
 _SHARPNESS = 6.0
 _MOST_TOKENS = 1024
 """Of a step, roughly."""
+_LONGEST_CHAIN = 16
+"""Nodes of the chains that are weighed."""
 
 Times = tuple[tuple[int, float], ...]
 """(tokens, milliseconds), by rising tokens."""
@@ -54,17 +56,16 @@ def relative(times: Sequence[float]) -> Prices:
     return tuple(ms / times[0] for ms in times)
 
 
-def chain_speedup(chance: float, round_share: float, prices: Prices, most_nodes: int = 16) -> float:
+def chain_speedup(chance: float, round_share: float, prices: Prices) -> float:
     """Committed tokens by time over plain decoding, with chains of the best length.
 
     Args:
         chance: that a token is accepted if those before it are.
         round_share: time of the forward that drafts a token, in plain steps.
         prices: of nodes to verify.
-        most_nodes: of a chain.
     """
     tokens, best = 1.0, 1.0
-    for num_nodes in range(1, most_nodes + 1):
+    for num_nodes in range(1, _LONGEST_CHAIN + 1):
         tokens += chance**num_nodes
         best = max(best, tokens / (price_of(prices, num_nodes) + num_nodes * round_share))
     return best

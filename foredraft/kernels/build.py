@@ -132,16 +132,16 @@ def _load(name: str, instructions: InstructionSet) -> ctypes.CDLL:
     )
 
 
-def find_shipped(name: str, instructions: InstructionSet, sources: Path = _SOURCES) -> Path | None:
+def find_shipped(name: str, instructions: InstructionSet) -> Path | None:
     """The library that came with these sources in a wheel, undamaged; None: there is none."""
-    prefix = shipped_prefix(name, instructions, sources)
-    libraries = (sources / SHIPPED).glob(f"{prefix}-*.so")
+    prefix = shipped_prefix(name, instructions)
+    libraries = (_SOURCES / SHIPPED).glob(f"{prefix}-*.so")
     return next((found for found in libraries if _is_whole(found, prefix)), None)
 
 
-def shipped_prefix(name: str, instructions: InstructionSet, sources: Path = _SOURCES) -> str:
+def shipped_prefix(name: str, instructions: InstructionSet) -> str:
     """How the name of a library in a wheel begins, whoever compiled it; its digest follows."""
-    key = _key((*_FLAGS, *instructions.flags), sources / f"{name}.cpp")
+    key = _key((*_FLAGS, *instructions.flags), _SOURCES / f"{name}.cpp")
     return f"{name}-{key}"
 
 

@@ -87,7 +87,6 @@ class TableModel:
         vocab_size: number of tokens.
         conditional: maps the tokens so far to ``vocab_size`` probabilities.
         max_context: most tokens a row may hold.
-        max_tokens: most tokens that its cache may hold; None: no limit.
     """
 
     def __init__(
@@ -95,12 +94,11 @@ class TableModel:
         vocab_size: int,
         conditional: Conditional,
         max_context: int = 4096,
-        max_tokens: int | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.capabilities = Capabilities(tree_attention=True, taps=range(_NUM_LAYERS))
-        self.cache = TokenCache(max_context, max_tokens)
+        self.cache = TokenCache(max_context)
         self._conditional = conditional
         self._logits: dict[tuple[int, ...], Tensor] = {}
 

@@ -26,16 +26,13 @@ class ChainDraft:
 
     Args:
         row: what it is drafted for.
-        min_confidence: a token less likely than this is not drafted, and ends the chain. Decided
-            from the distribution, before a token is drawn from it, so that nothing is biased.
 
     Attributes:
         chance: that all of it is accepted, as far as the chances of its tokens are known.
     """
 
-    def __init__(self, row: DraftRow, min_confidence: float = 0.0) -> None:
+    def __init__(self, row: DraftRow) -> None:
         self.row, self.chance = row, 1.0
-        self._min_confidence = min_confidence
         self._draft = row.draft()
         self._has_ended = False
 
@@ -63,7 +60,7 @@ class ChainDraft:
     @property
     def draw_key(self) -> DrawKey | None:
         """What draws the next token; None where its logits have to be looked at."""
-        return None if self._min_confidence else self._draft.draw_key(len(self._draft) - 1)
+        return self._draft.draw_key(len(self._draft) - 1)
 
     def take(self, choice: Choice | int | None) -> int | None:
         """Add the token that follows the last one, and return it; None ends the chain.
@@ -103,8 +100,7 @@ class ChainDraft:
         Args:
             logits_V: what the draft model says about it.
         """
-        unsure = self._min_confidence and confidence(logits_V) < self._min_confidence
-        if unsure or not self._draft.extend(len(self._draft) - 1, logits_V):
+        if not self._draft.extend(len(self._draft) - 1, logits_V):
             self._has_ended = True
             return None
         if self.row.params.coupling == "seeded":
@@ -113,11 +109,6 @@ class ChainDraft:
 
     def build(self) -> Proposal:
         return self._draft.build()
-
-
-def confidence(logits_V: Tensor) -> float:
-    """The largest probability at temperature 1."""
-    return float((logits_V.max() - logits_V.logsumexp(0)).exp())
 
 
 def read_by(model: Target, row: DraftRow) -> Sequence[int]:

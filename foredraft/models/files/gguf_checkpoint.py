@@ -350,9 +350,9 @@ def _said_by_family(
     file: GgufFile, family: Family, gguf: Gguf, tensors: _Tensors
 ) -> dict[str, Any]:
     """Fields that only some families have."""
-    found = dict(gguf.implied)
+    found, prefix = dict(gguf.implied), f"{file.metadata[_ARCHITECTURE]}."
     for name, key in gguf.keys.items():
-        value = file.metadata.get(f"{gguf.architecture}.{key}")
+        value = file.metadata.get(prefix + key)
         if isinstance(value, float):
             found[name] = _shortest(value)
         elif isinstance(value, np.ndarray) and name in _SPECIAL_LAYERS:
@@ -361,13 +361,13 @@ def _said_by_family(
         elif value is not None:
             is_nothing = type(value) is int and value == 0 and key not in _MAY_BE_0
             found[name] = None if is_nothing else value
-    heads = file.metadata.get(f"{gguf.architecture}.attention.head_count_kv")
+    heads = file.metadata.get(f"{prefix}attention.head_count_kv")
     if isinstance(heads, np.ndarray) and not family.has_wide_heads:
         if not family.recurrent:
             _refuse(file, "attention.head_count_kv is array; its layers must have the same heads")
         names = (RECURRENT_TYPES[family.recurrent][0], "full_attention")
         found["layer_types"] = [names[bool(count)] for count in heads[: len(tensors)]]
-        fed = file.metadata.get(f"{gguf.architecture}.feed_forward_length")
+        fed = file.metadata.get(f"{prefix}feed_forward_length")
         if family.has_single_parts and isinstance(fed, np.ndarray):
             alone = "moe" if found.get("n_routed_experts") else "mlp"
             both = zip(found["layer_types"], fed, strict=False)
@@ -599,11 +599,11 @@ def _names(config: DecoderConfig, asked: Mapping[str, object]) -> dict[str, str]
     return {theirs: ours for theirs, ours in found.items() if ours.format(expert=0) in asked}
 
 
-def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str | None, str]]:
+def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str, str]]:
     """Names of a layer's tensors in transformers and in GGUF, without ``.weight`` or ``.bias``."""
     names, norms = config.family.names.apart, _gguf_norms(config)
     if not config.experts and names.dense_down:
-        names = replace(names, gate_up=names.dense_gate_up, down=names.dense_down, router=None)
+        names = replace(names, gate_up=names.dense_gate_up, down=names.dense_down, router="")
     if config.family.mixes_beside:  # Falcon-H1, whose files leave ".weight" out here
         names = replace(names, mlp_norm=f"{names.mlp_norm}.weight")
     yield from ((getattr(names, norm), norms[norm]) for norm in GGUF_NORMS)

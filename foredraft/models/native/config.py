@@ -609,7 +609,7 @@ def _has_experts(family: Family, fields: DecoderFields) -> bool:
     is_there = fields.enable_moe_block and fields.num_experts != 0
     if family.has_single_parts:
         is_there = any(FEED_FORWARD_TYPES.get(kind) for kind in fields.layer_types or ())
-    return is_there and family.names.router is not None
+    return is_there and bool(family.names.router)
 
 
 def _feed_forward_size(family: Family, fields: DecoderFields) -> int:
@@ -639,11 +639,11 @@ def _experts(family: Family, fields: DecoderFields) -> Experts | None:
         fields.num_experts_per_tok + num_shared,
         normalised=bool(fields.norm_topk_prob),
         num_shared=num_shared,
-        shared_gate=family.names.shared_router is not None,
+        shared_gate=bool(family.names.shared_router),
         scale=fields.routed_scaling_factor,
         num_dense=_num_dense(fields),
         dense_size=fields.feed_forward_size,
-        has_bias=family.names.router_bias is not None and fields.use_expert_bias is not False,
+        has_bias=bool(family.names.router_bias) and fields.use_expert_bias is not False,
         groups=groups,
         chosen_groups=(groups > 1 and fields.topk_group) or 1,
     )
@@ -865,13 +865,12 @@ def _rope_fields(family: Family, fields: DecoderFields) -> list[RopeFields]:
 
 def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) -> str | None:
     """The feature of this checkpoint that the decoder lacks, or None."""
-    for name, neutral in family.neutral.items():
-        accepted = neutral if isinstance(neutral, tuple) else (neutral,)
+    for name, accepted in family.neutral.items():
         if raw.get(name) not in (None, [], *accepted):
             return f"{name} is not implemented ({raw[name]!r:.80})"
     if (activation := fields.hidden_activation or fields.hidden_act) not in ACTIVATIONS:
         return f"activation {activation!r:.80} is not implemented"
-    if (activation == "xielu") != (family.names.activation is not None):
+    if (activation == "xielu") != bool(family.names.activation):
         return f"activation {activation!r:.80} is not implemented in this family"
     if reason := why_not_read(fields.quantization_config):
         return reason

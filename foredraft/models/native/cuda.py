@@ -961,7 +961,7 @@ def _unusual_layers(config: DecoderConfig) -> str | None:
         "norms that subtract the mean": family.layer_norms,
         "layers whose parts read one input": family.is_parallel,
         "feed-forward parts without gates, or with biases": not family.is_gated or config.mlp_bias,
-        "attention sinks": family.names.sinks is not None,
+        "attention sinks": bool(family.names.sinks),
         "norms behind rotary embedding": family.norms_rotated,
         "heads of two sizes": config.wide_heads is not None,
         "latent attention": config.latent is not None,

@@ -326,7 +326,7 @@ def load_weights(
     config, unused = fit(checkpoint, config)
     checkpoint.warn_of_unused(_without_own_layers(unused, config.num_hidden_layers))
     name = f"weights-{dtype}-{bits}".replace("torch.", "")
-    recipe = recipe_of(sys.modules[__name__], quant, families, config)
+    recipe = recipe_of(sys.modules[__name__], quant, families, families.TEXT, config)
     states_dtype = dtype if bits == AS_STORED else None
     if bits is None:  # a checkpoint is read as fast as a copy of it
         kept = NOTHING_KEPT
@@ -641,13 +641,13 @@ class _Layer:
             }
         return found
 
-    def _norm(self, name: str | None, size: int | None = None) -> Tensor | None:
-        if name is None:
+    def _norm(self, name: str, size: int | None = None) -> Tensor | None:
+        if not name:
             return None
         return self._reader.take(f"{self._prefix}{name}.weight", size or self._config.hidden_size)
 
-    def _norm_bias(self, name: str | None) -> Tensor | None:
-        if name is None or not self._family.norm_biases:
+    def _norm_bias(self, name: str) -> Tensor | None:
+        if not name or not self._family.norm_biases:
             return None
         return self._reader.take(f"{self._prefix}{name}.bias", self._config.hidden_size)
 
