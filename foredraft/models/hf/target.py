@@ -62,7 +62,6 @@ class HFTarget:
             transformers hands out for it is normed.
         cache_memory: what the cache may take, in bytes, or shared with other caches; None: a
             share of the memory there is.
-        num_ids: how many of so many output rows are tokens: no others are drawn; None: all.
 
     Raises:
         CapabilityError: the model is no causal language model, or its past cannot be rolled back
@@ -82,14 +81,13 @@ class HFTarget:
         trees: bool = True,
         parts: bool = True,
         cache_memory: CacheMemory | int | None = None,
-        num_ids: Callable[[int], int] | None = None,
     ) -> None:
         check_model(model, self.has_encoder)
         config = self._decoder_config(model)
         self.model = model
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or config.vocab_size)
-        self._num_ids = num_ids(self.vocab_size) if num_ids else self.vocab_size
+        self._num_ids = self.vocab_size
         self.max_context = max_context or context_limit(config)
         memory = CacheMemory.of(cache_memory, model.device)
         carries_state = has_states(model)
@@ -132,7 +130,7 @@ class HFTarget:
 
         Args:
             source: the checkpoint; a directory is checked first.
-            num_ids: see the class.
+            num_ids: how many of so many output rows are tokens: no others are drawn; None: all.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged, or of a kind that transformers
@@ -144,8 +142,10 @@ class HFTarget:
         try:
             model = _load_model(checkpoint, dtype, cls.auto_class)
             _check_finite(checkpoint.directory, model)
-            target = cls(model.to(device), max_context, cache_memory=cache_memory, num_ids=num_ids)
+            target = cls(model.to(device), max_context, cache_memory=cache_memory)
             target.check_loaded()
+            if num_ids:  # not before: what is tried takes differences of logits
+                target._num_ids = num_ids(target.vocab_size)
         except ForedraftError:
             raise
         except Exception as error:  # transformers and the model's code may raise anything
