@@ -113,6 +113,7 @@ def served(tokenizer: Tokenizer, plant: Plant) -> Iterator[Endpoint]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("plant", "detect"),
     [

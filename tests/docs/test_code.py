@@ -22,6 +22,7 @@ from foredraft.cli.main import COMMANDS, app
 from foredraft.drafters import drafter_names, drafter_spec
 from foredraft.drafters.registry import head_kinds
 from foredraft.llm import LLM
+from tests.audit.marks import few_now
 from tests.docs.pages import PAGES, REPO, blocks, code_spans, page_id
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.server.conftest import running
@@ -141,8 +142,8 @@ def made_short(words: list[str], model: Path, url: str) -> list[str]:
     return [*words, *added, *shlex.split(SHORT.get(key, ""))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", OPERATED, ids=lambda page: page.stem)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", few_now(OPERATED, OPERATED[-1:]))
 def test_commands_of_a_page_run(
     page: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

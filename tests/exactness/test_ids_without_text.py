@@ -5,17 +5,21 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
+from transformers import GPT2Config, MambaConfig
 
 from foredraft import LLM, SamplingParams
 from foredraft.core.choices import DrawKey
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
+from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
+from foredraft.models.hf.target import HFTarget
 from foredraft.models.native.draft_model import NativeDraftModel, for_drafts
 from foredraft.models.native.model import EagerDecoder, finished_logits
 from foredraft.models.native.target import NativeTarget
@@ -23,7 +27,14 @@ from foredraft.models.native.weights import rounded
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
 from tests.conformance.harness import fused_decoder
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint, save_tokenizer
+from tests.models.checkpoints import (
+    NATIVE_CONFIGS,
+    VOCAB_SIZE,
+    save_checkpoint,
+    save_tokenizer,
+    tiny_model,
+)
+from tests.models.encoder_decoders import tiny
 
 MORE = 212
 """As many again, nearly: a flat law would draw them all the time."""
@@ -126,6 +137,21 @@ def test_all_other_logits_keep_their_bits(padded: Path) -> None:
         assert scores.drawn[0].drawn < size
         assert scores.logits_NV[:, size:].isneginf().all()
         model.cache.free(row.slot)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mamba", "t5"])
+def test_a_model_of_transformers_is_tried_with_all_its_rows(kind: str, tmp_path: Path) -> None:
+    """Trees, states and an encoder-decoder's steps are compared as differences of logits."""
+    load = EncoderDecoderTarget.load if kind == "t5" else HFTarget.load
+    sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
+    made = {"gpt2": GPT2Config(n_head=4, **sizes), "mamba": MambaConfig(**sizes)}
+    model = tiny() if kind == "t5" else tiny_model(made[kind])
+    model.save_pretrained(tmp_path)
+    whole, some = load(tmp_path), load(tmp_path, num_ids=lambda num_rows: num_rows - 3)
+    assert some.capabilities.tree_attention == whole.capabilities.tree_attention == (kind == "gpt2")
+    found = [each.score([ScoreRow(each.cache.allocate(), [0])]).logits_NV for each in (whole, some)]
+    assert torch.equal(found[0][:, :-3], found[1][:, :-3])
+    assert found[1][:, -3:].isneginf().all()
 
 
 def test_capped_logits_are_closed_behind_the_cap(padded: Path) -> None:

@@ -36,6 +36,7 @@ def test_nothing_is_broken(first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_nothing_is_broken_for_long() -> None:
     simulate(1_000_000, 100_000)
 

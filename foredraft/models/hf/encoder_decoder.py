@@ -26,8 +26,7 @@ from foredraft.core.rules.bans import ModelBans
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import Capabilities, Encoder, ScoreRow, Source
 from foredraft.models.hf.cache import HFCache
-from foredraft.models.hf.sizes import NO_LIMIT
-from foredraft.models.hf.target import HFTarget
+from foredraft.models.hf.target import HFTarget, context_limit
 from foredraft.models.native.plan import ForwardPlan
 
 _LOG = logging.getLogger("foredraft")
@@ -138,7 +137,7 @@ class EncoderDecoderTarget(HFTarget):
         super().__init__(model, max_context, trees=False, parts=False, **options)
         generation = model.generation_config
         self.decoder_prompt = decoder_prompt or _decoder_prompt(model, generation)
-        self.max_source = int(getattr(model.config, "max_position_embeddings", None) or NO_LIMIT)
+        self.max_source = context_limit(model.config)
         self.bans = bans or ModelBans(
             tuple(generation.suppress_tokens or ()),
             (0, tuple(generation.begin_suppress_tokens or ())),

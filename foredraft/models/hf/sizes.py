@@ -31,7 +31,7 @@ def read_sizes(checkpoint: Checkpoint) -> SizeFields:
     largest = max((max(t.shape, default=1) for t in checkpoint.tensors.values()), default=0)
     heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
     limits = dict.fromkeys((*heads, "hidden_size", "vocab_size"), largest)
-    limits["num_hidden_layers"] = len(checkpoint.tensors)
+    limits |= dict.fromkeys(("num_hidden_layers", "encoder_layers"), len(checkpoint.tensors))
     for name, limit in limits.items():
         if (getattr(sizes, name) or 0) > limit:
             raise ModelLoadError(

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
 from foredraft.cache.memory import CacheMemory
@@ -61,7 +62,6 @@ class HFTarget:
             transformers hands out for it is normed.
         cache_memory: what the cache may take, in bytes, or shared with other caches; None: a
             share of the memory there is.
-        num_ids: how many of so many output rows are tokens: no others are drawn; None: all.
 
     Raises:
         CapabilityError: the model is no causal language model, or its past cannot be rolled back
@@ -81,14 +81,14 @@ class HFTarget:
         trees: bool = True,
         parts: bool = True,
         cache_memory: CacheMemory | int | None = None,
-        num_ids: Callable[[int], int] | None = None,
     ) -> None:
         check_model(model, self.has_encoder)
         config = self._decoder_config(model)
         self.model = model
-        self.vocab_size: int = _vocab_size(model, config)
-        self._num_ids = num_ids(self.vocab_size) if num_ids else self.vocab_size
-        self.max_context = max_context or _context_limit(config)
+        head = model.get_output_embeddings()
+        self.vocab_size = int(getattr(head, "out_features", None) or config.vocab_size)
+        self._num_ids = self.vocab_size
+        self.max_context = max_context or context_limit(config)
         memory = CacheMemory.of(cache_memory, model.device)
         carries_state = has_states(model)
         layers = partial(state_layers, config) if carries_state else layer_factory(config)
@@ -109,10 +109,9 @@ class HFTarget:
 
     @property
     def capabilities(self) -> Capabilities:
-        has_parts = self._parts is not None
         return Capabilities(
             tree_attention=self._takes_trees,
-            taps=range(self._num_layers if has_parts else self._num_layers - 1),
+            taps=range(self._num_layers if self._parts else self._num_layers - 1),
             parts=self._parts,
             cache_layers=self,
         )
@@ -131,7 +130,7 @@ class HFTarget:
 
         Args:
             source: the checkpoint; a directory is checked first.
-            num_ids: see the class.
+            num_ids: how many of so many output rows are tokens: no others are drawn; None: all.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged, or of a kind that transformers
@@ -140,14 +139,16 @@ class HFTarget:
         """
         checkpoint = Checkpoint.of(source)
         read_sizes(checkpoint)
-        model = _load_model(checkpoint, dtype, cls.auto_class)
-        _check_finite(checkpoint.directory, model)
         try:
-            target = cls(model.to(device), max_context, cache_memory=cache_memory, num_ids=num_ids)
+            model = _load_model(checkpoint, dtype, cls.auto_class)
+            _check_finite(checkpoint.directory, model)
+            target = cls(model.to(device), max_context, cache_memory=cache_memory)
             target.check_loaded()
+            if num_ids:  # not before: what is tried takes differences of logits
+                target._num_ids = num_ids(target.vocab_size)
         except ForedraftError:
             raise
-        except Exception as error:  # the model's code may raise anything
+        except Exception as error:  # transformers and the model's code may raise anything
             raise _cannot_run(checkpoint.directory, error) from error
         return target
 
@@ -285,21 +286,14 @@ class _TreeMask:
     def of(self, plan: ForwardPlan) -> Tensor | dict[str, Tensor]:
         seen_TC = plan.mask(plan.rows[0])
         assert seen_TC is not None  # only a single token needs none, and a tree has siblings
-        if len(self._kinds) < 2:
-            all_slide = self._kinds != ("full_attention",)
-            return self._additive(self._in_window(seen_TC, plan) if all_slide else seen_TC)
-        return {
-            kind: self._additive(
-                self._in_window(seen_TC, plan) if kind == "sliding_attention" else seen_TC
-            )
-            for kind in self._kinds
-        }
+        kinds = self._kinds or ("sliding_attention",)
+        masks = {kind: self._additive(self._seen_by(kind, seen_TC, plan)) for kind in kinds}
+        return masks if len(masks) > 1 else masks[kinds[0]]
 
-    def _in_window(self, seen_TC: Tensor, plan: ForwardPlan) -> Tensor:
-        if self._window is None:
+    def _seen_by(self, kind: str, seen_TC: Tensor, plan: ForwardPlan) -> Tensor:
+        if kind == "full_attention" or self._window is None:
             return seen_TC
-        start = plan.entries[0]
-        entry_positions_C = torch.cat([torch.arange(start), plan.positions_T])
+        entry_positions_C = torch.cat([torch.arange(plan.entries[0]), plan.positions_T])
         return seen_TC & (entry_positions_C[None] > plan.positions_T[:, None] - self._window)
 
     def _additive(self, seen_TC: Tensor) -> Tensor:
@@ -328,12 +322,7 @@ def check_model(model: Any, has_encoder: bool) -> None:
         raise ConfigError(f"{name} is in training mode, where dropout is random; call model.eval()")
 
 
-def _vocab_size(model: Any, config: Any) -> int:
-    head = model.get_output_embeddings()
-    return int(getattr(head, "out_features", None) or config.vocab_size)
-
-
-def _context_limit(config: Any) -> int:
+def context_limit(config: Any) -> int:
     return int(getattr(config, "max_position_embeddings", None) or NO_LIMIT)
 
 
@@ -363,18 +352,18 @@ def _quietly() -> Iterator[None]:
 
 def _load_model(checkpoint: Checkpoint, dtype: torch.dtype, auto_class: Any) -> Any:
     directory = checkpoint.directory
-    try:
-        with _quietly():
-            model, info = auto_class.from_pretrained(
-                directory,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except Exception as error:  # transformers raises many kinds here, all of them fatal
-        raise _cannot_run(directory, error) from error
+    named = {"dtype": dtype, "trust_remote_code": False}
+    with _quietly():
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, **named)
+        with torch.device("meta"), no_init_weights():
+            _check_size(checkpoint, auto_class.from_config(config, **named))
+        model, info = auto_class.from_pretrained(
+            directory,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **named,
+        )
     missing = sorted(str(key) for key in info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -385,6 +374,20 @@ def _load_model(checkpoint: Checkpoint, dtype: torch.dtype, auto_class: Any) -> 
         )
     checkpoint.warn_of_unused(map(str, info["unexpected_keys"]))
     return model.eval()
+
+
+def _check_size(checkpoint: Checkpoint, model: Any) -> None:
+    """Refuse a model of more numbers than the weight files can hold.
+
+    transformers makes up weights that are missing or of another shape before it says so.
+    """
+    size = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
+    # A bit is the least that a weight is stored in; masks and angles of positions are in no file.
+    if size > max(8 * checkpoint.num_bytes, 1 << 26):
+        raise ModelLoadError(
+            f"{checkpoint.directory}: config.json describes {size:,} weights, and the files hold "
+            f"{checkpoint.num_bytes:,} bytes. Correct config.json, or get the whole checkpoint"
+        )
 
 
 def _cannot_run(directory: Path, error: Exception) -> ModelLoadError:
