@@ -109,21 +109,27 @@ def default_memory(device: torch.device | str, to_come: int = 0) -> int:
     return max(min(machine_memory() // _SHARE, left // _FREE_SHARE, of_model), _LEAST)
 
 
-def check_fits(name: str, weights: int, work: int) -> None:
+def check_fits(name: str, weights: int, work: int, cache: int | None = None) -> None:
     """Refuse a model that this machine's memory cannot hold, before it is loaded.
 
     Args:
         weights, work: in bytes.
+        cache: bytes that caches may take; None: what is left.
 
     Raises:
         ConfigError: it cannot.
     """
-    if weights + work + _LEAST > (there := machine_memory()):
-        raise ConfigError(
-            f"{name} takes {weights / 1e9:.1f} GB for weights and {work / 1e9:.1f} GB for work, "
-            f"and this machine has {there / 1e9:.1f} GB for us: take a file in fewer bits "
-            "(such as Q4_K_M), weights='int4', or a smaller model"
-        )
+    there = machine_memory()
+    if weights + work + (cache or _LEAST) <= there:
+        return
+    fewer = "take a file in fewer bits (such as Q4_K_M), weights='int4', or a smaller model"
+    asked = ""
+    if cache and weights + work + _LEAST <= there:
+        fewer, asked = "ask for less cache_memory", f", {cache / 1e9:.1f} GB for caches"
+    raise ConfigError(
+        f"{name} takes {weights / 1e9:.1f} GB for weights and {work / 1e9:.1f} GB for work{asked}, "
+        f"and this machine has {there / 1e9:.1f} GB for us: {fewer}"
+    )
 
 
 def machine_memory(root: Path = ROOT) -> int:
@@ -133,7 +139,7 @@ def machine_memory(root: Path = ROOT) -> int:
         root: where ``proc`` and ``sys`` are.
     """
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([pages, *memory_limits(root)])
+    return min([pages, *(limit for limit, _ in memory_limits(root))])
 
 
 def available_memory(root: Path = ROOT) -> int:
@@ -142,9 +148,10 @@ def available_memory(root: Path = ROOT) -> int:
     Args:
         root: where ``proc`` and ``sys`` are.
     """
+    there = [machine_memory(root), *(left for _, left in memory_limits(root))]
     with suppress(OSError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             name, _, amount = line.partition(":")
             if name == "MemAvailable":
-                return min(1024 * int(amount.split()[0]), machine_memory(root))
-    return machine_memory(root)
+                there.append(1024 * int(amount.split()[0]))
+    return min(there)

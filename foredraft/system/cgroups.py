@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
 """Where ``proc`` and ``sys`` are."""
+_CACHED = {
+    1: re.compile(r"^total_(?:in)?active_file (\d+)$", re.MULTILINE),
+    2: re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE),
+}
 
 
-def memory_limits(root: Path = ROOT) -> Iterator[int]:
-    """Bytes of memory, one number for each cgroup that has a limit."""
+def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
+    """Bytes of memory of each cgroup that has a limit: the limit, and what is left of it.
+
+    Cached files give way, so they count as left.
+    """
     for folder, version in _folders("memory", root):
         limit = _text(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
         if limit.isdecimal():  # "max", or no such file: no limit
-            yield int(limit)
+            taken = _text(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
+            cached = _CACHED[version].findall(_text(folder / "memory.stat"))
+            left = int(limit) - max(0, int(taken or 0) - sum(map(int, cached)))
+            yield int(limit), max(0, left)
 
 
 def cpu_limits(root: Path = ROOT) -> Iterator[float]:
