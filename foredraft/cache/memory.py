@@ -119,17 +119,13 @@ def check_fits(name: str, weights: int, work: int, cache: int | None = None) -> 
     Raises:
         ConfigError: it cannot.
     """
-    there = machine_memory()
-    if weights + work + (cache or _LEAST) <= there:
-        return
-    fewer = "take a file in fewer bits (such as Q4_K_M), weights='int4', or a smaller model"
-    asked = ""
-    if cache and weights + work + _LEAST <= there:
-        fewer, asked = "ask for less cache_memory", f", {cache / 1e9:.1f} GB for caches"
-    raise ConfigError(
-        f"{name} takes {weights / 1e9:.1f} GB for weights and {work / 1e9:.1f} GB for work{asked}, "
-        f"and this machine has {there / 1e9:.1f} GB for us: {fewer}"
-    )
+    if weights + work + (cache or _LEAST) > (there := machine_memory()):
+        asked = f", and {cache / 1e9:.1f} GB for caches" if cache else ""
+        raise ConfigError(
+            f"{name} takes {weights / 1e9:.1f} GB for weights and {work / 1e9:.1f} GB for work"
+            f"{asked}, and this machine has {there / 1e9:.1f} GB for us: take a file in fewer bits "
+            "(such as Q4_K_M), weights='int4', less cache_memory, or a smaller model"
+        )
 
 
 def machine_memory(root: Path = ROOT) -> int:

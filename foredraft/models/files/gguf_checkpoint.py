@@ -574,12 +574,9 @@ def _with_keys_and_values(
     shapes: Mapping[str, tuple[int, ...]], sizes: Latent, heads: int
 ) -> dict[str, tuple[int, ...]]:
     """The same where one tensor makes keys and values of latents."""
-    found, shape = dict(shapes), (heads * (sizes.still + sizes.value_size), sizes.rank)
-    for name in shapes:
-        if name.endswith(".v_b_proj.weight"):
-            del found[name], found[name.replace(".v_b_", ".k_b_")]
-            found[name.replace(".v_b_", ".kv_b_")] = shape
-    return found
+    whole = heads * (sizes.still + sizes.value_size), sizes.rank
+    both = {name.replace(".v_b_", ".kv_b_"): whole for name in shapes if ".v_b_" in name}
+    return both | {n: shape for n, shape in shapes.items() if not re.search(r"\.[kv]_b_", n)}
 
 
 def _place(config: DecoderConfig, name: str, tensor: GgufTensor) -> GgufPlace:

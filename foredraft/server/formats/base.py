@@ -197,14 +197,10 @@ def parameters_of(tool: Tool) -> Mapping[str, Any]:
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Schemas of an object's properties, each with the definitions that it may name."""
     found = schema.get("properties")
-    named = found if isinstance(found, Mapping) else {}
+    named = found.items() if isinstance(found, Mapping) else ()
+    whole = {name: each if isinstance(each, Mapping) else {} for name, each in named}
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return {
-        name: {**(shared if "$ref" in str(each) else {}), **each}
-        if isinstance(each, Mapping)
-        else {}
-        for name, each in named.items()
-    }
+    return {key: {**shared, **of} if "$ref" in str(of) else of for key, of in whole.items()}
 
 
 def schema_rule(rule: str, schema: Mapping[str, Any]) -> str:

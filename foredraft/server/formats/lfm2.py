@@ -20,6 +20,7 @@ from foredraft.server.formats.reading import Incoming, Reads, call_parts, json_c
 from foredraft.server.formats.values import Values
 
 CALL, END_CALL = "<|tool_call_start|>", "<|tool_call_end|>"
+_JSON = (str, list, dict)
 
 
 class Lfm25(Format):
@@ -75,12 +76,7 @@ class Lfm2(Lfm25):
     def adapted(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool]
     ) -> Sequence[dict[str, Any]]:
-        return [
-            {**each, "content": _written(each["tool_calls"]) + each["content"]}
-            if each.get("tool_calls")
-            else each
-            for each in messages
-        ]
+        return [_with_calls(each) if each.get("tool_calls") else each for each in messages]
 
 
 def _calls(values: Values) -> list[tuple[str, dict[str, Any]]]:
@@ -88,14 +84,13 @@ def _calls(values: Values) -> list[tuple[str, dict[str, Any]]]:
     return list(values.items("]", lambda: values.call("(", "=", ")")))
 
 
-def _written(calls: Sequence[dict[str, Any]]) -> str:
-    written = []
-    for name, arguments in (call["function"].values() for call in calls):
+def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
+    calls = []
+    for name, arguments in (call["function"].values() for call in message["tool_calls"]):
         named = arguments.items() if isinstance(arguments, Mapping) else ()
-        written.append(f"{name}({', '.join(f'{key}={_literal(each)}' for key, each in named)})")
-    return f"{CALL}[{', '.join(written)}]{END_CALL}"
-
-
-def _literal(value: Any) -> str:
-    is_json = isinstance(value, str | list | dict)
-    return json.dumps(value, ensure_ascii=False) if is_json else repr(value)
+        texts = (
+            f"{key}={json.dumps(each, ensure_ascii=False) if isinstance(each, _JSON) else each}"
+            for key, each in named
+        )
+        calls.append(f"{name}({', '.join(texts)})")
+    return {**message, "content": f"{CALL}[{', '.join(calls)}]{END_CALL}{message['content']}"}
