@@ -9,10 +9,8 @@ from pathlib import Path
 
 ROOT = Path("/")
 """Where ``proc`` and ``sys`` are."""
-_CACHED = {
-    1: re.compile(r"^total_(?:in)?active_file (\d+)$", re.MULTILINE),
-    2: re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE),
-}
+_MEMORY_FILES = {2: ("max", "current", ""), 1: ("limit_in_bytes", "usage_in_bytes", "total_")}
+_CACHED = re.compile(r"^(total_|)(?:in)?active_file (\d+)$", re.MULTILINE)
 
 
 def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
@@ -21,12 +19,12 @@ def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
     Cached files give way, so they count as left.
     """
     for folder, version in _folders("memory", root):
-        limit = _text(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
+        names = _MEMORY_FILES[version]
+        limit, taken = (_text(folder / f"memory.{name}").strip() for name in names[:2])
         if limit.isdecimal():  # "max", or no such file: no limit
-            taken = _text(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
-            cached = _CACHED[version].findall(_text(folder / "memory.stat"))
-            left = int(limit) - max(0, int(taken or 0) - sum(map(int, cached)))
-            yield int(limit), max(0, left)
+            counts = _CACHED.findall(_text(folder / "memory.stat"))
+            cached = sum(int(count) for of_all, count in counts if of_all == names[2])
+            yield int(limit), max(0, int(limit) - max(0, int(taken or 0) - cached))
 
 
 def cpu_limits(root: Path = ROOT) -> Iterator[float]:
