@@ -78,11 +78,16 @@ _PAIRED = ("llama", "mixtral", "smollm3", "granite", "granitemoehybrid", "arcee"
 
 
 def write_gguf(
-    directory: Path, path: Path, quantisation: str, written: dict[str, Any] | None = None
+    directory: Path,
+    path: Path,
+    quantisation: str,
+    written: dict[str, Any] | None = None,
+    is_older: bool = False,
 ) -> None:
     """Write a checkpoint as GGUF, with its matrices quantised.
 
     Args:
+        is_older: as before April 2025, when one tensor made keys and values of latents.
         written: is filled with the numbers that the file holds, float32, by their names in the
             checkpoint.
 
@@ -104,12 +109,20 @@ def write_gguf(
     values = {_behind(name, num_layers): numbers for name, numbers in values.items()}
     num_own = int(any(name.startswith(f"model.layers.{num_layers}.") for name in values))
     write_settings(writer, config, raw, num_own)
+    if is_older and config.latent:
+        fields = writer.kv_data[0]
+        for name in ("key_length", "value_length"):
+            fields[f"{writer.arch}.attention.{name}"] = fields.pop(
+                f"{writer.arch}.attention.{name}_mla"
+            )
+        fields.pop(f"{writer.arch}.attention.head_count_kv")
+        writer.add_head_count_kv(config.num_attention_heads)
     _write_vocabulary(writer, directory, config)
     for name, factors in _rotary_factors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
     names = gguf.get_tensor_name_map(arch, num_layers + num_own)
     for whole, all_values in _stacked(iter(values.items())):
-        parts = _apart(whole, config)
+        parts = {} if is_older and "kv_b_proj" in whole else _apart(whole, config)
         numbers = np.empty_like(all_values) if written is not None and parts else None
         for name, (axes, index) in (parts or {whole: (None, ...)}).items():
             theirs = _of_drafting(name, num_layers) or names.get_name(

@@ -238,9 +238,8 @@ def _check_memory(plan: ModelPlan, draft_plan: ModelPlan | None) -> None:
     if plan.device == "cpu":
         plans = [plan, draft_plan] if draft_plan else [plan]
         name = " and ".join(each.name for each in plans)
-        check_fits(
-            name, sum(each.weight_bytes for each in plans), sum(each.work_bytes for each in plans)
-        )
+        weights = sum(each.weight_bytes for each in plans)
+        check_fits(name, weights, sum(each.work_bytes for each in plans), plan.cache_memory)
 
 
 def _have_one_tokenizer(plan: ModelPlan, draft_plan: ModelPlan) -> bool:

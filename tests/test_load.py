@@ -133,6 +133,16 @@ def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Path, tmp_pa
             assert str(said) in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_a_cache_that_the_machine_cannot_hold_is_refused(
+    checkpoint: Path, with_draft: bool
+) -> None:
+    draft = {"draft_model": str(checkpoint)} if with_draft else {}
+    with pytest.raises(ConfigError, match="GB for caches"):
+        load_models(asked(checkpoint, cache_memory="9000GB", **draft))
+
+
 def test_a_plan_without_a_checkpoint_cannot_be_loaded() -> None:
     from benchmarks.random_model import random_config
 

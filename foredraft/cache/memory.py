@@ -6,6 +6,7 @@ import os
 import re
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.core.errors import ConfigError
@@ -108,34 +109,45 @@ def default_memory(device: torch.device | str, to_come: int = 0) -> int:
     return max(min(machine_memory() // _SHARE, left // _FREE_SHARE, of_model), _LEAST)
 
 
-def check_fits(name: str, weights: int, work: int) -> None:
+def check_fits(name: str, weights: int, work: int, cache: int | None = None) -> None:
     """Refuse a model that this machine's memory cannot hold, before it is loaded.
 
     Args:
         weights, work: in bytes.
+        cache: bytes that caches may take; None: what is left.
 
     Raises:
         ConfigError: it cannot.
     """
-    if weights + work + _LEAST > (there := machine_memory()):
+    if weights + work + (cache or _LEAST) > (there := machine_memory()):
+        asked = f", and {cache / 1e9:.1f} GB for caches" if cache else ""
         raise ConfigError(
-            f"{name} takes {weights / 1e9:.1f} GB for weights and {work / 1e9:.1f} GB for work, "
-            f"and this machine has {there / 1e9:.1f} GB for us: take a file in fewer bits "
-            "(such as Q4_K_M), weights='int4', or a smaller model"
+            f"{name} takes {weights / 1e9:.1f} GB for weights and {work / 1e9:.1f} GB for work"
+            f"{asked}, and this machine has {there / 1e9:.1f} GB for us: take a file in fewer bits "
+            "(such as Q4_K_M), weights='int4', less cache_memory, or a smaller model"
         )
 
 
-def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or the lowest cgroup limit."""
+def machine_memory(root: Path = ROOT) -> int:
+    """Bytes of memory that this process may use: the machine's, or the lowest cgroup limit.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([pages, *memory_limits()])
+    return min([pages, *(limit for limit, _ in memory_limits(root))])
 
 
-def available_memory() -> int:
-    """Bytes that can be taken now without swapping, as far as the system says."""
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that can be taken now without swapping, as far as the system says.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    there = [machine_memory(root), *(left for _, left in memory_limits(root))]
     with suppress(OSError):
-        for line in (ROOT / "proc/meminfo").read_text().splitlines():
+        for line in (root / "proc/meminfo").read_text().splitlines():
             name, _, amount = line.partition(":")
             if name == "MemAvailable":
-                return min(1024 * int(amount.split()[0]), machine_memory())
-    return machine_memory()
+                there.append(1024 * int(amount.split()[0]))
+    return min(there)

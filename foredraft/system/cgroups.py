@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
 """Where ``proc`` and ``sys`` are."""
+_MEMORY_FILES = {2: ("max", "current", ""), 1: ("limit_in_bytes", "usage_in_bytes", "total_")}
+_CACHED = re.compile(r"^(total_|)(?:in)?active_file (\d+)$", re.MULTILINE)
 
 
-def memory_limits(root: Path = ROOT) -> Iterator[int]:
-    """Bytes of memory, one number for each cgroup that has a limit."""
+def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
+    """Bytes of memory of each cgroup that has a limit: the limit, and what is left of it.
+
+    Cached files give way, so they count as left.
+    """
     for folder, version in _folders("memory", root):
-        limit = _text(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
+        names = _MEMORY_FILES[version]
+        limit, taken = (_text(folder / f"memory.{name}").strip() for name in names[:2])
         if limit.isdecimal():  # "max", or no such file: no limit
-            yield int(limit)
+            counts = _CACHED.findall(_text(folder / "memory.stat"))
+            cached = sum(int(count) for of_all, count in counts if of_all == names[2])
+            yield int(limit), max(0, int(limit) - max(0, int(taken or 0) - cached))
 
 
 def cpu_limits(root: Path = ROOT) -> Iterator[float]:

@@ -8,6 +8,7 @@ the head.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -26,6 +27,8 @@ from foredraft.train.texts import Ids
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits over the whole vocabulary that are there at one time."""
+_LEAST_HEAD = 16
+"""Numbers of a head, of which any has a multiple."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,13 @@ class TrainingTarget:
 
     @property
     def shape(self) -> ModelShape:
-        sizes = {field.name: getattr(self._config, field.name) for field in fields(ModelShape)}
-        return ModelShape(**sizes)
+        config = self._config
+        shape = ModelShape(**{each.name: getattr(config, each.name) for each in fields(ModelShape)})
+        if config.latent is None:
+            return shape
+        heads = config.num_attention_heads  # which have keys of their own here
+        size = max(_LEAST_HEAD, config.hidden_size // heads // _LEAST_HEAD * _LEAST_HEAD)
+        return replace(shape, num_key_value_heads=math.gcd(heads, 4), head_dim=size)
 
     @property
     def max_context(self) -> int:
@@ -125,10 +133,11 @@ class TrainingTarget:
         """As a layer of Llama: without what else the family has, and with the first expert only.
 
         A recurrent layer has the attention of the nearest one that attends, and one without
-        experts those of the nearest mixture.
+        experts those of the nearest mixture. Attention to latents is no such attention: there it is
+        random, and adds nothing before it is trained.
 
         Raises:
-            CapabilityError: no layer attends, or to latents, or none has a feed-forward part.
+            CapabilityError: no layer attends, or none has a feed-forward part.
         """
         layers, config = self._weights.layers, self._target.config
         layer = layers[index]
@@ -137,18 +146,15 @@ class TrainingTarget:
             return layers[min(found, key=lambda i: abs(i - index % len(layers)))]
 
         most = max(each.num_experts for each in layers)
-        attending = [
-            i for i, each in enumerate(layers) if each.kind.attends and each.key_weight is None
-        ]
         rows = config.qkv_rows(USUAL_KIND)
-        usual = [i for i in attending if config.qkv_rows(layers[i].kind) == rows]
+        kinds = enumerate(each.kind for each in layers)
+        usual = [i for i, kind in kinds if kind.attends and config.qkv_rows(kind) == rows]
         own = [i for i, each in enumerate(layers) if each.kind.feeds and each.num_experts == most]
         if not usual or not own:
             raise CapabilityError(
-                f"a head begins as layers of its model that attend to keys and feed forward, and "
+                f"a head begins as layers of its model that attend and feed forward, and "
                 f"{config.model_type} has not both here; draft with 'suffix' or 'self_draft'"
             )
-        nearest = nearest_of(usual)
         fed = nearest_of([i for i in own if layers[i].kind.source is None])
         gate_up = as_tensor(fed.gate_up_weight, torch.float32)
         if not config.family.is_gated:
@@ -159,7 +165,6 @@ class TrainingTarget:
             "mlp_norm.weight": layer.mlp_norm_E,
         }
         matrices = {
-            "output.weight": (nearest.output_weight, None),
             "gate_up.weight": (gate_up, 2 * config.intermediate_size),
             "down.weight": (fed.down_weight, config.hidden_size),
         }
@@ -173,8 +178,19 @@ class TrainingTarget:
                 name: as_tensor(weight, torch.float32).float()[:rows].clone()
                 for name, (weight, rows) in matrices.items()
             }
-            | {"qkv.weight": self._without_gates(as_tensor(nearest.qkv_weight, torch.float32))}
+            | (self._new_attention(index) if config.latent else self._attention(nearest_of(usual)))
         )
+
+    def _new_attention(self, seed: int) -> dict[str, Tensor]:
+        shape, generator = self.shape, torch.Generator().manual_seed(seed % (1 + self.last_layer))
+        rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+        qkv_weight = torch.randn(rows, shape.hidden_size, generator=generator)
+        out = torch.zeros(shape.hidden_size, shape.num_attention_heads * shape.head_dim)
+        return {"qkv.weight": qkv_weight / shape.hidden_size**0.5, "output.weight": out}
+
+    def _attention(self, layer: LayerWeights) -> dict[str, Tensor]:
+        qkv, out = (as_tensor(w, torch.float32) for w in (layer.qkv_weight, layer.output_weight))
+        return {"qkv.weight": self._without_gates(qkv), "output.weight": out.float().clone()}
 
     def _without_gates(self, qkv_weight: Tensor) -> Tensor:
         config, qkv_weight = self._target.config, qkv_weight.float()

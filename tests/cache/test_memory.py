@@ -98,3 +98,5 @@ def test_a_model_that_does_not_fit_is_refused_in_words() -> None:
     check_fits("small", 1 << 20, 1 << 20)
     with pytest.raises(ConfigError, match=r"huge takes 5000\.0 GB .* Q4_K_M"):
         check_fits("huge", 5 * 10**12, 0)
+    with pytest.raises(ConfigError, match=r"5000\.0 GB for caches, .* less cache_memory"):
+        check_fits("small", 1 << 20, 1 << 20, 5 * 10**12)

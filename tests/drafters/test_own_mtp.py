@@ -42,6 +42,7 @@ NAMES: Mapping[str, tuple[str, str, str, str, str]] = {
     "qwen3-next": ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
     "glm4-moe": ("model.layers.3.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "deepseek-v3": ("model.layers.3.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "glm4-moe-lite": ("model.layers.3.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "mimo": (
         *("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj"),
         "final_layernorm",
@@ -129,7 +130,13 @@ def _of_one_layer(config: PretrainedConfig) -> PretrainedConfig:
         config.layer_types = ["full_attention"]
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0
+    if hasattr(config, "mlp_layer_types"):
+        config.mlp_layer_types = ["sparse"]
     return config
+
+
+OTHERS = pytest.param("glm4-moe-lite", marks=pytest.mark.slow)
+"""What others show already, of what takes seconds."""
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -178,6 +185,9 @@ def test_it_computes_what_its_makers_publish(made: Made, decoder: Callable[..., 
             for each in [(0.0, 8), (1.0, 8), (1.0, None)]
         ),
     ],
+)
+@pytest.mark.parametrize(
+    "made", [*(name for name in NAMES if name not in OTHERS.values), OTHERS], indirect=True
 )
 def test_drafts_change_no_text(made: Made, temperature: float, bits: int | None) -> None:
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.gguf_models import save_tiny
 from foredraft.core.errors import ModelLoadError
 from foredraft.core.tree import TokenTree
 from foredraft.load import ModelPlan, load_target, plan_models
@@ -150,10 +151,13 @@ def kernel() -> None:
     need_kernel()
 
 
-def written(folder: Path, kind: str) -> dict[str, Tensor]:
+def written(folder: Path, kind: str, family: str | None = None) -> dict[str, Tensor]:
     """A checkpoint, and the numbers in it."""
     make, described, _ = KINDS[kind]
-    save_checkpoint(folder, shape_of(tie_word_embeddings=False))
+    if family is None:
+        save_checkpoint(folder, shape_of(tie_word_embeddings=False))
+    else:
+        save_tiny(folder, family)
     numbers, stored = dict[str, Tensor](), Parts()
     for name, weight in load_file(folder / "model.safetensors").items():
         numbers[name] = stored[name] = weight
@@ -216,6 +220,21 @@ def test_they_are_kept_in_few_bits_and_give_the_same_bits_in_any_company(
         alone.append(scores.logits_NV)
     [scores] = target.score([ScoreRow(slots[1], tokens[:1], TokenTree.chain(tokens[1:]))])
     assert torch.equal(scores.logits_NV, torch.cat(alone))
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "mlx"])
+def test_latents_keep_all_but_what_makes_keys_of_them(tmp_path: Path, kind: str) -> None:
+    """Which is turned, and is kept in 8 bits."""
+    numbers = written(tmp_path, kind, "youtu")
+    plan = plan_of(tmp_path, dtype="float32", weights="file")
+    weights = target_of(plan).weights
+    assert weights.num_bytes == pytest.approx(plan.weight_bytes, rel=0.05)
+    both = numbers["model.layers.1.self_attn.kv_b_proj.weight"].unflatten(0, (8, 288))
+    keys_HIR, values_HVR = both[:, :256], both[:, 256:]
+    found = weights.layers[1]
+    assert torch.equal(as_tensor(found.value_weight, torch.float32), values_HVR.flatten(0, 1))
+    rounded = as_tensor(found.key_weight, torch.float32)
+    assert torch.allclose(rounded, keys_HIR.mT.flatten(0, 1), atol=3e-3)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.models.text.grammars import Grammars
+from foredraft.models.text.prompts import checked_messages
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.formats import FORMATS, format_of, takes_tools
 from foredraft.server.formats.base import Format, Spell, reply_grammar
@@ -70,6 +71,13 @@ TWICE: dict[str, str] = {
     "phi4_mini": (
         f'<|tool_call|>[{{"name": "look", "arguments": {ARGUMENTS}}}, '
         '{"name": "stop", "arguments": {}}]<|/tool_call|>'
+    ),
+    "lfm2": (
+        '<|tool_call_start|>[look(city="Köln </tool_call> }{", days=3), stop()]<|tool_call_end|>'
+    ),
+    "lfm2.5": (
+        "<|tool_call_start|>[look(city='Köln </tool_call> }{', days=3)]<|tool_call_end|>"
+        "<|tool_call_start|>stop()<|tool_call_end|>"
     ),
     "gemma4": (
         '<|tool_call>call:look{city:<|"|>Köln </tool_call> }{<|"|>,days:3}<tool_call|>'
@@ -191,6 +199,40 @@ def test_values_of_gemma() -> None:
     text = '<|tool_call>call:f{a:[1,<|"|>x, y<|"|>],b:{c:true,d:null},e:-2.5,g:"q"}<tool_call|>'
     value = {"a": [1, "x, y"], "b": {"c": True, "d": None}, "e": -2.5, "g": "q"}
     assert calls(everywhere(FORMS["gemma4"], text)) == [("f", value)]
+
+
+PYTHON = {
+    "a='it\\'s', b=\"C:\\dir\", c='say \"hi\"'": {"a": "it's", "b": "C:\\dir", "c": 'say "hi"'},
+    "a=[True, 'x', None], b={'k': false, \"l\": null}": {
+        "a": [True, "x", None],
+        "b": {"k": False, "l": None},
+    },
+    "from=-1.5, class='é\n\\u00e9\\n'": {"from": -1.5, "class": "é\né\n"},
+    'command="echo "a" > b", n=07': {"command": 'echo "a" > b', "n": "07"},
+    " a = 'x' , b=NaN ": {"a": "x", "b": "NaN"},
+}
+
+
+@pytest.mark.parametrize("arguments", PYTHON)
+def test_values_of_python(arguments: str) -> None:
+    for inner in (f"[get-x.y({arguments})]", f" get-x.y({arguments}) ", f"[get-x.y({arguments}"):
+        text = f"<|tool_call_start|>{inner}<|tool_call_end|>"
+        if inner.endswith((")]", ") ")):
+            assert calls(everywhere(FORMS["lfm2"], text)) == [("get-x.y", PYTHON[arguments])]
+        else:
+            assert everywhere(FORMS["lfm2"], text) == [("content", 0, text)]
+    as_json = '[{"name": "f", "arguments": {"x": 1}}]'
+    text = f"<|tool_call_start|>{as_json}<|tool_call_end|>so"
+    assert calls(everywhere(FORMS["lfm2"], text)) == [("f", {"x": 1})]
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "'\\ud800'", "1, 2", "[1"])
+def test_values_that_are_none_are_content(value: str) -> None:
+    for name, call in (("lfm2", f"f(x={value})"), ("gemma4", f"call:f{{x:{value}}}")):
+        text = f"{FORMS[name].begins[0]}{call}{FORMS[name].end_call}"
+        assert told(FORMS[name], [text]) == [("content", 0, text)]
+    text = "<|tool_call>call:f{x:NaN}<tool_call|>"
+    assert calls(everywhere(FORMS["gemma4"], text)) == [("f", {"x": "NaN"})]
 
 
 def test_channels() -> None:
@@ -322,6 +364,8 @@ TEMPLATES = {
     "mistral_tekken": "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]",
     "granite": "{{ tools }}<|tool_call|>",
     "phi4_mini": "{{ message['tools'] }}<|tool|><|/tool|><|tool_call|>",
+    "lfm2": "<|im_start|>system\nList of tools: <|tool_list_start|>[{{ tools }}]",
+    "lfm2.5": "<|im_start|>system\nList of tools: [{{ tools }}]<|tool_call_start|>[</think>",
     "gemma4": "{{ tools }}<|tool_call>call:",
     "functiongemma": "{{ tools }}<start_function_call>",
     "gpt_oss": "{{ tools }}<|channel|>commentary<|message|>",
@@ -390,6 +434,10 @@ def call_in(form: Format, arguments: str) -> str:
         "glm": (
             "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n"
             "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+        ),
+        **dict.fromkeys(
+            ("lfm2", "lfm2.5"),
+            '<|tool_call_start|>[look(city="Köln", days=3)]<|tool_call_end|>',
         ),
         "gemma4": '<|tool_call>call:look{city:<|"|>Köln<|"|>,days:3}<tool_call|>',
         "functiongemma": (
@@ -461,11 +509,45 @@ def test_schemas_as_pydantic_writes_them(tokenizer: Tokenizer) -> None:
     schema = {
         "$defs": {"A": {"type": "object", "properties": {"k": {"const": "a"}}}},
         "type": "object",
-        "properties": {"a": {"oneOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}},
-        "required": ["a"],
+        "properties": {
+            "a": {"oneOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
+            "b": {"type": "array", "items": {"$ref": "#/$defs/A"}},
+        },
+        "required": ["a", "b"],
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    for name in ("hermes", "llama3_json", "mistral_tekken"):
-        grammar = reply_grammar(FORMS[name], Spell(tokenizer.special_tokens), None, [tool])
+    for form in FORMS.values():
+        grammar = reply_grammar(form, Spell(tokenizer.special_tokens), None, [tool])
         assert grammars.new_matcher(grammar) is not None  # type: ignore[arg-type]
+
+
+def test_arguments_as_in_python(tokenizer: Tokenizer) -> None:
+    """Those that may be left out stand behind the others; flags have Python's names."""
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    flags: dict[str, Any] = {name: {"type": "boolean"} for name in "abc"}
+    for required, good, bad in (
+        (["b"], ["b=True", "b=False, a=True, c=True", "b=True, c=False"], ["", "b=true", "a=True"]),
+        ([], ["", "a=True", "b=True, c=True", "a=True, c=False"], ["c=True, a=True", ", a=True"]),
+    ):
+        schema = {"type": "object", "properties": flags, "required": required}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        forced = reply_grammar(FORMS["lfm2"], Spell(tokenizer.special_tokens), None, [tool])
+        for arguments in (*good, *bad):
+            text = f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>"
+            assert follows(tokenizer, grammars, forced, text) == (arguments in good), text
+
+
+def test_calls_that_a_template_does_not_show_stand_in_the_text() -> None:
+    told = {"name": "look", "arguments": '{"city": "Köln", "now": true, "at": [1, null]}'}
+    turns = [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": told}]},
+        {"role": "tool", "content": "no", "tool_call_id": "c"},
+    ]
+    for name in ("lfm2", "lfm2.5"):
+        shown = FORMS[name].adapted(checked_messages(turns), TOOLS)
+        call = '<|tool_call_start|>[look(city="Köln", now=True, at=[1, null])]<|tool_call_end|>'
+        assert [each["content"] for each in shown] == ["rain?", call * (name == "lfm2"), "no"]
+        assert "tool_calls" in shown[1] or name == "lfm2"
+        assert calls(everywhere(FORMS[name], call)) == [("look", json.loads(told["arguments"]))]

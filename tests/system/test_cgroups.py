@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.cache.memory import machine_memory
+from foredraft.cache.memory import available_memory, machine_memory
 from foredraft.system.cgroups import available_cpus
 
 V1 = "sys/fs/cgroup/cpu"
@@ -49,6 +49,40 @@ def test_the_limits_of_cgroups_are_seen(
     there = machine_memory(tmp_path / "nowhere")
     root = written(tmp_path, groups, limits)
     assert machine_memory(root) == (there if expected is None else expected)
+
+
+STAT = "anon 700\nfile 900\ninactive_file 300\nactive_file 400\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/a", {"sys/fs/cgroup/a/memory.max": "5000"}, 5000),
+        (
+            "0::/a",
+            {
+                "sys/fs/cgroup/a/memory.max": "5000",
+                "sys/fs/cgroup/a/memory.current": "2000",
+                "sys/fs/cgroup/a/memory.stat": STAT,
+            },
+            3700,
+        ),
+        (
+            "4:memory:/d",
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000",
+                "sys/fs/cgroup/memory/memory.stat": f"{STAT}total_inactive_file 1100\n",
+            },
+            100,
+        ),
+        ("0::/", {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 3 kB"}, 3072),
+    ],
+)
+def test_others_in_a_container_have_taken_of_its_memory(
+    tmp_path: Path, groups: str, limits: dict[str, str], expected: int
+) -> None:
+    assert available_memory(written(tmp_path, groups, limits)) == expected
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from foredraft.train.options import checked_options
 from foredraft.train.target import TrainingTarget
 from tests.conformance.harness import run
 from tests.drafters.heads import OUTPUT_IDS, TinySource, shaken, text_batch, tiny_target
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.models.gguf_files import metadata_of, shape_of, tensors_of, write_gguf
 from tests.train.helpers import Watch, options_of, train
 
@@ -103,12 +104,25 @@ def test_a_target_in_few_bits_gets_a_head(
         loaded = gguf_target(tmp_path, form)
     else:
         loaded = NativeTarget.load(checkpoint, torch.bfloat16, new_decoder=FusedDecoder, bits=form)
-    target = TrainingTarget(loaded, "tiny, few bits", "its weights")
+    drafts_as_trained(loaded, "eagle", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("deepseek-v3", "eagle"), ("glm4-moe-lite", "mtp")])
+def test_a_target_with_latents_gets_a_head(tmp_path: Path, name: str, kind: str) -> None:
+    """With heads of the usual kind, whose keys and values lie beside the target's latents."""
+    save_checkpoint(tmp_path / "tiny", NATIVE_CONFIGS[name]())
+    loaded = NativeTarget.load(tmp_path / "tiny", torch.float32, new_decoder=FusedDecoder)
+    drafts_as_trained(loaded, kind, tmp_path)
+
+
+def drafts_as_trained(loaded: NativeTarget, kind: str, tmp_path: Path) -> None:
+    """A head is trained, drafts, and changes no text."""
+    target = TrainingTarget(loaded, "tiny", "its weights")
     options = options_of(tokens=2000, evaluations=1, depth=3)
-    train(target, tmp_path / "head", kind=head_class("eagle"), options=options)
+    train(target, tmp_path / "head", kind=head_class(kind), options=options)
     context = DrafterContext(loaded, options={"head": str(tmp_path / "head")})
     prompts, params = [[5, 9, 13], [7]], SamplingParams(temperature=1.0, seed=4, max_tokens=20)
-    results = run(loaded, build_drafter("eagle", context), prompts, params, 6)
+    results = run(loaded, build_drafter(kind, context), prompts, params, 6)
     plain = run(loaded, build_drafter("none", DrafterContext(loaded)), prompts, params, 0)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert sum(r.stats.drafted for r in results) > 0

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from foredraft.models.files.progress import Progress
-    from foredraft.models.native.config import DecoderConfig
+    from foredraft.models.native.config import DecoderConfig, Latent
 
 RECIPE = "GGUF converter 6"
 """Raise it when conversions change: older copies are converted again."""
@@ -95,6 +95,8 @@ _Tensors = Mapping[str, tuple[GgufFile, GgufTensor]]
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_PARTS = 1000
 
+_KEYS_AND_VALUES = "attn_kv_b"
+"""What makes both of latents, in files from before April 2025."""
 _YARN_WEIGHT = "rope.scaling.yarn_log_multiplier"
 _ROTARY_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -297,9 +299,8 @@ def _config(file: GgufFile, tokenizer: GgufTokenizerFields, tensors: _Tensors) -
     head_dim = fields.key_length or fields.embedding_length // fields.head_count
     rotated = fields.rope_dimension_count or head_dim
     is_part = rotated < head_dim and "partial_rotary_factor" in family.heeds
-    no_value = rotated if family.names.latent_up else 0
-    is_whole = is_part or rotated == head_dim or no_value
-    if fields.value_length not in (None, head_dim - no_value) or not is_whole:
+    is_whole = fields.value_length in (None, head_dim) and (is_part or rotated == head_dim)
+    if not (is_whole or family.names.latent_up):
         _refuse(file, "heads whose keys, values and rotated parts differ in size are not read")
     has_local = "rope_local_base_freq" in gguf.keys
     if not has_local and fields.local_rope_theta not in (None, fields.rope_theta):
@@ -337,7 +338,7 @@ def _config(file: GgufFile, tokenizer: GgufTokenizerFields, tensors: _Tensors) -
     if family.has_wide_heads:
         config |= _of_wide_heads(file, config, tensors)
     if family.names.latent_up:
-        config |= _of_latents(file, config)
+        config |= _of_latents(file, fields, config)
     if "layer_types" in config:
         del config["layer_types"][config["num_hidden_layers"] :]
     if fields.rms_norm_eps is None:
@@ -378,12 +379,16 @@ def _said_by_family(
     return found
 
 
-def _of_latents(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of latent attention, of which files have sums of sizes, and yarn's factor anew."""
-    both, rotated = config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim")
-    if not (config.get("kv_lora_rank") and type(both) is int and type(rotated) is int):
-        _refuse(file, "latent attention is read from newer files alone, in which keys are apart")
-    found: dict[str, Any] = {"qk_nope_head_dim": both - rotated}
+def _of_latents(file: GgufFile, fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of latent attention, of which files have sums of sizes, and yarn's factor anew.
+
+    In older files the lengths are those of heads, and in newer ones those of the cache.
+    """
+    both = config.get("qk_nope_head_dim", fields.key_length)
+    rotated, value = config.get("qk_rope_head_dim"), config.get("v_head_dim", fields.value_length)
+    if not (config.get("kv_lora_rank") and {*map(type, (both, rotated, value))} == {int}):
+        _refuse(file, "sizes of its latent attention are missing")
+    found: dict[str, Any] = {"qk_nope_head_dim": both - rotated, "v_head_dim": value}
     weight = file.metadata.get(f"{file.metadata[_ARCHITECTURE]}.{_YARN_WEIGHT}")
     if isinstance(weight, float) and weight and "rope_scaling" in config:
         scales = dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * weight, 6))
@@ -513,6 +518,8 @@ def _weights(file: GgufFile, tensors: _Tensors, config: DecoderConfig) -> dict[s
     from foredraft.models.native.weights import asked_shapes, without_ones
 
     shapes = asked_shapes(config)
+    if config.latent and f"blk.0.{_KEYS_AND_VALUES}.weight" in tensors:
+        shapes = _with_keys_and_values(shapes, config.latent, config.num_attention_heads)
     ours = _names(config, shapes)
     fused = dict[str, tuple[str, ...]]()  # of each expert the gates, then what they gate
     for name in tensors:
@@ -561,6 +568,15 @@ def _weights(file: GgufFile, tensors: _Tensors, config: DecoderConfig) -> dict[s
             expert, which = divmod(number, len(parts))
             found[parts[which].format(expert=expert)] = stored
     return found
+
+
+def _with_keys_and_values(
+    shapes: Mapping[str, tuple[int, ...]], sizes: Latent, heads: int
+) -> dict[str, tuple[int, ...]]:
+    """The same where one tensor makes keys and values of latents."""
+    whole = heads * (sizes.still + sizes.value_size), sizes.rank
+    both = {name.replace(".v_b_", ".kv_b_"): whole for name in shapes if ".v_b_" in name}
+    return both | {n: shape for n, shape in shapes.items() if not re.search(r"\.[kv]_b_", n)}
 
 
 def _place(config: DecoderConfig, name: str, tensor: GgufTensor) -> GgufPlace:
@@ -612,6 +628,7 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str, str]]:
         qkv = ["attn_q", "attn_kv_a_mqa"]
         yield from ((names.query_low, "attn_q_a"), (names.query_up, "attn_q_b"))
         yield from zip(names.latent_up, ("attn_k_b", "attn_v_b"), strict=True)
+        yield config.family.names.latent_up[0], _KEYS_AND_VALUES
     yield from zip(names.qkv, qkv, strict=True)
     yield names.output, "attn_output"
     end = "_exps" if config.experts else ""

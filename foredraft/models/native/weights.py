@@ -440,6 +440,9 @@ def stored_weight_bytes(
         each: float = itemsize if is_plain else 4
         if tensor.is_quantised:
             each = FORMS[tensor.dtype].bytes_per_weight
+            if (sizes := config.latent) and f"{config.family.names.latent_up[0]}." in name:
+                share = sizes.still / (sizes.still + sizes.value_size)  # is rounded
+                each += share * (PACKED[_HEAD_BITS].bytes_per_weight - each)
         elif name in _KEPT_IN_8_BITS and not are_alone:
             each = PACKED[_HEAD_BITS].bytes_per_weight
         found[name] = prod(tensor.shape) * each
@@ -549,6 +552,7 @@ class _Part:
         shape: as stored; None: so many rows.
         change: makes them of it; None: they are there.
         moves_rows: ``change`` does nothing else, or turns matrices first whose formats have rows.
+        is_rounded: it is kept in 8 bits where all are as stored, for it has no stored rows.
         pieces: of each stored row, which become rows.
         scale: of all rows, or of each; None: they stay.
     """
@@ -559,6 +563,7 @@ class _Part:
     change: Callable[[Tensor], Tensor] | None = None
     scale: Tensor | float | None = None
     moves_rows: bool = False
+    is_rounded: bool = False
     pieces: int = 1
 
     @property
@@ -567,9 +572,10 @@ class _Part:
         return self.change is None and self.scale is None
 
     @property
-    def has_stored_rows(self) -> bool:
-        """Whether each row is one that is stored."""
-        return self.scale is None and (self.change is None or self.moves_rows)
+    def fits_stored(self) -> bool:
+        """Whether it may be where all are as stored: each row is, or it is rounded."""
+        has_rows = self.scale is None and (self.change is None or self.moves_rows)
+        return has_rows or self.is_rounded
 
     def order(self) -> Tensor | None:
         """Of each row its number among the stored ones; None: its own."""
@@ -736,7 +742,10 @@ class _Layer:
 
     def _of_heads(self, sizes: Latent, heads: int) -> dict[str, Any]:
         """What makes keys and values of latents: of keys the inputs are rows."""
-        names = [f"{self._prefix}{name}.weight" for name in self._names.latent_up]
+        own = self._family.names.latent_up
+        is_whole = self._reader.has(f"{self._prefix}{own[0]}.weight")
+        own = own if is_whole else self._names.latent_up
+        names = [f"{self._prefix}{name}.weight" for name in own]
         rank, still, value = sizes.rank, sizes.still, sizes.value_size
         rows = heads * rank, heads * value
         if len(names) == 2:
@@ -744,7 +753,7 @@ class _Layer:
         else:
             shape = (heads * (still + value), rank)
             each = partial(_of_heads, heads=heads, still=still)
-            keys = _Part(names[0], rows[0], shape, partial(each, is_key=True))
+            keys = _Part(names[0], rows[0], shape, partial(each, is_key=True), is_rounded=True)
             values = _Part(names[0], rows[1], shape, partial(each, is_key=False), moves_rows=True)
         return {
             "num_heads": heads,
@@ -1128,7 +1137,7 @@ class Reader:
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.quant.Form.of_weight`.
         """
-        self.changed += [part.name for part in parts if not part.has_stored_rows]
+        self.changed += [part.name for part in parts if not part.fits_stored]
         if self._bits == AS_STORED:
             return self._as_stored(parts, num_inputs, num_parts)
         weight = self.take_stacked(parts, num_inputs)
@@ -1146,7 +1155,7 @@ class Reader:
             return torch.empty(0, num_inputs)
         assert self._tensors is not None
         stored = [(part, self._tensors[part.name]) for part in parts]
-        if not all(tensor.is_quantised for _, tensor in stored):
+        if not all(tensor.is_quantised and not part.is_rounded for part, tensor in stored):
             weight = self.take_stacked(parts, num_inputs, dtype=self._table_dtype)
             if self._plain_head:  # beside experts that are
                 return weight

@@ -13,6 +13,7 @@ from pydantic import Field
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
+from foredraft.models.text.prompts import checked_messages
 from foredraft.server.answers import Caller
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import excluded
@@ -180,7 +181,7 @@ def encode_conversation(
         ConfigError, PromptError: the template refuses it.
     """
     known = [{name: each[name] for name in _OF_A_MESSAGE if name in each} for each in messages]
-    adapted = context.form.adapted(known, tools.tools)
+    adapted = context.form.adapted(checked_messages(known), tools.tools)
     return context.tokenizer.encode_chat(adapted, list(tools.tools), variables, most)
 
 

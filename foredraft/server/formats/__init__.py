@@ -14,6 +14,7 @@ from foredraft.server.formats.gemma import FunctionGemma, Gemma4
 from foredraft.server.formats.gpt_oss import GptOss
 from foredraft.server.formats.granite import Granite
 from foredraft.server.formats.hermes import Hermes
+from foredraft.server.formats.lfm2 import Lfm2, Lfm25
 from foredraft.server.formats.llama3_json import Llama3Json
 from foredraft.server.formats.mistral import MistralTekken, MistralV3
 from foredraft.server.formats.phi4_mini import Phi4Mini
@@ -21,7 +22,7 @@ from foredraft.server.formats.qwen3_coder import Glm, Qwen3Coder, SeedOss
 
 FORMATS: tuple[type[Format], ...] = (
     *(GptOss, Gemma4, FunctionGemma, DeepSeekV3, DeepSeek, MistralTekken, MistralV3),
-    *(Phi4Mini, SeedOss, Glm, Qwen3Coder, Hermes, Granite, Llama3Json),
+    *(Phi4Mini, SeedOss, Glm, Qwen3Coder, Hermes, Lfm25, Lfm2, Granite, Llama3Json),
 )
 """In the order in which templates are asked: the marks of some are among those of others."""
 

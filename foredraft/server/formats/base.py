@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar, known_formats
-from foredraft.server.formats.reading import Incoming, Part, Reads, json_calls
+from foredraft.server.formats.reading import Incoming, Reads, json_calls
 
 Tool = Mapping[str, Any]
 """A tool in OpenAI's form."""
@@ -80,7 +80,7 @@ class Format:
     def adapted(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool]
     ) -> Sequence[dict[str, Any]]:
-        """The conversation as the family's templates want it, beside what all of them want."""
+        """A conversation that is checked, as the family's templates want it."""
         return messages
 
     # --------------------------------------------------------------------------- reading a reply
@@ -194,6 +194,15 @@ def parameters_of(tool: Tool) -> Mapping[str, Any]:
     return parameters
 
 
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Schemas of an object's properties, each with the definitions that it may name."""
+    found = schema.get("properties")
+    named = found.items() if isinstance(found, Mapping) else ()
+    whole = {name: each if isinstance(each, Mapping) else {} for name, each in named}
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return {key: {**shared, **of} if "$ref" in str(of) else of for key, of in whole.items()}
+
+
 def schema_rule(rule: str, schema: Mapping[str, Any]) -> str:
     """The rule of one value as JSON."""
     bound = {**known_formats(schema), "x-guidance": _COMPACT}
@@ -214,11 +223,6 @@ def choices_of(schema: Mapping[str, Any]) -> Sequence[Any]:
     """The values that a schema names; none: it names none."""
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     return choices if isinstance(choices, list) else []
-
-
-def call_parts(name: str, arguments: str) -> tuple[Part, Part]:
-    """A call that is read in one piece."""
-    return Part("call", name), Part("arguments", arguments)
 
 
 def reply_grammar(

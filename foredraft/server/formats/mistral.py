@@ -63,11 +63,8 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     short = dict(message)
     if message.get("tool_call_id") is not None:
         short["tool_call_id"] = _short(str(message["tool_call_id"]))
-    if isinstance(calls := message.get("tool_calls"), list):
-        short["tool_calls"] = [
-            {**call, "id": _short(str(call.get("id")))} if isinstance(call, dict) else call
-            for call in calls
-        ]
+    if calls := message.get("tool_calls"):
+        short["tool_calls"] = [{**call, "id": _short(str(call["id"]))} for call in calls]
     return short
 
 

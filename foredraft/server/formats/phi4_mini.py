@@ -28,6 +28,6 @@ class Phi4Mini(Granite):
             return messages
         shown = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
         first, *others = messages
-        if first.get("role") not in ("system", "developer"):
+        if first["role"] != "system":
             return [{"role": "system", "content": "", "tools": shown}, *messages]
         return [{**first, "tools": shown}, *others]

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic_core import from_json
-
 from foredraft.server.formats.base import (
     Format,
     Spell,
@@ -17,14 +15,15 @@ from foredraft.server.formats.base import (
     literal,
     name_of,
     parameters_of,
+    properties_of,
     schema_rule,
 )
 from foredraft.server.formats.hermes import CALL, END_CALL
-from foredraft.server.formats.reading import Incoming, Part, Reads, held
+from foredraft.server.formats.reading import Incoming, Part, Reads, as_json, held
+from foredraft.server.formats.values import value_of
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 _SEED_CALL, _END_SEED_CALL = "<seed:tool_call>", "</seed:tool_call>"
-_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Qwen3Coder(Format):
@@ -59,7 +58,8 @@ class Qwen3Coder(Format):
         text.at -= 0 if found[1] == self.ends_name[0] else len(found[1])
         name = found[0].strip()
         yield Part("call", name)
-        schemas = next((_properties(tool) for tool in tools if name_of(tool) == name), {})
+        named = (parameters_of(tool) for tool in tools if name_of(tool) == name)
+        schemas = properties_of(next(named, {}))
         before = "{"
         while (parameter := (yield from self._next_parameter(text))) is not None:
             yield Part("arguments", f"{before}{json.dumps(parameter, ensure_ascii=False)}: ")
@@ -75,14 +75,14 @@ class Qwen3Coder(Format):
         return True
 
     def call_rules(self, rule: str, tool: Tool, spell: Spell) -> str:
-        required = parameters_of(tool).get("required", ())
+        schema = parameters_of(tool)
         calls, rules = [], ""
-        for number, (name, schema) in enumerate(_properties(tool).items()):
+        for number, (name, of_value) in enumerate(properties_of(schema).items()):
             parameter = f"{rule}_{number}"
-            value, rules_of_value = self._value_rules(f"{parameter}_value", schema, spell)
+            value, rules_of_value = self._value_rules(f"{parameter}_value", of_value, spell)
             start = f"{self.key}{name}{self.end_key}{self.value}{self.line}"
             rules += f"{parameter}: {spell(start)} {value}\n{rules_of_value}"
-            calls.append(parameter if name in required else f"{parameter}?")
+            calls.append(parameter if name in schema.get("required", ()) else f"{parameter}?")
         start, end = spell(self.opens.replace("NAME", name_of(tool))), spell(self.closes)
         return f"{rule}: {start} {' '.join(calls)} {end}\n{rules}"
 
@@ -104,7 +104,7 @@ class Qwen3Coder(Format):
             found = yield from text.up_to(*ends)
             value = text.rest if found is None else found[0]
             text.at = len(text.whole) if found is None else text.at
-            yield Part("arguments", _as_json(value))
+            yield Part("arguments", as_json(value_of(value)))
             return found is not None
         yield Part("arguments", '"')
         while True:
@@ -158,17 +158,3 @@ class Glm(Qwen3Coder):
 
     def marks(self) -> tuple[str, ...]:
         return (*super().marks(), self.key, self.end_key, self.value.strip(), self.end_value)
-
-
-def _properties(tool: Tool) -> Mapping[str, Any]:
-    properties = parameters_of(tool).get("properties")
-    return properties if isinstance(properties, Mapping) else {}
-
-
-def _as_json(value: str) -> str:
-    value = _WORDS.get(value.strip(), value.strip())
-    try:
-        from_json(value, allow_inf_nan=False)
-    except ValueError:
-        return json.dumps(value, ensure_ascii=False)
-    return value

@@ -174,9 +174,19 @@ def json_calls(text: Incoming, end: str = "") -> Reads[bool]:
     text.at += len(inner) + (0 if at is None else len(end))
     calls = [] if found or is_malformed else _calls_in(inner)
     for name, arguments in calls:
-        yield Part("call", name)
-        yield Part("arguments", arguments)
+        yield from call_parts(name, arguments)
     return found or bool(calls)
+
+
+def call_parts(name: str, arguments: Any) -> tuple[Part, Part]:
+    """A call that is read in one piece. Arguments that are text are JSON, as some models write."""
+    text = arguments if isinstance(arguments, str) else as_json(arguments)
+    return Part("call", name), Part("arguments", text)
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON, which has no NaN and no infinity: null stands for them."""
+    return to_json(value, inf_nan_mode="null").decode()
 
 
 def json_value(text: Incoming, end: str = "") -> Reads[None]:
@@ -296,18 +306,15 @@ def _name(quoted: str) -> str | None:
     return None
 
 
-def _calls_in(text: str) -> list[tuple[str, str]]:
+def _calls_in(text: str) -> list[tuple[str, Any]]:
     """Names and arguments of calls whose fields come in another order; none if any is malformed."""
     try:
         value = from_json(text)
     except ValueError:
         return []
-    calls: list[tuple[str, str]] = []
+    calls: list[tuple[str, Any]] = []
     for each in value if isinstance(value, list) else [value]:
         if not isinstance(each, dict) or not isinstance(each.get("name"), str):
             return []
-        arguments: Any = each.get("arguments", each.get("parameters", {}))
-        if not isinstance(arguments, str):
-            arguments = to_json(arguments, inf_nan_mode="null").decode()
-        calls.append((each["name"], arguments))
+        calls.append((each["name"], each.get("arguments", each.get("parameters", {}))))
     return calls
