@@ -45,7 +45,8 @@ def test_anything_else_is_refused(asked: object) -> None:
         LoadOptions.of(cache_memory=asked)
 
 
-def test_by_default_it_is_a_share_of_the_machine() -> None:
+def test_by_default_it_is_a_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.cache.memory.available_memory", machine_memory)
     assert default_memory("cpu") == machine_memory() // 4
     assert default_memory("cpu", 200 << 20) == min(machine_memory() // 4, 1 << 30)
     shape = KVShape(2, 3, 4)

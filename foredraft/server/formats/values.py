@@ -71,9 +71,10 @@ class Values:
 
     def _pair(self, names: str) -> tuple[str, Any]:
         key, before = self._quoted(), self._up_to(names).strip()
-        if "," in before:
+        name = before if key is None else key
+        if "," in before or not name:
             raise ValueError("no name")
-        return before if key is None else key, self._read()
+        return name, self._read()
 
     def _quoted(self) -> str | None:
         if self._mark and self.takes(self._mark):
