@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,12 +14,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from foredraft.core.errors import PromptError
 from foredraft.server.context import LARGE, ServerContext
 from foredraft.server.errors import ApiError
+from foredraft.system.priority import Rests
 
 _MOST_FIELDS = 1000
-_LISTS = re.compile(rb"-Infinity|\[\s*+\d[\d\s,]{4096,}+\]")
-"""Long lists of whole numbers, and the word that stands for them meanwhile."""
+_LISTS = re.compile(rb"\[\s*+\d[\d\s,]{4096,}+\]")
+"""Long lists of whole numbers."""
 _AT_ONCE = 64 << 10
 """Bytes of numbers that are parsed in one call: some 20,000 token ids, in a millisecond."""
 
@@ -39,7 +41,7 @@ class ParsedRoute(APIRoute):
             if (size := len(body := await request.body())) > LARGE:
                 context: ServerContext = request.app.state.context
                 # FastAPI takes an instance of the model as it is.
-                request._json = await context.on_thread(size, _checked, model, body)
+                request._json = await context.on_thread(size, _checked, context, model, body)
             return await answer(request)
 
         return parsed
@@ -52,26 +54,34 @@ def _parsed(body: bytes) -> Any:
         ValueError: it is none.
     """
     plain = body.replace(rb"\\", b"__").replace(rb"\"", b"__")
-    pieces, values, looked_at, copied, num_quotes = list[bytes](), list[Any](), 0, 0, 0
+    mark = f"0e{secrets.randbits(64)}"  # stands for a list meanwhile
+    pieces, lists, looked_at, copied, num_quotes = list[bytes](), list[list[int]](), 0, 0, 0
     for found in _LISTS.finditer(plain):
         start, end = found.span()
         num_quotes += plain.count(b'"', looked_at, start)
         looked_at = end
         if num_quotes % 2 == 0:  # it stands in no text
-            pieces += body[copied:start], b"-Infinity"
-            values.append(_numbers(found[0]) if found[0] != b"-Infinity" else -math.inf)
+            pieces += body[copied:start], f" {mark} ".encode()
+            lists.append(_numbers(found[0]))
             copied = end
-    left = iter(values)
+    left, rest = iter(lists), Rests()
+
+    def noted(each: dict[str, Any]) -> dict[str, Any]:
+        rest()
+        return each
+
     return json.loads(
         b"".join([*pieces, body[copied:]]),
-        parse_constant=lambda name: next(left) if name == "-Infinity" else float(name),
+        parse_float=lambda text: next(left) if text == mark else float(text),
+        object_hook=noted,
     )
 
 
 def _numbers(text: bytes) -> list[int]:
     """A list of whole numbers; raises as `_parsed`."""
-    numbers, start, last = list[int](), 1, len(text) - 1
+    numbers, start, last, rest = list[int](), 1, len(text) - 1, Rests()
     while start <= last:
+        rest()
         end = text.find(b",", min(start + _AT_ONCE, last))
         end = last if end < 0 else end
         numbers += json.loads(b"[0,%b]" % text[start:end])[1:]  # nothing at its end is an error
@@ -79,18 +89,29 @@ def _numbers(text: bytes) -> list[int]:
     return numbers
 
 
-def _checked(model: type[BaseModel], body: bytes) -> BaseModel:
-    """A body as FastAPI would read it; raises as it would."""
+def _checked(context: ServerContext, model: type[BaseModel], body: bytes) -> BaseModel:
+    """A body as FastAPI would read it; raises as it would, and as `_check_prompt`."""
     try:
         value = _parsed(body)
-        if isinstance(value, dict) and len(value) > _MOST_FIELDS:
-            raise ApiError(400, f"the body has {len(value)} fields; it may have {_MOST_FIELDS}")
-        return model.model_validate(value)
     except json.JSONDecodeError as error:
         where = {"loc": ("body", error.pos), "ctx": {"error": error.msg}}
         raise RequestValidationError([{"type": "json_invalid", **where}]) from error
+    except ValueError as error:  # no UTF-8, or a number of thousands of digits
+        raise ApiError(400, "There was an error parsing the body") from error
+    if isinstance(value, dict):
+        if len(value) > _MOST_FIELDS:
+            raise ApiError(400, f"the body has {len(value)} fields; it may have {_MOST_FIELDS}")
+        _check_prompt(context, value.get("prompt"))
+    try:
+        return model.model_validate(value)
     except ValidationError as error:
         problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(problems) from error
-    except ValueError as error:  # no UTF-8, or a number of thousands of digits
-        raise ApiError(400, "There was an error parsing the body") from error
+
+
+def _check_prompt(context: ServerContext, prompt: Any) -> None:
+    """Raises a `PromptError` for more token ids than the model reads: to check all takes long."""
+    if isinstance(prompt, list):
+        most = max(context.llm.max_prompt, context.llm.max_context)
+        if len(prompt) > most and isinstance(prompt[0], int):
+            raise PromptError.too_long(len(prompt), most, "this model reads no more")

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.server.wire import FEW
+from foredraft.server.wire import FEW, Made
 
 _LOWEST = -9999.0
 """OpenAI's value for tokens of probability 0, because JSON has no infinity."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """``choices[].logprobs`` of chat; the content of a long reply is made as it is read, once."""
+    """``choices[].logprobs`` of chat; the content of a long reply is made as it is read."""
 
     def written(entry: TokenLogprobs) -> dict[str, Any]:
         top = [_token(tokenizer, *each) for each in entry.top]
         return {**_token(tokenizer, entry.token, entry.logprob), "top_logprobs": top}
 
-    content = map(written, entries)
+    return {"content": _listed(written, entries), "refusal": None}
+
+
+def _listed(written: Callable[[Any], Any], entries: Sequence[Any]) -> list[Any] | Made:
     # 8,000 tokens with 20 alternatives are 340,000 objects, among which garbage is looked for.
-    return {"content": content if len(entries) > FEW else [*content], "refusal": None}
+    return Made(written, entries) if len(entries) > FEW else [*map(written, entries)]
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
@@ -60,7 +63,7 @@ class CompletionLogprobs:
         return {
             "tokens": [self._tokenizer.token_text(token) for token in tokens],
             "token_logprobs": [None if e is None else _finite(e.logprob) for e in entries],
-            "top_logprobs": [self._top(entry) for entry in entries] if self._num_top else None,
+            "top_logprobs": _listed(self._top, entries) if self._num_top else None,
             "text_offset": [*offsets, *self._offsets.of_reply(tokens[num_prompt:])],
         }
 

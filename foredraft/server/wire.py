@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from foredraft.system.priority import Rests
 
 FEW = 64
 """Entries of a list that are written at once."""
@@ -23,13 +26,31 @@ _STREAM_HEADERS = {
 }
 
 
+@dataclass(frozen=True)
+class Made:
+    """Entries of a long list, made as they are written: no collection of garbage sees them all.
+
+    A thread must write them, for it rests in between.
+    """
+
+    make: Callable[[Any], Any]
+    of: Iterable[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = Rests()
+        for each in self.of:
+            yield self.make(each)
+            rest()
+
+
 def as_json(value: Any) -> bytes:
     """Compact JSON. Half surrogate pairs become question marks, and NaN and infinity null."""
     try:
         return to_json(value, inf_nan_mode="null")  # a third of what `json` takes, at every event
-    except PydanticSerializationError:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return text.encode("utf-8", "replace")
+    except PydanticSerializationError:  # half a pair, or `Made`
+        if isinstance(value, dict | list | tuple | Made):
+            return _in_pieces(value)
+        return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _in_pieces(value: Any) -> bytes:
@@ -37,9 +58,9 @@ def _in_pieces(value: Any) -> bytes:
     if isinstance(value, dict):
         fields = (as_json(str(key)) + b":" + _in_pieces(each) for key, each in value.items())
         return b"{" + b",".join(fields) + b"}"
-    if isinstance(value, list) and len(value) <= FEW:  # such as of choices
+    if isinstance(value, list | tuple) and len(value) <= FEW:  # such as of choices
         return b"[" + b",".join(map(_in_pieces, value)) + b"]"
-    if isinstance(value, Iterator | list):
+    if isinstance(value, list | tuple | Made):
         entries = iter(value)
         pieces = iter(lambda: [*islice(entries, FEW)], [])
         return b"[" + b",".join(as_json(piece)[1:-1] for piece in pieces) + b"]"

@@ -16,9 +16,11 @@ from foredraft.models.table import TableModel
 from foredraft.models.text.chat_encoding import ChatEncoder
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
-from foredraft.server import bodies
+from foredraft.server import bodies, gate
 from foredraft.server.bodies import _AT_ONCE, _parsed
+from foredraft.server.errors import ApiError
 from foredraft.server.gate import _check_structure
+from foredraft.system import priority
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, running
 from tests.server.test_lifecycle import CHAT, HEAD, USER
@@ -305,6 +307,7 @@ def test_large_prompts_of_ids_are_parsed(client: httpx.Client) -> None:
     body = b'{"prompt":[' + b"5," * 1_300_000 + b"5]}"
     error = refused(client.post("/v1/completions", content=body, headers=JSON))
     assert error["code"] == "context_length_exceeded"
+    assert "reads no more" in error["message"]  # before each id's type is looked at
 
 
 LIST = b"[" + b"7, " * 3000 + b"7]"
@@ -347,6 +350,35 @@ def test_lists_of_numbers_are_parsed_in_pieces(
     found = parsed(_parsed)
     assert found == parsed(loads)
     assert max(sizes) < max(_AT_ONCE + 100, len(LIST) + 200)
+
+
+def test_bodies_are_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Escapes and strings go on from piece to piece."""
+    strings = ["", '"', "\\", '\\"', "[[[", '\\\\"{', "e.:"]
+    whole = json.dumps([{f"{i}{each}": [each]} for i, each in enumerate(strings * 3)]).encode()
+    for size in range(1, 40):
+        monkeypatch.setattr(gate, "_PIECE", size)
+        found = [*gate._outside_of_strings(whole)]
+        assert sum(count for count, _ in found) == 4 * len(strings * 3)
+        assert b"".join(plain for _, plain in found) == b"[%b]" % b", ".join([b"{: []}"] * 21)
+        _check_structure(whole, max_depth=3)
+        with pytest.raises(ApiError, match="deeper than 2"):
+            _check_structure(whole, max_depth=2)
+
+
+def test_other_threads_run_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a thread that works all along in Python, a step gets the interpreter late."""
+    rests = list[float]()
+    monkeypatch.setattr(priority.time, "sleep", rests.append)
+    monkeypatch.setattr(priority, "_AT_ONCE", -1.0)
+    assert len(_parsed(json.dumps([{"type": "text"}] * 4000).encode())) == 4000
+    assert len(rests) >= 4000
+    rests.clear()
+    _parsed(json.dumps([*range(10**5, 2 * 10**5)]).encode())
+    assert len(rests) >= 8
+    rests.clear()
+    _check_structure(b" " * 4_000_000, max_depth=1)
+    assert len(rests) >= 60
 
 
 @pytest.mark.parametrize("route", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from foredraft.server.dialects.messages import MessagesRequest
 from foredraft.server.dialects.responses import ResponsesRequest, _messages
 from foredraft.server.dialects.tokenize import DetokenizeRequest
 from foredraft.server.metrics import Metrics
+from foredraft.server.wire import FEW, Made
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 from tests.server.conftest import Running, running, wait_until
 from tests.server.events import data_of, names_of
@@ -246,11 +249,21 @@ def test_a_response_streamed(client: httpx.Client) -> None:
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == chat_text(client)
 
 
-def test_a_response_says_how_likely_its_tokens_were(client: httpx.Client) -> None:
+@pytest.mark.parametrize("num_tokens", [20, 80])
+def test_a_response_says_how_likely_its_tokens_were(
+    client: httpx.Client, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    body = {"input": USER, "max_output_tokens": 20, **asked, **COMMON}
+    body = {"input": USER, "max_output_tokens": num_tokens, **asked, **COMMON}
+    made, loops = Made.__iter__, list[Any]()
+
+    def noted(entries: Made) -> Iterator[Any]:
+        loops.append(asyncio._get_running_loop())
+        return made(entries)
+
+    monkeypatch.setattr(Made, "__iter__", noted)
     part = client.post("/v1/responses", json=body).json()["output"][0]["content"][0]
-    assert len(part["logprobs"]) == 20
+    assert len(part["logprobs"]) == num_tokens
     assert len(part["logprobs"][0]["top_logprobs"]) == 2
     events = data_of(client.post("/v1/responses", json=body | {"stream": True}))
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
@@ -258,7 +271,9 @@ def test_a_response_says_how_likely_its_tokens_were(client: httpx.Client) -> Non
     (done,) = [event for event in events if event["type"] == "response.output_text.done"]
     assert done["logprobs"] == part["logprobs"]
     assert told == part["logprobs"][: len(told)]
-    assert len(told) >= 19  # the last may complete no character
+    assert len(told) >= num_tokens - 1  # the last may complete no character
+    assert bool(loops) == (num_tokens > FEW)
+    assert not any(loops), "streams wait while a million numbers are written on the loop"
 
 
 def test_agents_probe_and_bring_tools_that_nobody_knows(client: httpx.Client) -> None:

@@ -61,6 +61,16 @@ def test_those_of_a_long_reply_are_written_a_few_at_a_time(
     assert json.loads(body)["logprobs"] == {"content": few, "refusal": None}
 
 
+def test_half_a_surrogate_pair_beside_those_of_a_long_reply_is_written() -> None:
+    """The entries were half read when that was found."""
+    tokenizer = codec("gpt2")
+    few = entries(plain(tokenizer))[:3]
+    value = {"logprobs": chat_logprobs(tokenizer, few * 30), "user": "\ud800"}
+    written = json.loads(wire.data_event(value).removeprefix(b"data: "))
+    content = chat_logprobs(tokenizer, few)["content"] * 30
+    assert written == {"logprobs": {"content": content, "refusal": None}, "user": "?"}
+
+
 def test_special_and_unknown_ids() -> None:
     tokenizer = codec("llama2")
     assert tokenizer.token_text(1) == "<s>"

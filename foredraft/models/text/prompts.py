@@ -116,7 +116,7 @@ def text_of(where: str, content: object) -> str:
             raise malformed(
                 f"{where}[{number}]", f"is of type {shown(kind)}; text is all there is here"
             )
-        texts.append(checked_text(f"{where}[{number}].text", part.get("text")))
+        texts.append(checked_text(f"{where}[{number}].text", part.get("text"), PromptError))
     return "".join(texts)
 
 
@@ -135,7 +135,8 @@ def _checked_message(where: str, message: object) -> dict[str, Any]:
             f"{where}:",
             f"a message needs a role ({', '.join(ROLES)}) and text content, not {shown(message)}",
         )
-    plain: dict[str, Any] = {str(k): _plain(f"{where}.{k}", v) for k, v in message.items()}
+    fields = {**message, "content": ""}
+    plain: dict[str, Any] = {str(k): _plain(f"{where}.{k}", v) for k, v in fields.items()}
     plain["role"] = _TEMPLATE_ROLES.get(plain["role"], plain["role"])
     content, calls = message.get("content"), message.get("tool_calls")
     if calls:

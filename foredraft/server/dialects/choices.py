@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +18,7 @@ from foredraft.server.dialects.fields import Refused, Sets, at_most
 from foredraft.server.dialects.sampling import OpenAIFields, Schema, response_grammar
 from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.usage import usage_of
-from foredraft.server.wire import DONE, data_event
+from foredraft.server.wire import DONE, FEW, data_event
 
 _TEXT_ONLY = "text is all there is here"
 _NO_BEAMS = "beam search is not sampling from the model"
@@ -177,12 +178,10 @@ class ChoicesWriter(AnswerWriter):
                 yield chunk
             async for index, event in generation:
                 usage = self._usage(generation) if continuous else None
-                if event.prompt_logprobs is None:
-                    piece = self.piece(index, event)
-                else:
-                    piece = await asyncio.to_thread(self.piece, index, event)
-                if piece is not None:
-                    yield self.chunk(index, piece, usage=usage)
+                write = partial(self._step_chunk, index, event, usage)
+                is_long = event.prompt_logprobs is not None or len(event.logprobs) > FEW
+                if chunk := await asyncio.to_thread(write) if is_long else write():
+                    yield chunk
                 if event.result is not None:
                     reason = self.reason(index, event.result)
                     yield self.chunk(index, self.last_piece, reason, usage)
@@ -190,6 +189,10 @@ class ChoicesWriter(AnswerWriter):
                 self.finish(generation)
                 yield data_event(self._with_usage(self._answer(self.chunk_kind, []), generation))
             yield DONE
+
+    def _step_chunk(self, index: int, event: Event, usage: dict[str, Any] | None) -> bytes:
+        piece = self.piece(index, event)
+        return b"" if piece is None else self.chunk(index, piece, usage=usage)
 
     def chunk(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
 from foredraft.server.replies import Block, BlockBuilder, Change
 from foredraft.server.thinking import Thinking
 from foredraft.server.usage import num_cached, num_reasoning
-from foredraft.server.wire import named_event
+from foredraft.server.wire import Made, named_event
 
 router = APIRouter(route_class=ParsedRoute)
 
@@ -240,7 +241,10 @@ class ResponsesWriter(AnswerWriter):
             events = self._events(generation)
             try:
                 async for event in events:
-                    yield self._numbered(event)
+                    if self._logprobs and not event["type"].endswith(".delta"):
+                        yield await asyncio.to_thread(self._numbered, event)  # with all of them
+                    else:
+                        yield self._numbered(event)
             except Exception as error:
                 known = as_api_error(error).in_words_of(self.request.names)
                 code = "server_error" if known.status >= 500 else "invalid_prompt"
@@ -324,6 +328,8 @@ class ResponsesWriter(AnswerWriter):
         They are those of the tokens that begin in it; behind the last text of a reply come those
         of tokens without text.
         """
+        if self.request.params.logprobs is None:
+            return ()
         entries = self._logprobs.setdefault(block.number, [])
         if part is not None:
             new = self._entries.take(part.at, part.end)
@@ -333,8 +339,9 @@ class ResponsesWriter(AnswerWriter):
             entries += self._entries.take(0)
         return entries if change == "close" else ()
 
-    def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
-        return [*chat_logprobs(self.tokenizer, entries)["content"]]
+    def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any] | Made:
+        content: list[Any] | Made = chat_logprobs(self.tokenizer, entries)["content"]
+        return content
 
     def _item_id(self, block: Block) -> str:
         prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
