@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 """Types of tokens, as llama.cpp numbers them."""
+_MOST_CHARACTERS = 1000
+"""Of a token: all places to divide it at are tried."""
 _SPACE = "\u2581"
 """Sentencepiece's character for a space."""
 # Words, runs of digits, signs and white space, as the models' authors split them.
@@ -31,11 +33,15 @@ _WORDS = (
 )
 # The same with a capital letter beginning a word, and letters after an apostrophe joined to it.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
+_CASED = "|".join(  # with a mark in front, which may be any of the three parts, the order counts
+    rf"[^\r\n\p{{L}}\p{{N}}]?{letters}%s"
+    for letters in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+)
+_APOSTROPHE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED_WORDS = _CASED + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}" + _OTHERS
+_CASED_WORDS = _CASED % (_APOSTROPHE, _APOSTROPHE) + r"|\p{N}{1,3}" + _OTHERS
 # Tekken's: an apostrophe begins a word, and digits stand alone.
-_TEKKEN_WORDS = _CASED + r"|\p{N}" + _OTHERS
+_TEKKEN_WORDS = _CASED % ("", "") + r"|\p{N}" + _OTHERS
 # Qwen 3.5's: marks are letters. Seed's: signs take no end of a line along.
 _QWEN_35_WORDS = (
     (_WORDS % "").replace(r"?\p{L}", r"?[\p{L}\p{M}]").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
@@ -131,6 +137,7 @@ def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
             for index in (*fields.special_ids().values(), *fields.end_ids())
         ),
         "it adds a start token and names none": _adds_bos(fields) and fields.bos_token_id is None,
+        "a token is too long": any(len(token) > _MOST_CHARACTERS for token in fields.tokens),
         "it has no merges": not has_scores and not fields.merges,
         "there is not one score for each token": has_scores
         and len(fields.scores) != len(fields.tokens),
