@@ -106,7 +106,8 @@ def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_jso
 
         with PromptProgress(len(token_ids)) as progress:
             run = measure(events, progress.show)
-        typer.echo(json.dumps(_report(llm, run, text), ensure_ascii=False))
+        is_unicode = str(sys.stdout.encoding).lower() in ("utf-8", "utf8")
+        typer.echo(json.dumps(_report(llm, run, text), ensure_ascii=not is_unicode))
         _fail_if(run.result.error)
     else:
         _show(llm, events, len(token_ids))

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -130,6 +131,8 @@ def exit_with_message(program: Callable[[], object]) -> None:
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     spin_briefly()
+    if isinstance(sys.stdout, TextIOWrapper):  # as stderr does: a model may write any character
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             program()

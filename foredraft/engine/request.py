@@ -376,7 +376,8 @@ class Request:
         """End only this request with an error. Committed tokens stay; a finished request is not
         changed.
 
-        An error with a code is the request's own fault. Any other is logged with its traceback.
+        An error with a code is the request's own fault, and memory may be too small for any. Any
+        other error is logged with its traceback.
         """
         if self.finish_reason is not None:
             return
@@ -387,7 +388,8 @@ class Request:
             _log.warning("request %d ends: %s", self.request_id, error)
         else:
             self.error = f"{type(error).__name__}: {error}"
-            _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=error)
+            trail = None if isinstance(error, MemoryError) else error
+            _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=trail)
 
     def check(self) -> None:
         """Assert the invariants between steps."""

@@ -230,6 +230,7 @@ def build(
             return library
         from filelock import FileLock  # takes longer to import than to find the library
 
+        _log.warning("compiling the kernel %r for this machine, once: about a minute …", name)
         with FileLock(directory / "building.lock", timeout=2 * _TIMEOUT_SECONDS):
             if library := _intact(directory, prefix):
                 return library

@@ -19,6 +19,7 @@ from foredraft.cli import chat as keyboard
 from foredraft.cli import display
 from foredraft.cli.chat import Conversation
 from foredraft.cli.display import PromptProgress, RichProgress, WholeWords, progress_bar
+from foredraft.cli.main import exit_with_message
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.engine.request import Event
@@ -65,6 +66,15 @@ def test_output_that_cannot_be_written_is_said(checkpoint: Path, as_json: bool) 
     assert "error: [Errno 28] No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_characters_that_the_output_does_not_have_are_escaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", output)
+    exit_with_message(lambda: output.write("caf\xe9 \N{TEACUP WITHOUT HANDLE}"))
+    assert output.buffer.getvalue() == b"caf\xe9 \\U0001f375"
 
 
 def test_a_closed_pipe_ends_quietly(checkpoint: Path) -> None:

@@ -71,7 +71,9 @@ def test_drafts_give_way_before_any_row_does() -> None:
     assert first.stats.drafted > 0
 
 
-def test_what_never_fits_ends_by_name_and_keeps_its_text() -> None:
+def test_what_never_fits_ends_by_name_and_keeps_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     target = limited(counting_model(), 100)
     engine = new_engine(target)
     (long,) = generate(engine, [[1] * 50], PARAMS)
@@ -79,6 +81,7 @@ def test_what_never_fits_ends_by_name_and_keeps_its_text() -> None:
     assert long.error is not None
     assert long.error.startswith("CacheFullError: the cache has no room for 114 more tokens: 0 of")
     assert "wait" not in long.error, "it would be in vain"
+    assert caplog.records[-1].exc_info is None, "nothing is broken"
     (grown,) = generate(engine, [[1]], PARAMS)
     assert grown.finish_reason == "error"
     assert grown.token_ids == alone([1])[: len(grown.token_ids)]

@@ -365,6 +365,7 @@ def test_texts_are_split_as_published(tmp_path: Path, pre: str) -> None:
     for text in (
         *ODD_TEXTS,
         "don't HTTPServer naïveÉcole",
+        "1\u093eZ \u0301\u0301A",  # marks in front of a capital
         "東京タワーは\n_x[0]).y();\r\n 한국",
         CASED,
     ):
@@ -433,6 +434,10 @@ CHANGES: dict[str, tuple[Mapping[str, Any], str]] = {
     "merges": ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer is damaged"),
     "merges of no tokens": ({"tokenizer.ggml.merges": ["qqq zzz"]}, "tokenizer is damaged"),
     "tokens twice": ({"tokenizer.ggml.tokens": ["a"] * 300}, "a token is there twice"),
+    "a long token": (
+        {"tokenizer.ggml.tokens": ["a" * 2000, *map(chr, range(400, 699))]},
+        "is too long",
+    ),
     "few tokens": ({"tokenizer.ggml.tokens": ["a", "b"]}, r"has shape \(300, 256\), not \(2, 256"),
     "numbers for tokens": ({"tokenizer.ggml.tokens": [1]}, "tokenizer.ggml.tokens is array"),
 }

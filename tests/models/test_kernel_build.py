@@ -74,8 +74,12 @@ def test_the_sources_are_in_the_package() -> None:
     assert package.joinpath("simd.h").is_file()
 
 
-def test_a_library_is_compiled_once(compiler: FakeCompiler, sources: Path, tmp_path: Path) -> None:
+def test_a_library_is_compiled_once(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = build(compiler.command, tmp_path / "cache", sources)
+    assert "compiling the kernel 'decoder'" in caplog.text
+    caplog.clear()
     assert first.read_text() == "compiled\n"
     assert build(compiler.command, tmp_path / "cache", sources) == first
     assert compiler.num_compilations == 1

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
     from foredraft.models.native.config import DecoderConfig, Latent
 
-RECIPE = "GGUF converter 6"
+RECIPE = "GGUF converter 7"
 """Raise it when conversions change: older copies are converted again."""
 _MOST_BYTES = 2 << 30
 """Largest file of weights; a conversion holds one file in memory."""

@@ -31,11 +31,12 @@ _WORDS = (
 )
 # The same with a capital letter beginning a word, and letters after an apostrophe joined to it.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
+_FRONT = r"[^\r\n\p{L}\p{N}]?"  # a mark may be of any part, so all of the first comes before
+_CASED = f"{_FRONT}{_UPPER}*{_LOWER}+%s|{_FRONT}{_UPPER}+{_LOWER}*%s"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED_WORDS = _CASED + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}" + _OTHERS
+_CASED_WORDS = _CASED.replace("%s", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _OTHERS
 # Tekken's: an apostrophe begins a word, and digits stand alone.
-_TEKKEN_WORDS = _CASED + r"|\p{N}" + _OTHERS
+_TEKKEN_WORDS = _CASED.replace("%s", "") + r"|\p{N}" + _OTHERS
 # Qwen 3.5's: marks are letters. Seed's: signs take no end of a line along.
 _QWEN_35_WORDS = (
     (_WORDS % "").replace(r"?\p{L}", r"?[\p{L}\p{M}]").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
@@ -59,6 +60,7 @@ _ENDS = (r"\s+$", _IDEOGRAMS_AND_SYLLABLES, r"\p{N}+")
 _DEEPSEEK = (r"[\r\n]", rf"\s?{_LISTED}+", _SIGNS, *_ENDS)
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
 _QWEN_2 = ("qwen2", "deepseek-r1-qwen")
+_NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 _WHOLE_WORDS = (*_LLAMA_3, "tekken")
 """Tokenizers that take a word which is a token as it is, whatever its merges give, and that begin a
 text with a start token."""
@@ -131,15 +133,15 @@ def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
             for index in (*fields.special_ids().values(), *fields.end_ids())
         ),
         "it adds a start token and names none": _adds_bos(fields) and fields.bos_token_id is None,
+        "a token is too long": any(len(token) > 1000 for token in fields.tokens),  # to divide
         "it has no merges": not has_scores and not fields.merges,
         "there is not one score for each token": has_scores
         and len(fields.scores) != len(fields.tokens),
     }
-    for problem, is_so in problems.items():
-        if is_so:
-            raise ModelLoadError(
-                f"{gguf}: its tokenizer is damaged: {problem}. Download the file again"
-            )
+    if problem := next((problem for problem, is_so in problems.items() if is_so), None):
+        raise ModelLoadError(
+            f"{gguf}: its tokenizer is damaged: {problem}. Download the file again"
+        )
 
 
 def _without_filler(fields: GgufTokenizerFields) -> GgufTokenizerFields:
@@ -162,7 +164,9 @@ def _rebuilt(fields: GgufTokenizerFields) -> Tokenizer:
 
     tokenizer = _of_merges(fields) if fields.tokenizer_model == "gpt2" else _of_scores(fields)
     kinds = [*zip(fields.tokens, fields.token_type, strict=True)]
-    strips = _special_tokens_strip(fields)
+    # Special tokens of Phi-3 strip the white space after them, which no file says. Phi-4-mini has
+    # this architecture and another tokenizer.
+    strips = fields.architecture == "phi3" and fields.tokenizer_model == "llama"
     added = [
         AddedToken(token, special=True, rstrip=strips and token not in _NEVER_STRIP)
         for token, kind in kinds
@@ -181,17 +185,6 @@ def _rebuilt(fields: GgufTokenizerFields) -> Tokenizer:
         before = [tokenizer.post_processor] if tokenizer.post_processor is not None else []
         tokenizer.post_processor = processors.Sequence([*before, template])
     return tokenizer
-
-
-_NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
-
-
-def _special_tokens_strip(fields: GgufTokenizerFields) -> bool:
-    """Whether special tokens strip the white space after them, as those of Phi-3 do.
-
-    A GGUF file does not say so. Phi-4-mini has this architecture and another tokenizer.
-    """
-    return fields.architecture == "phi3" and fields.tokenizer_model == "llama"
 
 
 def _of_merges(fields: GgufTokenizerFields) -> Tokenizer:
@@ -256,8 +249,7 @@ def _merges_by_score(
         for start in range(1, len(token))
         if token[:start] in vocabulary and token[start:] in vocabulary
     ]
-    found.sort(key=lambda pair: pair[:2])
-    return [(first, second) for *_, first, second in found]
+    return [pair[2:] for pair in sorted(found, key=lambda pair: pair[:2])]
 
 
 def _pair(merge: str) -> tuple[str, str]:
