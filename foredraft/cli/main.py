@@ -82,6 +82,17 @@ COMMANDS = {
     "train": Command("train:app", "Train a drafter for a model of your own."),
     "trace": Command("trace:trace", "Show what a run did, step by step."),
 }
+RENAMED = {
+    "bench": "foredraft measure, or python -m benchmarks in the repository",
+    "export": "foredraft train export",
+    "index": "foredraft drafters index",
+    "plan": "foredraft measure",
+    "tune": "foredraft measure",
+    "tune self-draft": "foredraft train self-draft",
+    "trace replay": "foredraft measure",
+    "trace show": "foredraft trace FILE",
+}
+"""Earlier names of commands, and the commands that do their work."""
 
 
 class _Commands(TyperGroup):
@@ -94,6 +105,9 @@ class _Commands(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for old in (" ".join(args[:2]), args[0]):
+            if old in RENAMED:
+                raise ConfigError(f"foredraft {old} is now: {RENAMED[old]}")
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, stand_in and COMMANDS[str(name)].load(str(name)), rest
 

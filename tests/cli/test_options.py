@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from foredraft.cli import options as o
-from foredraft.cli.main import COMMANDS, app
+from foredraft.cli.main import COMMANDS, RENAMED, app, exit_with_message
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
@@ -173,6 +173,19 @@ def test_all_options_are_shown_when_asked_for(name: str) -> None:
     said = CliRunner().invoke(app, [*words, "--help-all"], env={"COLUMNS": "300"}).output
     assert not [flag for each in options_of(command) for flag in each.opts[:1] if flag not in said]
     assert not [each for each in getattr(command.callback, "settable", {}) if each not in said]
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_old_names_say_the_new_one(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        exit_with_message(lambda: app([*old.split(), "x"]))
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.strip() == f"error: foredraft {old} is now: {RENAMED[old]}"
+    new = RENAMED[old].replace(",", "").split()[1:]
+    assert new[0] in COMMANDS
+    if len(new) > 1 and new[0] in ("train", "drafters"):
+        assert new[1] in COMMANDS[new[0]].load(new[0]).commands
 
 
 def test_a_file_of_settings_goes_behind_options_and_environment(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import BaseModel, Field
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
@@ -551,3 +552,36 @@ def test_calls_that_a_template_does_not_show_stand_in_the_text() -> None:
         assert [each["content"] for each in shown] == ["rain?", call * (name == "lfm2"), "no"]
         assert "tool_calls" in shown[1] or name == "lfm2"
         assert calls(everywhere(FORMS[name], call)) == [("look", json.loads(told["arguments"]))]
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: str
+
+
+class Owner(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+def test_a_discriminated_union_of_pydantic(tokenizer: Tokenizer) -> None:
+    """As its schema comes, with a default kind: as the answer and as a tool's arguments."""
+    schema = Owner.model_json_schema()
+    assert "oneOf" in schema["properties"]["pet"]
+    assert schema["$defs"]["Cat"]["required"] == ["lives"]
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    right = '{"kind": "cat", "lives": 9}', '{"lives": 9}', '{"kind": "dog", "name": "Rex"}'
+    wrong = '{"kind": "cow", "lives": 9}', '{"kind": "cat"}', '{"kind": "cat", "lives": "9"}'
+    for pet in right + wrong:
+        text = f'{{"pet": {pet}}}'
+        answer = Grammar.json_schema(schema)
+        assert follows(tokenizer, grammars, answer, text) == (pet in right), text
+        for name in ("hermes", "mistral_tekken"):
+            forced = reply_grammar(FORMS[name], Spell(tokenizer.special_tokens), None, [tool])
+            called = call_in(FORMS[name], text)
+            assert follows(tokenizer, grammars, forced, called) == (pet in right), called

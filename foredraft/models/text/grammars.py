@@ -41,6 +41,7 @@ _TOO_LARGE = (
     "it leaves too many ways to go on at one place (such as thousands of optional properties): "
     "make properties required, or split the schema"
 )
+_NO_TEXT = "no text follows it, such as where a schema refers to itself alone"
 _MAX_ERROR = 400
 _LOOKS_SPECIAL = re.compile(r"<.*>", re.DOTALL).fullmatch
 _JSON_SPACE = r"( |\n[ \t]{0,32})?"
@@ -241,11 +242,12 @@ def _probe(matcher: LLMatcher, grammar: Grammar) -> None:
 
 
 def _error(grammar: Grammar | None, error: object) -> GrammarError:
-    """The error in few words: the library's message may hold the whole grammar."""
+    """The error in few words: the library's message may hold its state and the whole grammar."""
     kind = f"grammar ({grammar.kind})" if grammar else "the grammar"
     text = " ".join(str(error).split())
     if "ParserTooComplex" in text or "items; max is" in text:
         return GrammarError(f"{kind} cannot be used: {_TOO_LARGE}", code="grammar_too_complex")
+    text = _NO_TEXT if "NoExtensionBias" in text else text.partition(" <state>")[0]
     if len(text) > _MAX_ERROR:
         text = text[:_MAX_ERROR] + "…"
     return GrammarError(f"{kind} cannot be used: {text}")
@@ -309,7 +311,8 @@ def _description(grammar: Grammar) -> dict[str, Any]:
         source = LLMatcher.grammar_from_regex(_ascii_digits(grammar.source))
     else:
         schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.source
-        options: Any = {"whitespace_pattern": _JSON_SPACE, "lenient": False}
+        # ``oneOf``, which pydantic writes for unions, means ``anyOf``: llguidance would refuse it.
+        options: Any = {"whitespace_pattern": _JSON_SPACE, "lenient": False, "coerce_one_of": True}
         source = LLMatcher.grammar_from_json_schema(schema, overrides=options)
     described: dict[str, Any] = json.loads(source)["grammars"][0]
     return described
