@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from benchmarks.contenders import Contender, ContenderRun, OurContender
+from benchmarks.intervals import with_intervals
 from benchmarks.timing import PeerFailed
 from foredraft.bench.prompts import BenchPrompt
 from foredraft.bench.report import Report, Table
@@ -244,6 +245,7 @@ _OVERALL_COLUMNS = {
     "temperature": "{temperature:g}",
     "tok/s": "{tokens_per_s:.1f}",
     "speed-up": "{speedup:.2f}x",
+    "95 % of": "{low:.2f}-{high:.2f}x",
     "worst": "{worst:.2f}x ({worst_category})",
     "committed/step": "{committed_per_step:.2f}",
     "over peers": "{over_peers:.2f}x",
@@ -271,7 +273,8 @@ def comparison_report(
               f"temperature {t:g}")
         for t in _distinct(row.temperature for row in rows)
     ]  # fmt: skip
-    lines = overall(rows, peers)
+    records = [_as_dict(trial) for trial in trials]
+    lines = with_intervals(overall(rows, peers), records)
     model = {"name": plan.name, "dtype": plan.dtype, "weights": plan.weights,
              "kernels": plan.decoder}  # fmt: skip
     return Report(
@@ -279,7 +282,7 @@ def comparison_report(
             *by_temperature,
             Table("overall", lines, _OVERALL_COLUMNS, "all categories, each with the same weight"),
             Table("summaries", [vars(row) for row in rows]),
-            Table("trials", [_as_dict(trial) for trial in trials]),
+            Table("trials", records),
         ],
         facts={"model": model} | ({"failures": dict(failures)} if failures else {}),
         lines=[f"{name}: {failure}" for name, failure in failures.items()],
@@ -296,6 +299,7 @@ def _as_dict(trial: Trial) -> dict[str, Any]:
         "temperature": trial.temperature,
         "identical": trial.identical,
         "num_tokens": len(run.token_ids),
+        "num_first": run.num_first,
         "first_s": run.first_s,
         "total_s": run.total_s,
         "draft_s": run.draft_s,

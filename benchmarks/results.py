@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.intervals import with_intervals
 from foredraft.bench.report import check_outputs
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
@@ -48,6 +49,8 @@ def render(folder: str | Path) -> str:
 
 def _section(path: Path) -> str:
     report = _read(path)
+    if {"overall", "trials"} <= report.keys():  # older files hold no intervals
+        report["overall"] = with_intervals(report["overall"], report["trials"])
     figures = {name: value for name, value in report.items() if name not in _PROVENANCE}
     plain = {name: value for name, value in figures.items() if _is_cell(value)}
     parts = [f"## {path.stem}", _origin(report, path)]

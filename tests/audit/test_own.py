@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
+from foredraft import speculation
 from foredraft.audit.faults import FAULTS, Fault, TokenRule, planted
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.own import AuditedReply, OwnAudit
@@ -27,6 +28,7 @@ from foredraft.core.sampling import Law, law_of
 from foredraft.core.tree import ROOT
 from foredraft.core.verify import recorded
 from foredraft.drafters.base import Drafter
+from foredraft.drafters.model.self_draft import SelfDrafter
 from foredraft.engine import turn
 from foredraft.engine.request import Request
 from foredraft.engine.scheduler import Scheduler
@@ -296,6 +298,32 @@ def test_a_mistake_at_a_depth_that_few_drafts_have_is_found() -> None:
     audit.llm.with_drafter = faulty  # type: ignore[method-assign, assignment]
     assert sorted(audit._depths) == [3, 16]
     assert audit.margins_and_law()[0].verdict == Finding.DIFFERENT
+
+
+def test_an_audit_of_auto_audits_the_drafter_that_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "tiny", NATIVE_CONFIGS["llama-tied"]())
+    monkeypatch.setattr(speculation, "pays_unasked", lambda traits, prices: True)
+    llm = LLM.load(str(tmp_path / "tiny"), max_batch_size=16, calibrate=False)
+    assert llm.drafter_name == "suffix", "it comes first, and copies nothing from random text"
+
+    def audited() -> tuple[str, Finding]:
+        audit = OwnAudit(llm, SEEDED.of_length(40), replace(SMALL, texts=2))
+        monkeypatch.setattr(audit, "run", lambda: audit.margins_and_law()[:1])
+        report = audit.report()
+        assert report.subject.endswith(f"with drafter {report.settings['drafter']}")
+        return report.settings["drafter"], report.levels[0].verdict
+
+    assert audited() == ("self_draft", Finding.SAME_BITS)
+
+    def overwrites(drafter: SelfDrafter, chains: Any, reads: Any) -> Any:
+        """Entries of the copy come one place too early, where those of the target stay."""
+        starts = [len(each.row.tokens) - 2 + len(each.tokens) for each in chains]
+        return drafter._copy.score(reads, starts)
+
+    monkeypatch.setattr(SelfDrafter, "_score", overwrites)
+    assert audited() == ("self_draft", Finding.DIFFERENT)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.clients import Task, compare, serving_report
+from benchmarks.intervals import with_intervals
 from benchmarks.results import render
 from foredraft.bench.report import write_json
 from foredraft.core.errors import ConfigError, ForedraftError
@@ -47,6 +48,27 @@ def test_raw_trials_stay_in_the_file(tmp_path: Path) -> None:
     page = rendered(tmp_path, {"trials": [{"prompt": "p", "stats": {"steps": 3}}]})
     assert "steps" not in page
     assert "[`one.json`]" in page
+
+
+def test_older_speedups_get_their_intervals(tmp_path: Path) -> None:
+    """Paired: a prompt that is slow for both is no spread; and within categories."""
+    seconds = {"a1": 1.0, "a2": 3.0, "b1": 2.0, "b2": 8.0}
+    gains = {"even": [2.0] * 4, "by category": [2.0, 2.0, 6.0, 6.0], "uneven": [1.0, 2.0, 1.0, 4.0]}
+    trials = [
+        {"prompt": prompt, "category": prompt[0], "contender": name, "temperature": 0.0,
+         "num_tokens": 11, "first_s": 1.0, "total_s": 1.0 + plain_s / gain}
+        for name, by_prompt in {"none": [1.0] * 4, **gains}.items()
+        for (prompt, plain_s), gain in zip(seconds.items(), by_prompt, strict=True)
+    ]  # fmt: skip
+    speedups = {"none": 1.0, "even": 2.0, "by category": 4.0, "uneven": 2.0}
+    lines = [{"contender": n, "temperature": 0.0, "speedup": s} for n, s in speedups.items()]
+    page = rendered(tmp_path, {"overall": lines, "trials": trials})
+    for sure in ("none | 0 | 1 | 1 | 1", "even | 0 | 2 | 2 | 2", "by category | 0 | 4 | 4 | 4"):
+        assert f"| {sure} |" in page
+    uneven = next(one for one in with_intervals(lines, trials) if one["contender"] == "uneven")
+    assert 0.5 < uneven["low"] < 1.5 < 2.5 < uneven["high"] < 5.0
+    single = [each for each in trials if each["prompt"] != "b2"]
+    assert {one["low"] for one in with_intervals(lines, single)} == {None}
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ controller) is behind it: a reader of the path needs the seam alone, which count
 locks, paths and compilers of `system` and `kernels` are what Python's own library is to others.
 Functions are read where they stand; two of them are stations of the token, and count.
 
+The same is counted with the default controller, a draft model and a head, whose own classes count
+then. Seams are models, caches, and the runner of a head's layers, which a target offers.
+
 Names are of two kinds. *Parts* do something and change; *records* are plain data that parts hand to
 each other (frozen dataclasses and named tuples), and are read in a minute.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from types import FrameType
 from typing import Any
@@ -28,33 +32,40 @@ from foredraft.control.base import Allowance, Controller
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import BaseDrafter, Drafter
-from foredraft.llm import LLM
-from foredraft.models.base import Target
+from foredraft.llm import LLM, DraftModel
+from foredraft.models.base import HeadRunner, Target
+from foredraft.models.native.draft_layers import NativeHeadRunner
+from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from tests.docs.pages import REPO
+from tests.drafters.heads import tiny_target
+from tests.drafters.test_heads import KINDS
+from tests.drafters.test_heads_follow_the_text import new_drafter
 
 PAGE = REPO / "docs" / "understand" / "life-of-a-token.md"
 GLOSSARY = REPO / "docs" / "understand" / "glossary.md"
-SEAMS: dict[type, type] = {
+MODELS: dict[type, type] = {
     TableModel: Target,
+    NativeTarget: Target,
     PagedCache: Cache,
-    BaseDrafter: Drafter,
-    FixedBudget: Controller,
+    NativeHeadRunner: HeadRunner,
 }
+SEAMS = MODELS | {BaseDrafter: Drafter, FixedBudget: Controller}
 """The implementations that the run has, and their seams."""
 STATIONS = {"step", "verify"}
 WIRED = {"Policy"}
 """Data that was put together before the run, and that the path reads."""
 MOST_PARTS, MOST_NAMES = 15, 30
 """At revision 88f81de there were 27 parts and 53 names, with `fetch` as a third station."""
+MOST_OF_ALL = 79
 
 
 class Touched:
     """A profiler: the classes of foredraft that calls touch, outside of seams."""
 
-    def __init__(self) -> None:
-        self.classes: set[type] = set()
+    def __init__(self, seams: Mapping[type, type]) -> None:
+        self.classes, self._seams = set[type](), seams
         self._inside: list[bool] = []
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
@@ -65,7 +76,7 @@ class Touched:
         owner = _owner(frame)
         is_inside = bool(self._inside) and self._inside[-1]
         seam = next(
-            (seam for kind, seam in SEAMS.items() if owner and issubclass(owner, kind)), None
+            (seam for kind, seam in self._seams.items() if owner and issubclass(owner, kind)), None
         )
         if owner is not None and not is_inside:
             self.classes.add(seam or owner)
@@ -84,19 +95,23 @@ def _owner(frame: FrameType) -> type | None:
     return None if is_infrastructure else found
 
 
-@pytest.fixture(scope="module")
-def touched() -> dict[str, type]:
-    llm = LLM(TableModel.random(9, seed=1), None, LoadOptions(drafter="suffix", num_draft_tokens=4))
+def touched_by(llm: LLM, seams: Mapping[type, type]) -> dict[str, type]:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
-    profiler = Touched()
+    profiler = Touched(seams)
     sys.setprofile(profiler)
     try:
         (result,) = llm.generate([[1, 2, 3, 1, 2, 3]], params)
     finally:
         sys.setprofile(None)
-    assert result.stats.drafted > result.stats.accepted > 0
+    assert result.stats.drafted > 0
     handed_out = {"Allowance": Allowance}  # made behind the seam of the controller, and read here
     return {kind.__name__: kind for kind in profiler.classes} | handed_out
+
+
+@pytest.fixture(scope="module")
+def touched() -> dict[str, type]:
+    options = LoadOptions(drafter="suffix", num_draft_tokens=4)
+    return touched_by(LLM(TableModel.random(9, seed=1), None, options), SEAMS)
 
 
 def is_record(kind: type) -> bool:
@@ -121,6 +136,21 @@ def test_they_are_few(touched: dict[str, type]) -> None:
     names = touched.keys() | STATIONS | WIRED
     assert len(names - records) <= MOST_PARTS, sorted(names - records)
     assert len(names) <= MOST_NAMES, sorted(names)
+
+
+def test_they_are_few_with_the_default_controller_a_draft_model_and_a_head(
+    touched: dict[str, type],
+) -> None:
+    first, second = (TableModel.random(9, seed=1) for _ in range(2))
+    pair = LLM(first, None, LoadOptions(drafter="draft_model"), draft=DraftModel(second))
+    target, plain = tiny_target(), LoadOptions(drafter="none")
+    head = new_drafter(KINDS["hidden_head"], target)
+    headed = LLM(target, None, plain).with_drafter(plain, drafter=head)
+    found = touched | touched_by(pair, MODELS) | touched_by(headed, MODELS)
+    assert {"AdaptiveBudget", "DraftModelDrafter", "StepDrafter"} <= found.keys()
+    names = found.keys() | STATIONS | WIRED
+    assert len(names) <= MOST_OF_ALL, sorted(names)
+    assert f"{MOST_OF_ALL} names" in PAGE.read_text()
 
 
 def test_each_is_in_the_glossary(touched: dict[str, type]) -> None:
