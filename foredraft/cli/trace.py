@@ -73,7 +73,9 @@ def _only(trace: Trace, request: int) -> Trace:
 def _show(console: Console, trace: Trace) -> None:
     """The text of each request, and a line a step."""
     run = trace.run
-    parts = (run.model, run.drafter and f"drafter {run.drafter}", run.started)
+    named = dict.fromkeys(row.drafter or run.drafter for step in trace.steps for row in step.rows)
+    drafters = ", ".join(filter(None, named))
+    parts = (run.model, drafters and f"drafter {drafters}", run.started)
     console.print(", ".join(filter(None, parts)), style="bold", markup=False)
     for request_id in trace.request_ids:
         console.print(Rule(f"request {request_id}", align="left", style="dim"))

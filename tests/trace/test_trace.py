@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,10 @@ def test_the_command_shows(tmp_path: Path) -> None:
     shown = ask(app, ["trace", str(path)])
     assert shown.exit_code == 0, shown.output
     assert result.text in shown.output.replace("\n", "")
+    run, *steps = path.read_text().splitlines()
+    rows = [re.sub(r'"drafter":[^,]*,"why"', '"drafter":"own","why"', step) for step in steps]
+    path.write_text("\n".join((run, *rows)))
+    assert ", drafter own," in ask(app, ["trace", str(path)]).output, "the row's, if it has one"
     lines = ask(app, ["trace", str(path), "--json"]).output.splitlines()
     assert len(lines) == 1 + len(read_trace(path).steps)
     assert isinstance(ask(app, ["trace", str(path), "--request", "9"]).exception, ConfigError)
