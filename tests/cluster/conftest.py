@@ -44,12 +44,18 @@ def actors(deployment: str) -> set[str]:
     return {each["name"] for each in found if f"#{deployment}#" in each["name"]}
 
 
-def idle_engine_freezes() -> None:
-    """One engine's process stands still, whether it has requests or not."""
+def running_engines() -> dict[str, int]:
+    """Process ids by name of the engines that answer; `actors` has those that start, too."""
     from ray.serve.context import _get_global_client
 
     details: Any = _get_global_client().get_serve_details()["applications"]["foredraft"]
-    os.kill(details["deployments"]["engine"]["replicas"][0]["pid"], signal.SIGSTOP)
+    replicas = details["deployments"]["engine"]["replicas"]
+    return {each["actor_name"]: each["pid"] for each in replicas if each["state"] == "RUNNING"}
+
+
+def idle_engine_freezes() -> None:
+    """One engine's process stands still, whether it has requests or not."""
+    os.kill(next(iter(running_engines().values())), signal.SIGSTOP)
 
 
 @dataclass

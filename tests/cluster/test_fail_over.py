@@ -17,7 +17,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.conftest import QUIET, Served, actors, idle_engine_freezes, serving
+from tests.cluster.conftest import (
+    QUIET,
+    Served,
+    actors,
+    idle_engine_freezes,
+    running_engines,
+    serving,
+)
 from tests.server.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -90,7 +97,7 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any], stream: bool) -> 
         return lasting(answer.json())
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
-    assert not any("error" in event for event in events)
+    assert not [event for event in events if "error" in event]
     assert (lines[-1] == "[DONE]") or events[-1]["type"] in (
         *("message_stop", "response.completed", "response.incomplete"),
     )
@@ -128,40 +135,40 @@ def test_an_engine_dies(served: Served, name: str, stream: bool) -> None:
 def test_an_engine_stops(served: Served) -> None:
     """Its thread ends, its process lives: its replies go on elsewhere, and it is replaced."""
     path, body = CASES["seeded"]
-    before = actors("engine")
+    before = running_engines()
     served.kill_after(5, "stops")
     with served.client() as client:
         assert ask(client, path, body, True) == ask(served.single, path, body, True)
     assert not served.death.exists()
-    wait_until(lambda: len(actors("engine")) == 2 and actors("engine") != before)
+    wait_until(lambda: len(running_engines()) == 2 and running_engines() != before)
     assert served.metric("foredraft:lost_total") == 0
 
 
 def test_an_engine_freezes(served: Served) -> None:
     """It stands still: its replies go on elsewhere soon, and it is replaced."""
     path, body = CASES["seeded"]
-    expected, before = ask(served.single, path, body, True), actors("engine")
+    expected, before = ask(served.single, path, body, True), running_engines()
     served.kill_after(5, "freezes")
     began = time.monotonic()
     with served.client() as client:
         assert ask(client, path, body, True) == expected
     assert not served.death.exists()
     assert time.monotonic() - began < 15.0  # 5 of silence, and what a busy machine adds
-    wait_until(lambda: len(actors("engine")) == 2 and actors("engine") != before)
+    wait_until(lambda: len(running_engines()) == 2 and running_engines() != before)
     assert served.metric("foredraft:lost_total") == 0
 
 
 def test_an_idle_engine_freezes(served: Served) -> None:
     """Requests that are routed to it go elsewhere soon, though it never had one."""
     served.deploy(seconds=0.022)  # engines that have had none
-    before = actors("engine")
+    before = running_engines()
     time.sleep(3.0)  # a gate looks for engines once a second
     idle_engine_freezes()
     began = time.monotonic()
     for found, expected in together(served, 6):
         assert found == expected
     assert time.monotonic() - began < 15.0  # as above
-    wait_until(lambda: len(actors("engine")) == 2 and actors("engine") != before)
+    wait_until(lambda: len(running_engines()) == 2 and running_engines() != before)
     assert served.metric("foredraft:lost_total") == 0
 
 
