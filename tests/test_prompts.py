@@ -86,7 +86,7 @@ def test_parts_of_text_are_joined(llm: LLM) -> None:
         (iter([]), ConfigError, "the conversation is empty"),
         ([MESSAGE, "hi"], ConfigError, r"messages\[1\]: a message needs a role"),
         ([{"role": ["user"], "content": "x"}], ConfigError, r"messages\[0\]: a message needs"),
-        ([{"role": "user", "content": b"x"}], ConfigError, r"messages\[0\]\.content is b'x'"),
+        ([{"role": "user", "content": b"x"}], ConfigError, r"messages\[0\]\.content must be text"),
         (
             [{"role": "user", "content": {"text": "x"}}],
             ConfigError,
@@ -106,6 +106,11 @@ def test_parts_of_text_are_joined(llm: LLM) -> None:
             [MESSAGE, {"role": "user", "content": HALF}],
             PromptError,
             r"messages\[1\]\.content is no valid Unicode text",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": HALF}]}],
+            PromptError,
+            r"messages\[0\]\.content\[0\]\.text is no valid Unicode text",
         ),
         ([{**MESSAGE, "name": HALF}], PromptError, r"messages\[0\]\.name is no valid Unicode"),
         ([{**MESSAGE, "x": [1, {2}]}], ConfigError, r"messages\[0\]\.x\[1\] is \{2\}"),

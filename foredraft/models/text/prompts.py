@@ -116,7 +116,8 @@ def text_of(where: str, content: object) -> str:
             raise malformed(
                 f"{where}[{number}]", f"is of type {shown(kind)}; text is all there is here"
             )
-        texts.append(checked_text(f"{where}[{number}].text", part.get("text"), PromptError))
+        error = PromptError if isinstance(text := part.get("text"), str) else ConfigError
+        texts.append(checked_text(f"{where}[{number}].text", text, error))
     return "".join(texts)
 
 

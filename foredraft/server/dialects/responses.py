@@ -45,7 +45,7 @@ from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
 from foredraft.server.replies import Block, BlockBuilder, Change
 from foredraft.server.thinking import Thinking
 from foredraft.server.usage import num_cached, num_reasoning
-from foredraft.server.wire import Made, named_event
+from foredraft.server.wire import named_event
 
 router = APIRouter(route_class=ParsedRoute)
 
@@ -339,9 +339,8 @@ class ResponsesWriter(AnswerWriter):
             entries += self._entries.take(0)
         return entries if change == "close" else ()
 
-    def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any] | Made:
-        content: list[Any] | Made = chat_logprobs(self.tokenizer, entries)["content"]
-        return content
+    def _formatted(self, entries: Sequence[TokenLogprobs]) -> Any:
+        return chat_logprobs(self.tokenizer, entries)["content"]
 
     def _item_id(self, block: Block) -> str:
         prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
