@@ -229,7 +229,7 @@ class _Program:
             *(weights.head_VE, _NORM | _FLOATS),
             norm=_address(weights.final_norm_E),
             out=_address(given.logits_NV),
-            **(self._state | {"x_rows": _address(given.inputs.heads)}),
+            **(self._state | {"x_rows": _address(given.inputs.wanted)}),
         )
         self.step = self._parameters()
 

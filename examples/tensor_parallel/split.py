@@ -319,11 +319,11 @@ def _lists_of(plan: ForwardPlan) -> list[Any]:
     """What a decoder needs of a plan, for `_plan_of`."""
     rows = [(row.start, row.stop) for row in plan.rows]
     tokens = (plan.token_ids, plan.positions, plan.slots, plan.entries, plan.prefixes)
-    return [*tokens, plan.extras, plan.heads, rows]
+    return [*tokens, plan.extras, plan.wanted, rows]
 
 
 def _plan_of(lists: Sequence[Any]) -> ForwardPlan:
-    *tokens, extras, heads, rows = lists
+    *tokens, extras, wanted, rows = lists
     token_ids, positions, slots, entries, prefixes = tokens
     spans = [range(*row) for row in rows]
-    return ForwardPlan(token_ids, positions, slots, entries, prefixes, extras, heads, spans)
+    return ForwardPlan(token_ids, positions, slots, entries, prefixes, extras, wanted, spans)

@@ -167,7 +167,7 @@ class Scores:
         logits_NV: float32 (or float64) logits of all rows, one row below the other, on the target's
             device: after the last pending token (the row's first) and after each tree node; none
             of a row whose logits were not wanted.
-        heads: the rows of ``logits_NV`` that belong to each row of the forward.
+        row_wanted: the rows of ``logits_NV`` that belong to each row of the forward.
         taps: for each tapped layer its output [T, E] over all tokens of the forward.
         tokens: the rows of these that belong to each row of the forward.
         drawn: the result of `draw_rows` for the first rows of ``logits_NV``, None for rows without
@@ -178,7 +178,7 @@ class Scores:
     """
 
     logits_NV: Tensor
-    heads: tuple[range, ...]
+    row_wanted: tuple[range, ...]
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     tokens: tuple[range, ...] = ()
     drawn: Sequence[Law | None] | None = None
@@ -200,24 +200,24 @@ class Scores:
         layers = rows[0].taps
         taps = {layer: torch.cat([row.taps[layer] for row in rows]) for layer in layers}
         sizes = [len(row.tokens[0]) for row in rows]
-        heads = _ranges([len(row.logits_NV) for row in rows])
-        return cls(logits_NV, heads, taps, _ranges(sizes))
+        wanted = _ranges([len(row.logits_NV) for row in rows])
+        return cls(logits_NV, wanted, taps, _ranges(sizes))
 
     def __len__(self) -> int:
-        return len(self.heads)
+        return len(self.row_wanted)
 
     def __getitem__(self, index: int) -> Scores:
-        heads, drawn = self.heads[index], self.drawn
+        wanted, drawn = self.row_wanted[index], self.drawn
         taps = {
             layer: x_TE[self.tokens[index].start : self.tokens[index].stop]
             for layer, x_TE in self.taps.items()
         }
         return Scores(
-            self.logits_NV[heads.start : heads.stop],
-            (range(len(heads)),),
+            self.logits_NV[wanted.start : wanted.stop],
+            (range(len(wanted)),),
             taps,
             (range(len(self.tokens[index])),) if self.tokens else (),
-            None if drawn is None else drawn[heads.start : heads.stop],
+            None if drawn is None else drawn[wanted.start : wanted.stop],
         )
 
     def __iter__(self) -> Iterator[Scores]:
@@ -241,7 +241,7 @@ class Scores:
         if is_on_host(self.logits_NV):
             return self._drawn_ahead([row.draw for row in rows])
         found = [*map(Scores.of_row, self._split())]
-        others = [i for i, span in enumerate(self.heads) if span]
+        others = [i for i, span in enumerate(self.row_wanted) if span]
         greedy = [i for i in others if (key := rows[i].plain) and not key.scale]
         if self.draw and len(greedy) < len(others):
             here = [i for i in others if rows[i].plain]
@@ -257,7 +257,7 @@ class Scores:
             others = [i for i in others if i not in greedy]
         if others:
             here_NV = self._joined(others).cpu()  # one transfer
-            sizes = [len(self.heads[i]) for i in others]
+            sizes = [len(self.row_wanted[i]) for i in others]
             for i, part_NV in zip(others, torch.split(here_NV, sizes), strict=True):
                 found[i] = Scores.of_row(part_NV)
         return found
@@ -267,7 +267,7 @@ class Scores:
 
         Draws of a row may end early; those of a row without a key are not used.
         """
-        rows, drawn = [*zip(self.heads, keys, strict=True)], self.drawn
+        rows, drawn = [*zip(self.row_wanted, keys, strict=True)], self.drawn
         own: list[Sequence[Law | None]]
         if drawn is None:
             wanted = [(span.start, key[:3]) for span, key in rows if key is not None and span]
@@ -279,14 +279,14 @@ class Scores:
         return [Scores(part_NV, (range(len(part_NV)),), drawn=mine) for part_NV, mine in parts]
 
     def _split(self) -> list[Tensor]:
-        if len(self.heads) == 1:
+        if len(self.row_wanted) == 1:
             return [self.logits_NV]
-        return [self.logits_NV[span.start : span.stop] for span in self.heads]
+        return [self.logits_NV[span.start : span.stop] for span in self.row_wanted]
 
     def _joined(self, rows: Sequence[int]) -> Tensor:
-        if len(rows) == len(self.heads):
+        if len(rows) == len(self.row_wanted):
             return self.logits_NV
-        spans = [self.heads[i] for i in rows]
+        spans = [self.row_wanted[i] for i in rows]
         return torch.cat([self.logits_NV[span.start : span.stop] for span in spans])
 
 
@@ -304,7 +304,7 @@ def _hand_out(rows: list[Scores], indices: Sequence[int], drawn: Sequence[Law | 
     """Give some of the rows what was drawn for them."""
     found = iter(drawn)
     for i in indices:
-        rows[i] = replace(rows[i], drawn=[next(found) for _ in rows[i].heads[0]])
+        rows[i] = replace(rows[i], drawn=[next(found) for _ in rows[i].row_wanted[0]])
 
 
 def _greedy(logits_V: Tensor, found: Sequence[float]) -> Law | None:

@@ -65,13 +65,13 @@ class FaultyTarget(TableModel):
             raise RuntimeError("device lost")
         scores = super().score(rows, taps)
         if self.nan_after is not None:
-            for row, heads in zip(rows, scores.heads, strict=True):
+            for row, wanted in zip(rows, scores.row_wanted, strict=True):
                 text = (*self.cache.context(row.slot), *row.pending)
-                for node, head in zip((ROOT, *range(len(row.tree))), heads, strict=False):
+                for node, logits_row in zip((ROOT, *range(len(row.tree))), wanted, strict=False):
                     path = () if node == ROOT else row.tree.paths[node]
                     here = (*text, *(row.tree.tokens[i] for i in path))
                     if here[-len(self.nan_after) :] == self.nan_after:
-                        scores.logits_NV[head] = torch.nan
+                        scores.logits_NV[logits_row] = torch.nan
         return scores
 
 

@@ -130,11 +130,11 @@ class Poisoned(TableModel):
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         scores = super().score(rows, taps)
         bad: set[int] = self.__dict__.setdefault("bad_blocks", set())
-        for row, heads in zip(rows, scores.heads, strict=True):
+        for row, wanted in zip(rows, scores.row_wanted, strict=True):
             table = self.cache.table(row.slot)
             bad.update(table if self.is_bad else ())
             if bad.intersection(table):
-                scores.logits_NV[heads.start : heads.stop] = torch.nan
+                scores.logits_NV[wanted.start : wanted.stop] = torch.nan
         return scores
 
 

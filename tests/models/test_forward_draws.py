@@ -50,7 +50,7 @@ def test_a_forward_draws_what_its_logits_give(checkpoint: Path, num_threads: int
     scores = model.score(asked)
     wanted = [
         (place, row.draw.ahead(ahead)[:3])
-        for row, places in zip(asked, scores.heads, strict=True)
+        for row, places in zip(asked, scores.row_wanted, strict=True)
         if row.draw
         for ahead, place in enumerate(places if row.tree.is_chain else places[:1])
     ]

@@ -62,7 +62,7 @@ def test_a_forward_has_the_bits_of_one_in_a_batch(
         rows.append(each.score([row, *beside])[0])
     assert tokens_of(rows[0]) == tokens_of(rows[1])
     assert torch.equal(rows[0].logits_NV, rows[1].logits_NV)
-    assert rows[0].heads == rows[1].heads == (range(1 + num_guesses),)
+    assert rows[0].row_wanted == rows[1].row_wanted == (range(1 + num_guesses),)
 
 
 def test_the_screen_changes_no_token(target: NativeTarget) -> None:
@@ -133,7 +133,7 @@ def test_rows_of_one_forward_have_the_shortlists_that_they_have_alone(
     assert together.is_short
     assert together.logits_NV.shape == (8, 41 + 3)
     for i in range(3):
-        alone, span = model.score(rows([i])), together.heads[i]
+        alone, span = model.score(rows([i])), together.row_wanted[i]
         assert alone.is_short
         for ahead, at in enumerate(span):
             own, here = (

@@ -160,9 +160,9 @@ class NaNTarget(TableModel):
 
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         scores = super().score(rows, taps)
-        for row, heads in zip(rows, scores.heads, strict=True):
+        for row, wanted in zip(rows, scores.row_wanted, strict=True):
             if self.UNSPEAKABLE in (*self.cache.context(row.slot), *row.pending):
-                scores.logits_NV[list(heads)] = torch.nan
+                scores.logits_NV[list(wanted)] = torch.nan
         return scores
 
 

@@ -206,7 +206,7 @@ class StagedDrafter(BaseDrafter, ABC):
             [self._next_read(*each) for each in guesses],
         )
         scores = self._score(chains, reads)
-        for chain, read, span in zip(chains, reads, scores.heads, strict=True):
+        for chain, read, span in zip(chains, reads, scores.row_wanted, strict=True):
             known = scores if read.draw is not None else replace(scores, drawn=None)
             shortlist = read.shortlist if scores.is_short else None
             path = chain.follow(read.tree, partial(self._take, chain, known, span, shortlist))

@@ -215,7 +215,7 @@ class HFTarget:
                 f"{plan.end(plan.rows[0])} were due; it cannot be rolled back"
             )
         logits_TV = output.logits[0]
-        logits_NV = logits_TV[len(logits_TV) - len(plan.heads) :].float()
+        logits_NV = logits_TV[len(logits_TV) - len(plan.wanted) :].float()
         logits_NV[:, self._num_ids :] = -torch.inf
         states = [*output.hidden_states[1:-1], *(caught or ())] if taps else []
         return Scores.of_row(logits_NV, {i: states[i][0] for i in taps})
@@ -237,7 +237,7 @@ class HFTarget:
         if "position_ids" in self._arguments:
             inputs["position_ids"] = plan.positions_T[None].to(device)
         if "logits_to_keep" in self._arguments:
-            inputs["logits_to_keep"] = max(1, len(plan.heads))  # 0 would mean all
+            inputs["logits_to_keep"] = max(1, len(plan.wanted))  # 0 would mean all
         if not row.tree.is_chain:
             inputs["attention_mask"] = self._mask.of(plan)
         return inputs

@@ -144,7 +144,7 @@ class FusedDecoder:
                 f"token ids {min(plan.token_ids)} to {max(plan.token_ids)} do not fit a "
                 f"vocabulary of {self._config.vocab_size}"
             )
-        logits_NV = torch.empty(len(plan.heads), sum(plan.shortlist_sizes) or self._num_outputs)
+        logits_NV = torch.empty(len(plan.wanted), sum(plan.shortlist_sizes) or self._num_outputs)
         hidden = self._config.hidden_size
         # Rounded by the kernel: torch's threads would take its cores for a while.
         precision = torch.float32 if plan.is_beginning else self._weights.dtype
@@ -516,7 +516,7 @@ class _Description:
         put("prefixes", plan.prefixes)
         put("extra_starts", [0, *accumulate(map(len, plan.extras))])
         put("extras", [*chain.from_iterable(plan.extras)])
-        put("wanted", plan.heads)
+        put("wanted", plan.wanted)
         put("rows", [token for row in plan.rows for token in (row.start, row.stop)], c_int64)
         put("tables", tables, c_int64)
         put("taps", taps, c_int64)
@@ -526,7 +526,7 @@ class _Description:
                 [i for one in plan.shortlists for i in (*one.others, *missing)[:num_others]],
             )
         forward.num_tokens, forward.num_rows = len(plan), len(plan.rows)
-        forward.num_wanted, forward.num_draws = len(plan.heads), len(plan.draws or ())
+        forward.num_wanted, forward.num_draws = len(plan.wanted), len(plan.draws or ())
         forward.first_layer, forward.end_layer = layers.start, layers.stop
         forward.hidden = None if plan.hidden_TE is None else plan.hidden_TE.data_ptr()
         forward.rounds_taps, forward.draws = not plan.is_beginning, plan.draws

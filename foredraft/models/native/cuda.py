@@ -139,7 +139,7 @@ class GridInputs(NamedTuple):
         positions: for rotary embedding.
         blocks: the cache block that a token writes to.
         offsets: the entry of that block.
-        heads: tokens of the grid whose logits are wanted, in the plan's order.
+        wanted: tokens of the grid whose logits are wanted, in the plan's order.
         places: where the plan's tokens are in the grid.
         starts: the first R: how many entries a row's tokens all see before their own.
         lengths: how many entries a token sees, its own included; 0: padding.
@@ -151,7 +151,7 @@ class GridInputs(NamedTuple):
     positions: Tensor
     blocks: Tensor
     offsets: Tensor
-    heads: Tensor
+    wanted: Tensor
     places: Tensor
     starts: Tensor
     lengths: Tensor
@@ -208,13 +208,13 @@ class Grid(NamedTuple):
 
 def fits_grid(plan: ForwardPlan) -> bool:
     """Whether ``plan`` is the forward of a decoding step, which will come again in its shape."""
-    if plan.layers is not None or plan.hidden_TE is not None or not plan.heads:
+    if plan.layers is not None or plan.hidden_TE is not None or not plan.wanted:
         return False
     rows, tokens = padded_shape(plan)
     return (
         tokens <= MAX_ROW_TOKENS
         and rows * tokens <= _MAX_TOKENS
-        and all(map(_has_few_pending, plan.rows, plan.row_heads))
+        and all(map(_has_few_pending, plan.rows, plan.row_wanted))
     )
 
 
@@ -265,7 +265,7 @@ def grid_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
         tables[grid_row:, : min(num_blocks, len(table))] = table[:num_blocks]
         places.extend(range(first, first + len(row)))
     kinds[5, : len(places)] = places
-    kinds[4, : len(plan.heads)] = [places[token] for token in plan.heads]
+    kinds[4, : len(plan.wanted)] = [places[token] for token in plan.wanted]
     return torch.from_numpy(numbers)
 
 
@@ -303,9 +303,9 @@ def padded_shape(plan: ForwardPlan) -> tuple[int, int]:
     return power_of_two(len(plan.rows)), power_of_two(max(map(len, plan.rows)))
 
 
-def _has_few_pending(row: range, heads: range) -> bool:
+def _has_few_pending(row: range, wanted: range) -> bool:
     """Logits are wanted after the last pending token and after each node, or nowhere in the row."""
-    return len(row) - max(len(heads) - 1, 0) <= _MAX_PENDING
+    return len(row) - max(len(wanted) - 1, 0) <= _MAX_PENDING
 
 
 def power_of_two(count: int) -> int:
@@ -392,7 +392,7 @@ class GraphedDecoder(EagerDecoder):
         tapped = graph.replay()
         self.num_replayed += 1
         places_T = GridInputs.of(graph.inputs, bucket).places[: len(plan)]
-        logits_NV = graph.logits_NV[: len(plan.heads)].clone()
+        logits_NV = graph.logits_NV[: len(plan.wanted)].clone()
         return logits_NV, {i: tapped[i].index_select(0, places_T) for i in taps}
 
     def fits(self, plan: ForwardPlan) -> bool:
@@ -467,7 +467,7 @@ class GraphedDecoder(EagerDecoder):
         hidden_NE = self.embed(inputs.token_ids)
         layers = range(len(self._weights.layers))
         hidden_NE, tapped = self._run_layers(run, hidden_NE, layers, bucket.taps)
-        logits_NV.copy_(self._head(hidden_NE.index_select(0, inputs.heads)))
+        logits_NV.copy_(self._head(hidden_NE.index_select(0, inputs.wanted)))
         return tapped
 
     def _norm(
@@ -744,7 +744,7 @@ class PagedDecoder(GraphedDecoder):
         """The forward on fixed buffers; nothing here depends on their values."""
         grid = Grid(inputs, bucket, cache, self._turns(inputs.positions))
         hidden_NE, tapped = self._through(self.embed(inputs.token_ids), grid)
-        self._write_logits(hidden_NE.index_select(0, inputs.heads), logits_NV)
+        self._write_logits(hidden_NE.index_select(0, inputs.wanted), logits_NV)
         return tapped
 
     def _through(self, hidden_NE: Tensor, grid: Grid) -> tuple[Tensor, dict[int, Tensor]]:
@@ -887,9 +887,9 @@ class ExactDecoder(PagedDecoder):
         groups = pieces(plan)
         found = [super(ExactDecoder, self).forward(plan.part(g), cache, taps) for g in groups]
         tokens = [token for spans in groups for span in spans for token in span]
-        wanted = {*plan.heads}
-        heads = [token for token in tokens if token in wanted]
-        logits_NV = _in_order(torch.cat([logits_NV for logits_NV, _ in found]), heads)
+        all_wanted = {*plan.wanted}
+        wanted = [token for token in tokens if token in all_wanted]
+        logits_NV = _in_order(torch.cat([logits_NV for logits_NV, _ in found]), wanted)
         tapped = {i: _in_order(torch.cat([each[i] for _, each in found]), tokens) for i in taps}
         return logits_NV, tapped
 

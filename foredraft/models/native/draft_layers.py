@@ -257,8 +257,8 @@ def _add_row(plan: ForwardPlan, row: HeadRow, first: int, skipped: int) -> None:
     plan.token_ids.extend([0] * len(entries))
     plan.slots.extend([row.slot] * len(entries))
     tokens = range(start, len(plan))
-    plan.row_heads.append(range(len(plan.heads), len(plan.heads) + row.num_wanted))
-    plan.heads.extend(range(tokens.stop - row.num_wanted, tokens.stop))
+    plan.row_wanted.append(range(len(plan.wanted), len(plan.wanted) + row.num_wanted))
+    plan.wanted.extend(range(tokens.stop - row.num_wanted, tokens.stop))
     plan.rows.append(tokens)
 
 

@@ -49,8 +49,8 @@ class NativeDraftModel(NativeTarget):
         decoder = self.decoder
         if not isinstance(decoder, FusedDecoder):
             return super()._scored(rows, plan, taps)
-        each = zip(rows, plan.row_heads, strict=True)
-        asked = [row.shortlist for row, heads in each for _ in heads]
+        each = zip(rows, plan.row_wanted, strict=True)
+        asked = [row.shortlist for row, wanted in each for _ in wanted]
         lists = [one for one in asked if one and decoder.leaves_out(one)]
         if len(lists) < len(asked) or len({one.num_first for one in lists}) != 1:
             return super()._scored(rows, plan, taps)

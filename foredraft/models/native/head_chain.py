@@ -235,7 +235,7 @@ class RecordedChain:
             turns = self._decoder.turns([text.positions, *[each.positions for each in own]])
             grid = Grid(text, shape.text, self._layers, turns[0])
             states_TE = self._decoder.states(inputs_TE, grid)
-            state_RE = states_TE.index_select(0, text.heads[: shape.rows])
+            state_RE = states_TE.index_select(0, text.wanted[: shape.rows])
             size = shape.steps, shape.rows, len(self._names_V)
             sums_KRV = torch.empty(size, dtype=torch.float64, device=self._device)
             for step in range(shape.steps):

@@ -145,7 +145,7 @@ class EagerDecoder:
         layers = plan.layers_to_run(len(self._weights.layers))
         with masked_attention(self._weights.device):
             hidden_TE, tapped = self._run_layers(run, hidden_TE, layers, taps)
-        logits_NV = self._head(hidden_TE[plan.heads])
+        logits_NV = self._head(hidden_TE[plan.wanted])
         if run.states:
             states_of(cache).close_states([states for _, states in run.states])
         return logits_NV, tapped
@@ -823,8 +823,8 @@ def draws_behind_all(rows: Sequence[ScoreRow], plan: ForwardPlan) -> list[tuple[
     """
     return [
         (logits_row, (row.draw or LIKELIEST).ahead(depth))
-        for row, heads in zip(rows, plan.row_heads, strict=True)
-        for depth, logits_row in enumerate(heads)
+        for row, wanted in zip(rows, plan.row_wanted, strict=True)
+        for depth, logits_row in enumerate(wanted)
     ]
 
 
@@ -841,8 +841,8 @@ def scored(
     logits_NV, tapped = decoder.forward(plan, cache, taps)
     drawn: list[Law | None] | None = None
     if plan.draws:
-        drawn = [None] * len(plan.heads)
+        drawn = [None] * len(plan.wanted)
         for (logits_row, _), law in zip(wanted, drawn_laws(logits_NV, plan.draws), strict=True):
             drawn[logits_row] = law
-    heads, rows = tuple(plan.row_heads), tuple(plan.rows)
-    return Scores(logits_NV, heads, tapped, rows, drawn, is_short=bool(plan.shortlists))
+    row_wanted, rows = tuple(plan.row_wanted), tuple(plan.rows)
+    return Scores(logits_NV, row_wanted, tapped, rows, drawn, is_short=bool(plan.shortlists))

@@ -36,9 +36,9 @@ class ForwardPlan:
         prefixes: [T] how many leading entries of its slot a token sees, itself included when it
             is pending.
         extras: [T] entries seen beyond the prefix, ascending: a tree node's ancestors and itself.
-        heads: [H] tokens whose logits are wanted.
+        wanted: [H] tokens whose logits are wanted.
         rows: the tokens of each row.
-        row_heads: of each row its half-open range among the H wanted logits.
+        row_wanted: of each row its half-open range among the H wanted logits.
         layers: the layers to run; None: all.
         hidden_TE: what the layer before ``layers`` gave; None: start from the embeddings.
         draws: to be filled in from the logits, for decoders that do so.
@@ -52,9 +52,9 @@ class ForwardPlan:
     entries: list[int] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
     extras: list[tuple[int, ...]] = field(default_factory=list)
-    heads: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
     rows: list[range] = field(default_factory=list)
-    row_heads: list[range] = field(default_factory=list)
+    row_wanted: list[range] = field(default_factory=list)
     layers: range | None = None
     hidden_TE: Tensor | None = None
     draws: ctypes.Array[DrawRow] | None = None
@@ -100,14 +100,14 @@ class ForwardPlan:
 
         Those that they see were computed before, or are among them.
         """
-        wanted, part = {*self.heads}, ForwardPlan()
+        all_wanted, part = {*self.wanted}, ForwardPlan()
         for span in filter(None, spans):
             first, here = len(part), slice(span.start, span.stop)
             for name in ("token_ids", "positions", "slots", "entries", "prefixes", "extras"):
                 getattr(part, name).extend(getattr(self, name)[here])
-            heads = [first + token - span.start for token in span if token in wanted]
-            part.row_heads.append(range(len(part.heads), len(part.heads) + len(heads)))
-            part.heads.extend(heads)
+            wanted = [first + token - span.start for token in span if token in all_wanted]
+            part.row_wanted.append(range(len(part.wanted), len(part.wanted) + len(wanted)))
+            part.wanted.extend(wanted)
             part.rows.append(range(first, len(part)))
         return part
 
@@ -165,7 +165,7 @@ def plan_head(count: int, num_layers: int) -> ForwardPlan:
     return ForwardPlan(
         *(zeros, zeros, zeros, zeros, zeros, nothing, [*tokens]),
         rows=[tokens],
-        row_heads=[tokens],
+        row_wanted=[tokens],
         layers=range(num_layers, num_layers),
     )
 
@@ -186,17 +186,16 @@ def _add_row(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     entries = range(start, root + len(row.tree))
     plan.entries.extend(entries)
     plan.slots.extend([row.slot] * len(entries))
-    heads = range(len(plan.heads), len(plan.heads))
+    num_before = len(plan.wanted)
     if row.wants_logits:
-        plan.heads.extend(range(first + num_pending - 1, len(plan)))
-        heads = range(heads.start, len(plan.heads))
+        plan.wanted.extend(range(first + num_pending - 1, len(plan)))
     plan.rows.append(range(first, len(plan)))
-    plan.row_heads.append(heads)
+    plan.row_wanted.append(range(num_before, len(plan.wanted)))
 
 
 def _add_token(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     """A row that decodes and drafts nothing: most rows of a full batch."""
-    token, head = len(plan.token_ids), len(plan.heads)
+    token, num_before = len(plan.token_ids), len(plan.wanted)
     plan.token_ids.append(row.pending[0])
     plan.positions.append(start)
     plan.prefixes.append(start + 1)
@@ -204,9 +203,9 @@ def _add_token(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     plan.entries.append(start)
     plan.slots.append(row.slot)
     if row.wants_logits:
-        plan.heads.append(token)
+        plan.wanted.append(token)
     plan.rows.append(range(token, token + 1))
-    plan.row_heads.append(range(head, len(plan.heads)))
+    plan.row_wanted.append(range(num_before, len(plan.wanted)))
 
 
 def announce(plan: ForwardPlan, cache: KVCache) -> None:

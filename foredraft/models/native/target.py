@@ -170,9 +170,9 @@ class NativeTarget:
         # Of a tree few nodes will be looked at, and nearly all of a chain.
         wanted = [
             (logits_row, key.ahead(depth))
-            for row, heads in zip(rows, plan.row_heads, strict=True)
+            for row, asked in zip(rows, plan.row_wanted, strict=True)
             if (key := row.draw or self.unasked_draw) is not None
-            for depth, logits_row in enumerate(heads if row.tree.is_chain else heads[:1])
+            for depth, logits_row in enumerate(asked if row.tree.is_chain else asked[:1])
         ]
         return scored(self.decoder, plan, self.cache, wanted, taps)
 
