@@ -279,9 +279,14 @@ def _gguf(nulls: str = "", ignored: str = "", mark: Sequence[Any] = (), **said: 
 
 
 def _families() -> dict[str, Family]:
-    sections = tomllib.loads(TEXT)
-    named = (name for name in sections if not name.startswith("_"))
-    return {name: _family(name, _described(sections, name)) for name in named}
+    sections, found = tomllib.loads(TEXT), dict[str, Family]()
+    for name in sections:
+        try:
+            if not name.startswith("_"):
+                found[name] = _family(name, _described(sections, name))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"families.toml, [{name}]: {error}") from error
+    return found
 
 
 FAMILIES: Mapping[str, Family] = _families()

@@ -7,12 +7,13 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
@@ -33,8 +34,10 @@ from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.llm import LLM
 from foredraft.load import plan_models
+from foredraft.models import families
 from foredraft.models.base import ScoreRow, Target
-from foredraft.models.families import FAMILIES
+from foredraft.models.families import FAMILIES, GGUF_NORMS, Family
+from foredraft.models.files.schema import DecoderFields
 from foredraft.models.native.config import read_config, why_not_native
 from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.model import EagerDecoder
@@ -244,6 +247,36 @@ def head_of(family: str) -> Path:
     path = Path(scratch().name) / f"{family}-head"
     save_head(path, module, info, text, 2, "A head that nobody trained.")
     return path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_entries_are_of_their_types_and_name_fields_that_exist(name: str) -> None:
+    """A checker of Python's types does not see the table."""
+    family = FAMILIES[name]
+    TypeAdapter(Family).validate_python(asdict(family))
+    said = family.reads | family.defaults.keys() | family.fixed.keys()
+    if family.gguf:
+        said |= family.gguf.keys.keys() | family.gguf.implied.keys()
+        assert family.gguf.norms.keys() <= GGUF_NORMS.keys() | {"final_norm"}
+    known = {"hybrid_override_pattern", "alpha"}  # which are read before the others
+    for field, about in DecoderFields.model_fields.items():
+        known |= {field, *getattr(about.validation_alias, "choices", [about.validation_alias])}
+    assert said <= known
+
+
+@pytest.mark.parametrize(
+    ("mistyped", "said"),
+    [("head_norm = 'each'", "head_norm"), ("like = ['_hed_norms']", "_hed_norms"), ("", "")],
+)
+def test_a_mistyped_entry_is_named(
+    mistyped: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "TEXT", f"[tiny]\n{mistyped}")
+    if not said:
+        assert families._families() == {"tiny": Family("tiny")}
+        return
+    with pytest.raises(ValueError, match=rf"\[tiny\].*{said}"):
+        families._families()
 
 
 def test_each_family_is_here() -> None:

@@ -315,6 +315,11 @@ def change_config(directory: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def test_a_decoder_may_say_that_it_has_no_encoder(checkpoint: Path) -> None:
+    change_config(checkpoint, encoder_layers=0)
+    HFTarget.load(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -17,6 +17,7 @@ from foredraft.models.text.prompts import checked_messages
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.formats import FORMATS, format_of, takes_tools
 from foredraft.server.formats.base import Format, Spell, reply_grammar
+from foredraft.server.formats.values import _QUOTED as QUOTED
 from foredraft.server.replies import ReplyParser
 from tests.models.checkpoints import save_tokenizer
 
@@ -234,6 +235,28 @@ def test_values_that_are_none_are_content(value: str) -> None:
         assert told(FORMS[name], [text]) == [("content", 0, text)]
     text = "<|tool_call>call:f{x:NaN}<tool_call|>"
     assert calls(everywhere(FORMS["gemma4"], text)) == [("f", {"x": "NaN"})]
+
+
+@pytest.mark.parametrize("call", ["f(=1)", "f('a'); g(x=1)", "f('a')"])
+def test_arguments_without_a_name_are_content(call: str) -> None:
+    text = f"<|tool_call_start|>[{call}]<|tool_call_end|>"
+    assert told(FORMS["lfm2"], [text]) == [("content", 0, text)]
+
+
+def test_quotes_that_do_not_end_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search goes to the end of the text, and a server waits."""
+    starts = list[int]()
+
+    class Counting:
+        def match(self, text: str, at: int) -> Any:
+            starts.append(at)
+            return QUOTED.match(text, at)
+
+    monkeypatch.setattr("foredraft.server.formats.values._QUOTED", Counting())
+    values = ['"a', "'b"] * 99
+    text = f"<|tool_call_start|>[f(x=[{', '.join(values)}])]<|tool_call_end|>"
+    assert calls(told(FORMS["lfm2"], [text])) == [("f", {"x": values})]
+    assert len(starts) < 9
 
 
 def test_channels() -> None:
@@ -523,6 +546,30 @@ def test_schemas_as_pydantic_writes_them(tokenizer: Tokenizer) -> None:
         assert grammars.new_matcher(grammar) is not None  # type: ignore[arg-type]
 
 
+NODE = {"type": "object", "properties": {"v": {"type": "integer"}}, "required": ["v"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"N": NODE}, "$ref": "#/$defs/N"},  # as of a class that holds others of itself
+        {
+            "$defs": {"I": {"type": "integer"}},
+            **NODE,
+            "properties": {"v": {"$ref": "#/$defs/I", "$defs": {"J": {}}}},
+        },
+        {"properties": {"v": {"type": "integer"}} | {str(number): {} for number in range(200)}},
+    ],
+)
+def test_definitions_and_many_arguments(tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    forced = reply_grammar(FORMS["lfm2"], Spell(tokenizer.special_tokens), None, [tool])
+    for arguments, is_one in (("v=1", True), ("", "required" not in str(schema))):
+        text = f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>"
+        assert follows(tokenizer, grammars, forced, text) == is_one
+
+
 def test_arguments_as_in_python(tokenizer: Tokenizer) -> None:
     """Those that may be left out stand behind the others; flags have Python's names."""
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
@@ -537,6 +584,19 @@ def test_arguments_as_in_python(tokenizer: Tokenizer) -> None:
         for arguments in (*good, *bad):
             text = f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>"
             assert follows(tokenizer, grammars, forced, text) == (arguments in good), text
+
+
+def test_marks_of_such_calls_are_special_tokens_and_those_in_texts_are_not(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "{% for each in messages %}{{ '\\n' + each.content }}{% endfor %}")
+    add_special(tmp_path / "tokenizer.json", "lfm2")
+    tokenizer, form = Tokenizer(tmp_path), FORMS["lfm2"]
+    marks = [tokenizer.special_tokens[mark] for mark in (form.begins[0], form.end_call)]
+    for text in ("K", f"{form.end_call}{form.begins[0]}"):
+        call = {"function": {"name": "look", "arguments": {"city": text}}}
+        turns = [{"role": "assistant", "content": text, "tool_calls": [call]}]
+        asked = [{"role": "user", "content": text}, *turns, {"role": "user", "content": text}]
+        ids = tokenizer.encode_chat(form.adapted(checked_messages(asked), TOOLS), TOOLS)
+        assert [i for i in ids if i in marks] == marks
 
 
 def test_calls_that_a_template_does_not_show_stand_in_the_text() -> None:

@@ -345,7 +345,7 @@ class SizeFields(_Schema):
     max_position_embeddings: Count | None = _either(
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), default=None
     )
-    encoder_layers: Count | None = _either("encoder_layers", "num_layers", default=None)
+    encoder_layers: CountOr0 | None = _either("encoder_layers", "num_layers", default=None)
     num_key_value_heads: Count | None = None
     head_dim: Count | None = _either("head_dim", "d_kv", default=None)
     vocab_size: Count | None = None

@@ -190,8 +190,11 @@ def name_of(tool: Tool) -> str:
 
 
 def parameters_of(tool: Tool) -> Mapping[str, Any]:
-    parameters: Mapping[str, Any] = tool["function"].get("parameters") or {"type": "object"}
-    return parameters
+    """The schema of its arguments; of one that names a definition alone, this one."""
+    schema: Mapping[str, Any] = tool["function"].get("parameters") or {"type": "object"}
+    shared, name = schema.get("$defs"), str(schema.get("$ref")).removeprefix("#/$defs/")
+    found = shared.get(name) if isinstance(shared, Mapping) else None
+    return {**found, "$defs": shared} if isinstance(found, Mapping) else schema
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -200,7 +203,13 @@ def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     named = found.items() if isinstance(found, Mapping) else ()
     whole = {name: each if isinstance(each, Mapping) else {} for name, each in named}
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return {key: {**shared, **of} if "$ref" in str(of) else of for key, of in whole.items()}
+    return {key: {**of, **shared} if "$ref" in str(of) else of for key, of in whole.items()}
+
+
+def required_of(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """Names of the properties that an object must have."""
+    found = schema.get("required")
+    return found if isinstance(found, list) else []
 
 
 def schema_rule(rule: str, schema: Mapping[str, Any]) -> str:

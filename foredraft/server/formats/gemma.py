@@ -15,6 +15,7 @@ from foredraft.server.formats.base import (
     name_of,
     parameters_of,
     properties_of,
+    required_of,
     schema_rule,
 )
 from foredraft.server.formats.reading import Incoming, Reads, call_parts
@@ -55,7 +56,7 @@ class Gemma4(Format):
         """An expression of an object with all the properties that its schema requires."""
         rules, pieces = "", list[str]()
         for number, (key, of_key) in enumerate(properties_of(schema).items()):
-            if key in schema.get("required", ()):
+            if key in required_of(schema):
                 value, more = self._value(f"{rule}_{number}", of_key, spell)
                 pieces.append(f"{literal(('' if not pieces else ',') + key + ':')} {value}")
                 rules += more

@@ -14,6 +14,7 @@ from foredraft.server.formats.base import (
     name_of,
     parameters_of,
     properties_of,
+    required_of,
     schema_rule,
 )
 from foredraft.server.formats.reading import Incoming, Reads, call_parts, json_calls
@@ -58,12 +59,14 @@ class Lfm25(Format):
             is_flag = of_value.get("type") == "boolean"
             rules += f"{argument}: {literal(f'{name}=')} {value}\n"
             rules += f'{value}: "True" | "False"\n' if is_flag else schema_rule(value, of_value)
-            (required if name in schema.get("required", ()) else others).append(argument)
-        heads = [(first, others[at:]) for at, first in enumerate(others, start=1)]
+            (required if name in required_of(schema) else others).append(argument)
+        behind = [*(f"{each}_behind" for each in others), ""]  # of each, and those after it
+        for each, here, more in zip(others, behind, behind[1:], strict=False):
+            rules += f'{here}: (", " {each})? {more}\n'
+        heads = [*map(" ".join, zip(others, behind[1:], strict=True))]
         if required:
-            heads = [(' ", " '.join(required), others)]
-        lists = [head + "".join(f' (", " {each})?' for each in rest) for head, rest in heads]
-        arguments = f"({' | '.join(lists)}){'' if required else '?'}" if lists else ""
+            heads = [' ", " '.join(required) + f" {behind[0]}"]
+        arguments = f"({' | '.join(heads)}){'' if required else '?'}" if heads else ""
         return f"{rule}: {literal(f'{name_of(tool)}(')} {arguments} {literal(')')}\n{rules}"
 
 
@@ -84,6 +87,22 @@ def _calls(values: Values) -> list[tuple[str, dict[str, Any]]]:
     return list(values.items("]", lambda: values.call("(", "=", ")")))
 
 
+class _WithMarks(str):
+    """Calls, and the text behind them. The marks are the model's, the rest of it is content.
+
+    `foredraft.models.text.chat_encoding` hides special tokens in texts by `translate`.
+    """
+
+    parts: tuple[str, str]
+
+    def __str__(self) -> str:
+        return self
+
+    def translate(self, table: Any) -> str:
+        calls, text = (part.translate(table) for part in self.parts)
+        return f"{CALL}{calls}{END_CALL}{text}"
+
+
 def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
     calls = []
     for name, arguments in (call["function"].values() for call in message["tool_calls"]):
@@ -93,4 +112,7 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
             for key, each in named
         )
         calls.append(f"{name}({', '.join(texts)})")
-    return {**message, "content": f"{CALL}[{', '.join(calls)}]{END_CALL}{message['content']}"}
+    parts = f"[{', '.join(calls)}]", message["content"]
+    content = _WithMarks(f"{CALL}{parts[0]}{END_CALL}{parts[1]}")
+    content.parts = parts
+    return {**message, "content": content}

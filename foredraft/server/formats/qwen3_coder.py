@@ -16,6 +16,7 @@ from foredraft.server.formats.base import (
     name_of,
     parameters_of,
     properties_of,
+    required_of,
     schema_rule,
 )
 from foredraft.server.formats.hermes import CALL, END_CALL
@@ -82,7 +83,7 @@ class Qwen3Coder(Format):
             value, rules_of_value = self._value_rules(f"{parameter}_value", of_value, spell)
             start = f"{self.key}{name}{self.end_key}{self.value}{self.line}"
             rules += f"{parameter}: {spell(start)} {value}\n{rules_of_value}"
-            calls.append(parameter if name in schema.get("required", ()) else f"{parameter}?")
+            calls.append(parameter if name in required_of(schema) else f"{parameter}?")
         start, end = spell(self.opens.replace("NAME", name_of(tool))), spell(self.closes)
         return f"{rule}: {start} {' '.join(calls)} {end}\n{rules}"
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic_core import from_json
 
 _WORD = re.compile(r"[^,}\])]*")
-_QUOTED = re.compile(r"""\s*(["'])((?:[^\\]|\\.)*?)\1(?=\s*[,:}\])])""", re.DOTALL)
+_QUOTED = re.compile(r"""(["'])((?:[^\\]|\\.)*?)\1(?=\s*[,:}\])])""", re.DOTALL)
 """A text in quotes. Quotes that nothing could follow are part of it: models forget escapes."""
 _ODD = re.compile(r'\\.|"', re.DOTALL)
 _NAMES = {"True": True, "False": False, "None": None}
@@ -28,6 +28,7 @@ class Values:
 
     def __init__(self, text: str, mark: str = "") -> None:
         self._text, self._mark, self._at = text, mark, 0
+        self._unpaired = set[str]()  # quotes that end no text from here on
 
     def whole(self, read: Callable[[Values], T]) -> T | None:
         """The value if it is all of the text; None: it is not, or there is none."""
@@ -71,16 +72,17 @@ class Values:
 
     def _pair(self, names: str) -> tuple[str, Any]:
         key, before = self._quoted(), self._up_to(names).strip()
-        name = before if key is None else key
-        if "," in before or not name:
+        if "," in before or (key is None) != bool(before):
             raise ValueError("no name")
-        return name, self._read()
+        return before if key is None else key, self._read()
 
     def _quoted(self) -> str | None:
-        if self._mark and self.takes(self._mark):
+        if self.takes(self._mark) and self._mark:
             return self._up_to(self._mark)
-        found = _QUOTED.match(self._text, self._at)
+        quote = self._text[self._at : self._at + 1]
+        found = None if quote in self._unpaired else _QUOTED.match(self._text, self._at)
         if found is None:
+            self._unpaired.add(quote)  # each search would go to the end of the text
             return None
         self._at = found.end()
         text = str(json.loads(f'"{_ODD.sub(_as_json, found[2])}"', strict=False))
