@@ -274,6 +274,12 @@ def test_models_of_one_tokenizer_may_differ_in_rows_for_no_token(
             assert result.token_ids == plain_llm.generate("The ferry", params)[0].token_ids
             assert result.stats.drafted > 0
             assert "draft_model" in result.stats.drafters
+        drawn = SamplingParams(temperature=1.0, coupling="drawn", max_tokens=20, ignore_eos=True)
+        for shape in ("chain", "best-first"):
+            options = {"drafter": "draft_model", "drafter_options": {"shape": shape}}
+            view = llm.with_drafter(replace(llm.options, **options))
+            assert view.generate("The ferry", drawn)[0].stats.drafted > 0
+            assert not view.policy.num_faults
 
 
 def test_the_pair_is_loaded_for_drafts() -> None:

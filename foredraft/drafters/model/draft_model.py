@@ -8,6 +8,7 @@ parameters and hands the distribution along.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foredraft.cache.base import NO_MEMORY
 from foredraft.core.checks import checked_flag, checked_int
@@ -180,12 +182,14 @@ class DraftTreeDrafter(BaseDrafter):
     Args:
         model: the draft model, with a cache of its own.
         limits: of the trees.
+        vocab_size: of the target; None: the draft model's own.
     """
 
     traits = DrafterTraits(learns=False, reads=True)
 
-    def __init__(self, model: Target, limits: GrowthLimits) -> None:
+    def __init__(self, model: Target, limits: GrowthLimits, vocab_size: int | None = None) -> None:
         self._model, self._limits = model, limits
+        self._vocab_size = vocab_size or model.vocab_size
         self._cache = DraftCache(model, rewrites=True)
         self._last_reads: dict[int, ScoreRow] = {}
 
@@ -244,7 +248,9 @@ class DraftTreeDrafter(BaseDrafter):
                 self._last_reads[row.request_id] = done
             else:
                 self._cache.keep(row.request_id, done.pending)
-            growth.extend(score.logits_NV[[node + 1 for node in growth.frontier]])
+            logits_FV = score.logits_NV[[node + 1 for node in growth.frontier]]
+            missing = self._vocab_size - logits_FV.shape[-1]
+            growth.extend(F.pad(logits_FV, (0, missing), value=-math.inf))
 
     def _keep_accepted(self, row: DraftRow) -> None:
         """Keep the entries of the last forward that turned out to be text."""
@@ -289,7 +295,8 @@ def _tree_drafter(context: DrafterContext, model: Target) -> Drafter:
                 f"({type(each).__name__}) does not offer; use shape 'chain'"
             )
     cost = measured_fit(context.target, model).shares[0]
-    return DraftTreeDrafter(model, growth_limits(context, GrowthLimits(round_cost=cost)))
+    limits = growth_limits(context, GrowthLimits(round_cost=cost))
+    return DraftTreeDrafter(model, limits, context.target.vocab_size)
 
 
 def chain_drafter(context: DrafterContext, model: Target) -> Drafter:
