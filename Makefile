@@ -111,9 +111,9 @@ test-vllm: $(VENV)/.installed-dev $(PEERS)/vllm/.installed
 	  OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0 $(BIN)/python -m pytest -n 0 tests/vllm
 
 # Fetches the models, each under its own licence, which is said. llama-cpp-python is compared with
-# where it is installed: pip install '.[bench-llama-cpp]' compiles for some minutes.
+# where it is installed, here or by `make peers`: pip install '.[bench-llama-cpp]' compiles for some minutes.
 test-real: $(VENV)/.installed-dev
-	FOREDRAFT_REAL=1 $(BIN)/python -m pytest -n 0 tests/real $(TEST_OPTIONS)
+	FOREDRAFT_REAL=1 FOREDRAFT_PEERS='$(abspath $(PEERS))' $(BIN)/python -m pytest -n 0 tests/real $(TEST_OPTIONS)
 
 $(CLIENTS)/.installed: pyproject.toml
 	$(MAKE) --no-print-directory VENV='$(CLIENTS)' '$(CLIENTS)/.torch'

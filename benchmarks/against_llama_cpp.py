@@ -17,6 +17,7 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.quality import divergence, log_probs
 from foredraft.bench.report import Report, check_outputs
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
@@ -95,6 +96,40 @@ def compare(path: Path, prompt: Sequence[int], num_tokens: int, name: str) -> Co
         difference=float(between_NV.square().mean().sqrt()),
         near_tie=NEAR_TIE if plan.weights == "file" else _NEAR_TIE_OF_FLOATS,
     )
+
+
+@dataclass(frozen=True)
+class Distance:
+    """From float32 with the weights of the same file: mean KL in nats, and share of equal tokens.
+
+    Attributes:
+        positions: of texts, behind the first of each, where activations have outliers.
+    """
+
+    positions: int
+    mean_kl: float
+    agreement: float
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> Distance:
+        """Of divergences and agreements, [N] of each text."""
+        kl_N, agrees_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        return cls(len(kl_N), float(kl_N.mean()), float(agrees_N.double().mean()))
+
+
+def distances(path: Path, texts: Sequence[Sequence[int]]) -> dict[str, Distance]:
+    """How far our logits are from float32, as they are by default, and llama.cpp's."""
+    asked = LoadOptions(model=str(path), drafter="none")
+    in_full, ours = (
+        load_target(plan_models(one)[0]) for one in (replace(asked, dtype="float32"), asked)
+    )
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {"ours": [], "llama.cpp": []}
+    for text in texts:
+        exact_NV, ours_NV = (torch.cat([*log_probs(one, text)])[1:] for one in (in_full, ours))
+        theirs_NV = _logits_of_llama_cpp(path, text)[1:].double().log_softmax(-1)
+        parts["ours"].append(divergence(exact_NV, ours_NV))
+        parts["llama.cpp"].append(divergence(exact_NV, theirs_NV))
+    return {name: Distance.of(found) for name, found in parts.items()}
 
 
 def _plan_of(path: Path) -> ModelPlan:

@@ -86,7 +86,7 @@ def measure_quality(
     """
     parts: list[list[Tensor]] = []
     for tokens in texts:
-        scored = zip(_log_probs(reference, tokens), _log_probs(candidate, tokens), strict=True)
+        scored = zip(log_probs(reference, tokens), log_probs(candidate, tokens), strict=True)
         start = 1
         for reference_NV, candidate_NV in scored:
             next_N = torch.tensor(tokens[start : start + _CHUNK])
@@ -104,15 +104,20 @@ def measure_quality(
     )
 
 
+def divergence(reference_NV: Tensor, candidate_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(reference || candidate) in nats [N], and whether their most likely tokens agree [N]."""
+    kl_N = (reference_NV.exp() * (reference_NV - candidate_NV)).sum(-1)
+    return kl_N, reference_NV.argmax(-1) == candidate_NV.argmax(-1)
+
+
 def _compare(reference_NV: Tensor, candidate_NV: Tensor, next_N: Tensor) -> list[Tensor]:
     """KL, agreement of the top token, and the log probabilities of the next one: each [N]."""
-    kl_N = (reference_NV.exp() * (reference_NV - candidate_NV)).sum(-1)
-    agrees_N = reference_NV.argmax(-1) == candidate_NV.argmax(-1)
+    kl_N, agrees_N = divergence(reference_NV, candidate_NV)
     chosen = [x.gather(1, next_N[:, None])[:, 0] for x in (reference_NV, candidate_NV)]
     return [kl_N, agrees_N, *chosen]
 
 
-def _log_probs(target: Target, tokens: Sequence[int]) -> Iterator[Tensor]:
+def log_probs(target: Target, tokens: Sequence[int]) -> Iterator[Tensor]:
     """Log probabilities [N, V] after each token in float64, a chunk at a time."""
     slot = target.cache.allocate()
     try:

