@@ -86,7 +86,7 @@ class Controller(Protocol):
         Also called for a request that comes back after it had to wait for memory.
 
         Args:
-            others: the requests that are running, under any controller.
+            others: the requests that are running or about to begin, under any controller.
         """
 
     def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:

@@ -466,7 +466,7 @@ class Planner:
         A drafter that cannot join later is tried with few requests until it is known what it takes.
 
         Args:
-            others: the running requests.
+            others: the requests that are running or about to begin.
             context: tokens in the cache of a usual row.
         """
         following = Counter(other.drafter for other in others)

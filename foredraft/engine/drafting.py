@@ -30,18 +30,18 @@ _MOST_NOT_READY = 8
 # ---- a request comes, changes its drafter, and goes ----------------------------------------------
 
 
-def begin(request: Request, running: Sequence[Request]) -> None:
+def begin(request: Request, others: Sequence[Request]) -> None:
     """A request has its slot: it names its drafter, or its controller does.
 
     A drafter that keeps something for each token may lack what the target's cache holds: see
     `LoadedDrafter.can_follow`.
 
     Args:
-        running: the requests in the batch.
+        others: the requests in the batch, and those about to begin.
     """
     policy, named = request.policy, request.params.speculation
     name = guarded(
-        lambda: _known(policy, policy.controller.begin(request, running)),
+        lambda: _known(policy, policy.controller.begin(request, others)),
         None,
         "the controller failed to begin a request",
     )

@@ -423,7 +423,8 @@ class Engine:
             running = self._scheduler.running
             try:
                 self._open(request)
-                drafting.begin(request, running)
+                # One of many that come at once drafts as one of many.
+                drafting.begin(request, [*running, *self._scheduler.coming(request)])
             except CacheFullError as error:
                 if running:
                     self._is_full = True

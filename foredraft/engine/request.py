@@ -12,7 +12,12 @@ from typing import NamedTuple
 from foredraft.cache.base import Cache
 from foredraft.core.choices import DrawKey
 from foredraft.core.cost import USUAL_PRICES, Prices
-from foredraft.core.errors import ConfigError, ForedraftError, NonFiniteScoresError
+from foredraft.core.errors import (
+    CacheFullError,
+    ConfigError,
+    ForedraftError,
+    NonFiniteScoresError,
+)
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import Drafts, FinishReason, SpeculationStats
@@ -376,7 +381,7 @@ class Request:
         """End only this request with an error. Committed tokens stay; a finished request is not
         changed.
 
-        An error with a code is the request's own fault, and memory may be too small for any. Any
+        An error with a code is the request's own fault, and the cache may be too small for it. Any
         other error is logged with its traceback.
         """
         if self.finish_reason is not None:
@@ -388,7 +393,7 @@ class Request:
             _log.warning("request %d ends: %s", self.request_id, error)
         else:
             self.error = f"{type(error).__name__}: {error}"
-            trail = None if isinstance(error, MemoryError) else error
+            trail = None if isinstance(error, CacheFullError) else error
             _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=trail)
 
     def check(self) -> None:

@@ -152,6 +152,12 @@ class Scheduler:
         """Requests in the batch, the first in order first."""
         return list(self._running)
 
+    def coming(self, request: Request) -> list[Request]:
+        """Requests that wait and may begin along with this one: as many as there are seats."""
+        free = max(0, self._max_batch_size - len(self._running) - 1)
+        others = (each for each in self._waiting if each is not request and each.is_ready)
+        return list(itertools.islice(others, free))
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)

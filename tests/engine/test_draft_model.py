@@ -229,3 +229,21 @@ def test_time_spent_reading_is_told_apart() -> None:
     assert read == [64, 64, 64, 64, 43, *[0] * (len(read) - 5)]
     assert read == [record.times.num_read for record in running.steps]
     assert all(record.times.draft_ms <= 1e3 * (BUDGET + 1) for record in running.steps)
+
+
+def test_one_of_many_that_come_at_once_begins_as_one_of_many() -> None:
+    """Else the first ones would read their texts for a draft model that pays for few alone."""
+    numbers: list[int] = []
+
+    class Counting(FixedBudget):
+        def begin(self, row: Row, others: Sequence[Row]) -> str | None:
+            numbers.append(len(others))
+            return super().begin(row, others)
+
+    target = counting_model()
+    policy = Policy.of(target, NgramDrafter(), Counting(BUDGET))
+    engine = Engine(target, policy, EngineOptions(max_batch_size=3))
+    for _ in range(5):
+        engine.submit([1, 2], PARAMS)
+    engine.step()
+    assert numbers == [2, 2, 2]

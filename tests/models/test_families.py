@@ -328,10 +328,10 @@ def test_drafts_change_no_text(family: str, format_name: str, temperature: float
 
 
 def works(drafter: str, family: str) -> bool:
-    """Early exit has no states of its own, and heads begin as a layer that attends to keys."""
+    """Early exit has no states of its own, and heads begin as a layer that attends."""
     config = read_config(directory(family))
     if drafter == "hidden_head":
-        return config.num_attending_layers > 0 and config.latent is None
+        return config.num_attending_layers > 0
     return drafter != "early_exit" or config.recurrent is None
 
 
