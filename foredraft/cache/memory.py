@@ -134,8 +134,7 @@ def machine_memory(root: Path = ROOT) -> int:
     Args:
         root: where ``proc`` and ``sys`` are.
     """
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([pages, *(limit for limit, _ in memory_limits(root))])
+    return min([_built_in(), *(limit for limit, _ in memory_limits(root))])
 
 
 def available_memory(root: Path = ROOT) -> int:
@@ -144,10 +143,14 @@ def available_memory(root: Path = ROOT) -> int:
     Args:
         root: where ``proc`` and ``sys`` are.
     """
-    there = [machine_memory(root), *(left for _, left in memory_limits(root))]
+    there = [_built_in(), *(left for _, left in memory_limits(root))]
     with suppress(OSError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             name, _, amount = line.partition(":")
             if name == "MemAvailable":
                 there.append(1024 * int(amount.split()[0]))
     return min(there)
+
+
+def _built_in() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -11,7 +11,7 @@ Shape legend: F frontier nodes, V vocabulary.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -135,7 +135,7 @@ class Growth:
         """Nodes of `scored` whose logits `extend` needs, `ROOT` at first; empty at the end."""
         return [*map(self.place, self._asked)]
 
-    def extend(self, logits_FV: Tensor) -> None:
+    def extend(self, logits_FV: Iterable[Tensor]) -> None:
         """Hang tokens below the frontier, given the logits after each of its nodes."""
         for node, logits_V in zip(self._asked, logits_FV, strict=True):
             self.hang(node, self.row.choose(logits_V, self.drafted(node), self.num_below(node)))
@@ -328,7 +328,7 @@ class PlannedGrowth:
         """See `Growth`."""
         return [node for _, node in self._level]
 
-    def extend(self, logits_FV: Tensor) -> None:
+    def extend(self, logits_FV: Iterable[Tensor]) -> None:
         below: list[tuple[int, int]] = []
         for (planned, parent), logits_V in zip(self._level, logits_FV, strict=True):
             children = self._planned[planned]

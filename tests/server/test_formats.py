@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -595,7 +596,7 @@ def test_marks_of_such_calls_are_special_tokens_and_those_in_texts_are_not(tmp_p
         call = {"function": {"name": "look", "arguments": {"city": text}}}
         turns = [{"role": "assistant", "content": text, "tool_calls": [call]}]
         asked = [{"role": "user", "content": text}, *turns, {"role": "user", "content": text}]
-        ids = tokenizer.encode_chat(form.adapted(checked_messages(asked), TOOLS), TOOLS)
+        ids = tokenizer.encode_chat(asked, TOOLS, adapt=partial(form.adapted, tools=TOOLS))
         assert [i for i in ids if i in marks] == marks
 
 

@@ -8,7 +8,6 @@ parameters and hands the distribution along.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from foredraft.cache.base import NO_MEMORY
 from foredraft.core.checks import checked_flag, checked_int
@@ -39,7 +37,7 @@ from foredraft.drafters.growth import (
 )
 from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.model.shortlist import FREQUENT, Shortlists
-from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
+from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, fitted, text_guesser
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import found_table
@@ -248,9 +246,8 @@ class DraftTreeDrafter(BaseDrafter):
                 self._last_reads[row.request_id] = done
             else:
                 self._cache.keep(row.request_id, done.pending)
-            logits_FV = score.logits_NV[[node + 1 for node in growth.frontier]]
-            missing = self._vocab_size - logits_FV.shape[-1]
-            growth.extend(F.pad(logits_FV, (0, missing), value=-math.inf))
+            asked_FV = score.logits_NV[[node + 1 for node in growth.frontier]]
+            growth.extend([fitted(logits_V, self._vocab_size) for logits_V in asked_FV])
 
     def _keep_accepted(self, row: DraftRow) -> None:
         """Keep the entries of the last forward that turned out to be text."""

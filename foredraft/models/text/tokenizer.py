@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
@@ -217,6 +217,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, bool | str] | None = None,
         most: int | None = None,
+        adapt: Callable[[list[dict[str, Any]]], Sequence[Message]] = lambda checked: checked,
     ) -> list[int]:
         """Ids of a conversation in the model's own format, ready for the assistant's reply.
 
@@ -228,6 +229,7 @@ class Tokenizer:
                 place for them leaves them out.
             variables: of the template, such as ``enable_thinking``; see `template_variables`.
             most: tokens allowed; None: any number.
+            adapt: brings checked messages into the form that the template wants.
 
         Raises:
             PromptError: see `check_length`.
@@ -239,7 +241,7 @@ class Tokenizer:
         self.require_chat_template()
         encoder = self._tool_encoder if tools else self._chat_encoder
         check = partial(self.check_length, most=most) if most else lambda text: None
-        return encoder.encode(checked, tools, variables or {}, check)
+        return encoder.encode(adapt(checked), tools, variables or {}, check)
 
     def template_variables(self, tools: bool = False) -> frozenset[str]:
         """The variables of the chat template that a request may set.

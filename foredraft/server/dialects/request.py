@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -13,7 +14,6 @@ from pydantic import Field
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.models.text.prompts import checked_messages
 from foredraft.server.answers import Caller
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import excluded
@@ -181,8 +181,8 @@ def encode_conversation(
         ConfigError, PromptError: the template refuses it.
     """
     known = [{name: each[name] for name in _OF_A_MESSAGE if name in each} for each in messages]
-    adapted = context.form.adapted(checked_messages(known), tools.tools)
-    return context.tokenizer.encode_chat(adapted, list(tools.tools), variables, most)
+    adapt = partial(context.form.adapted, tools=tools.tools)
+    return context.tokenizer.encode_chat(known, list(tools.tools), variables, most, adapt)
 
 
 def read_prompts(

@@ -95,9 +95,6 @@ class _WithMarks(str):
 
     parts: tuple[str, str]
 
-    def __str__(self) -> str:
-        return self
-
     def translate(self, table: Any) -> str:
         calls, text = (part.translate(table) for part in self.parts)
         return f"{CALL}{calls}{END_CALL}{text}"
