@@ -1,8 +1,8 @@
 """Losses of a head's logits against the target's distribution.
 
-A loss takes the figures of some positions (`Positions`) and returns its value at each, with its
-gradient by the logits in closed form: logits are many, so they are made, used and dropped piece by
-piece (`product_loss`). With p the target's probability at temperature 1, q the head's and
+A loss takes the figures of some positions (`Positions`) and returns its value at each. Logits are
+many, so they are made, used and dropped piece by piece, the gradient with the value
+(`product_loss`). With p the target's probability at temperature 1, q the head's and
 alpha = sum(min(p, q)) their overlap:
 
 =========  =====================================================================================
@@ -51,87 +51,46 @@ class Positions:
     """Some positions, as losses see them.
 
     Attributes:
-        logits_NC: float32, of the head, for the candidates.
-        normaliser_N: log of the sum of exponentials of all its logits.
-        draft_probs_NC: its probabilities.
-        target_probs_NC: the target's, at temperature 1; they may sum up to less than 1.
-        label_logits_N: the head's logit of the text's own token.
-        has_label_N: whether the head can name that, 0 or 1.
+        log_q_NC: the head's log probabilities of the candidates.
+        p_NC: the target's probabilities, at temperature 1; they may sum up to less than 1.
+        label_N: the head's log probability of the text's own token; 0 where it cannot name that.
         overlap_N: sum of the smaller of the two probabilities.
     """
 
-    logits_NC: Tensor
-    normaliser_N: Tensor
-    draft_probs_NC: Tensor
-    target_probs_NC: Tensor
-    label_logits_N: Tensor
-    has_label_N: Tensor
+    log_q_NC: Tensor
+    p_NC: Tensor
+    label_N: Tensor
     overlap_N: Tensor
 
 
-@dataclass(frozen=True)
-class Slope:
-    """A loss and its gradient by all logits: ``all_N`` times the head's probabilities, and then
-    some more for the candidates and for the text's own token.
-
-    Attributes:
-        value_N: of the loss.
-        all_N: see above.
-        candidates_NC: added for the candidates.
-        label_N: added for the text's own token.
-    """
-
-    value_N: Tensor
-    all_N: Tensor
-    candidates_NC: Tensor
-    label_N: Tensor
+Loss = Callable[[Positions], Tensor]
 
 
-Loss = Callable[[Positions], Slope]
-
-
-def soft_loss(x: Positions) -> Slope:
+def soft_loss(x: Positions) -> Tensor:
     """Cross-entropy with the target's distribution."""
-    mass_N = x.target_probs_NC.sum(-1)
-    value_N = mass_N * x.normaliser_N - (x.target_probs_NC * x.logits_NC).sum(-1)
-    return Slope(value_N, mass_N, -x.target_probs_NC, torch.zeros_like(mass_N))
+    return -(x.p_NC * x.log_q_NC).sum(-1)
 
 
-def hard_loss(x: Positions) -> Slope:
+def hard_loss(x: Positions) -> Tensor:
     """Cross-entropy with the text itself; nothing where the head cannot name its token."""
-    value_N = (x.normaliser_N - x.label_logits_N) * x.has_label_N
-    return Slope(value_N, x.has_label_N, torch.zeros_like(x.logits_NC), -x.has_label_N)
+    return -x.label_N
 
 
-def tv_loss(x: Positions) -> Slope:
+def tv_loss(x: Positions) -> Tensor:
     """Total variation, 1 - overlap."""
-    lower_NC = x.draft_probs_NC * (x.draft_probs_NC < x.target_probs_NC)
-    nothing = torch.zeros_like(x.overlap_N)
-    return Slope(1.0 - x.overlap_N, lower_NC.sum(-1), -lower_NC, nothing)
+    return 1.0 - x.overlap_N
 
 
-def nla_loss(x: Positions) -> Slope:
+def nla_loss(x: Positions) -> Tensor:
     """Minus log of the overlap."""
-    tv, overlap_N = tv_loss(x), x.overlap_N.clamp(min=_SMALLEST)
-    return Slope(
-        -overlap_N.log(), tv.all_N / overlap_N, tv.candidates_NC / overlap_N[:, None], tv.label_N
-    )
+    least_N = x.overlap_N.detach().clamp(min=_SMALLEST)
+    return (x.overlap_N.detach() - x.overlap_N) / least_N - least_N.log()
 
 
-def lk_loss(x: Positions) -> Slope:
+def lk_loss(x: Positions) -> Tensor:
     """Cross-entropy while the overlap is small, total variation once it is not."""
-    weight_N, soft, tv = torch.exp(-_LK_RATE * x.overlap_N), soft_loss(x), tv_loss(x)
-
-    def mix(first: Tensor, second: Tensor) -> Tensor:
-        weight = weight_N[:, None] if first.ndim == 2 else weight_N
-        return weight * first + (1 - weight) * second
-
-    return Slope(
-        mix(soft.value_N, tv.value_N),
-        mix(soft.all_N, tv.all_N),
-        mix(soft.candidates_NC, tv.candidates_NC),
-        mix(soft.label_N, tv.label_N),
-    )
+    weight_N = torch.exp(-_LK_RATE * x.overlap_N.detach())
+    return weight_N * soft_loss(x) + (1 - weight_N) * tv_loss(x)
 
 
 LOSSES: Mapping[str, Loss] = MappingProxyType(
@@ -199,7 +158,7 @@ class _ProductLoss(torch.autograd.Function):
         for first in range(0, len(states_NK), step):
             part = slice(first, first + step)
             logits_NR = states_NK[part] @ output.T
-            summed += _in_place(logits_NR, goal, part, loss, overlap_N)
+            summed += _in_place(logits_NR, goal, first, loss, overlap_N)
             torch.mm(logits_NR, output, out=states_gradient[part])
             output_gradient += logits_NR.T @ states_NK[part]
         ctx.save_for_backward(states_gradient, output_gradient)
@@ -218,52 +177,33 @@ class _ProductLoss(torch.autograd.Function):
         )
 
 
-def _in_place(logits_NR: Tensor, goal: Goal, part: slice, loss: Loss, overlap_N: Tensor) -> Tensor:
-    """Turn logits into the gradient by them; the weighted sum of the loss."""
+def _in_place(logits_NR: Tensor, goal: Goal, first: int, loss: Loss, overlap_N: Tensor) -> Tensor:
+    """Turn logits, from position ``first`` on, into the gradient by them; the weighted sum."""
     limit = _CPU_ELEMENTS if logits_NR.device.type == "cpu" else _GPU_ELEMENTS
-    step = max(1, limit // logits_NR.shape[1])
     summed = torch.zeros((), device=logits_NR.device)
-    for first in range(0, len(logits_NR), step):
-        rows = slice(first, min(first + step, len(logits_NR)))
-        places = slice(part.start + rows.start, part.start + rows.stop)
-        value_N, gradient_NR, overlap_N[places] = piece_loss(
-            logits_NR[rows].float(),
-            goal.candidates_TC[goal.rows_N[places]],
-            goal.probs_TC[goal.rows_N[places]],
-            goal.labels_N[places],
-            goal.weights_N[places],
-            loss,
-        )
-        logits_NR[rows] = gradient_NR
-        summed += (value_N * goal.weights_N[places]).sum()
+    for piece_NR in logits_NR.split(max(1, limit // logits_NR.shape[1])):
+        places = slice(first, first + len(piece_NR))
+        value, gradient_NR, overlap_N[places] = _piece_loss(piece_NR, goal, places, loss)
+        piece_NR.copy_(gradient_NR)
+        summed += value
+        first = places.stop
     return summed
 
 
-def piece_loss(
-    logits_NR: Tensor,
-    candidates_NC: Tensor,
-    probs_NC: Tensor,
-    labels_N: Tensor,
-    weights_N: Tensor,
-    loss: Loss,
+def _piece_loss(
+    logits_NR: Tensor, goal: Goal, places: slice, loss: Loss
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A loss at some positions; ``logits_NR`` (float32) are overwritten.
-
-    Returns:
-        Its value [N], the gradient [N, R] of its weighted sum, and the overlap [N].
-    """
-    logits_NC, label_N1 = logits_NR.gather(1, candidates_NC), labels_N.clamp(min=0)[:, None]
-    label_logits_N = logits_NR.gather(1, label_N1)[:, 0]
-    normaliser_N = logits_NR.logsumexp(-1)
-    draft_NC = (logits_NC - normaliser_N[:, None]).exp()
-    overlap_N = torch.minimum(draft_NC, probs_NC).sum(-1)
-    has_label_N = (labels_N >= 0).float()
-    slope = loss(
-        Positions(logits_NC, normaliser_N, draft_NC, probs_NC, label_logits_N, has_label_N,
-                  overlap_N)
-    )  # fmt: skip
-    gradient_NR = logits_NR.sub_(normaliser_N[:, None]).exp_()
-    gradient_NR.mul_((slope.all_N * weights_N)[:, None])
-    gradient_NR.scatter_add_(1, candidates_NC, slope.candidates_NC * weights_N[:, None])
-    gradient_NR.scatter_add_(1, label_N1, (slope.label_N * weights_N)[:, None])
-    return slope.value_N, gradient_NR, overlap_N
+    """The weighted sum of a loss at some positions, its gradient [N, R], and the overlap [N]."""
+    rows_N, labels_N = goal.rows_N[places], goal.labels_N[places]
+    candidates_NC, p_NC = goal.candidates_TC[rows_N], goal.probs_TC[rows_N]
+    named_NX = torch.cat((candidates_NC, labels_N.clamp(min=0)[:, None]), 1)
+    with torch.enable_grad():
+        logits_NR = logits_NR.detach().float().requires_grad_()
+        log_q_NX = logits_NR.gather(1, named_NX) - logits_NR.logsumexp(-1, keepdim=True)
+        log_q_NC = log_q_NX[:, :-1]
+        overlap_N = torch.minimum(log_q_NC.exp(), p_NC).sum(-1)
+        label_N = torch.where(labels_N >= 0, log_q_NX[:, -1], 0.0)
+        values_N = loss(Positions(log_q_NC, p_NC, label_N, overlap_N))
+        summed = (values_N * goal.weights_N[places]).sum()
+    (gradient_NR,) = torch.autograd.grad(summed, logits_NR)
+    return summed.detach(), gradient_NR, overlap_N.detach()
