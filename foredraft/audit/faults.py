@@ -12,22 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+import torch
+from torch.nn.functional import one_hot
 
 from foredraft.cache.base import Cache
 from foredraft.core.choices import DrawKey
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.sampling import Law, NodeLaws
 from foredraft.core.tree import ROOT
-from foredraft.core.verify import (
-    Rule,
-    Verdict,
-    normalised,
-    positive_part,
-    recorded,
-    residual_or,
-    verify,
-)
+from foredraft.core.verify import Rule, Verdict, recorded, verify
 from foredraft.engine.policy import Policy
 
 TYPICAL = 0.09
@@ -84,68 +77,30 @@ def planted(fault: Fault, policy: Policy, cache: Cache) -> Iterator[None]:
 # ------------------------------------------------------------------------------------- the rules
 
 
-@dataclass(frozen=True)
-class TokenRule:
-    """The token rule (arXiv 2211.17192), with the mistakes that can be made in it.
+def taking(chance: Callable[[float, int], float]) -> Rule:
+    """A rule that accepts drafted tokens without regard to the target's draw.
 
-    Chosen drafts are followed where they are what the target draws, as they should be.
+    The target's law is put on such a token as a whole before the draft is verified.
 
-    Attributes:
-        takes: whether a draft token is accepted without a test, by its probability and depth.
-        redraws: after a rejection draws from the target's whole law, not from the residual.
-        claims: chosen drafts are tested as if they had been drawn with probability `CLAIMED`.
+    Args:
+        chance: of that, by the token's probability and its depth, from 0.
     """
 
-    takes: Callable[[float, int], bool] = lambda probability, depth: False
-    redraws: bool = False
-    claims: bool = False
-
-    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
-        tree, node, path = proposal.tree, ROOT, list[int]()
-        is_drawn = isinstance(proposal, DrawnProposal)
-        step = self._drawn_step if is_drawn else self._chosen_step
-        while node in tree.children:
-            child, token = step(proposal, laws(node), node, len(path), choices)
-            if child is None:
-                return Verdict(tuple(path), token, "correction")
-            path.append(child)
-            node = child
-        law = laws(node)
-        token = (
-            choices.draw_residual(law.probs_V) if is_drawn else choices.draw_target(law, len(path))
-        )
-        return Verdict(tuple(path), token, "bonus")
-
-    def _chosen_step(
-        self, proposal: Proposal, law: Law, node: int, depth: int, choices: DrawKey
-    ) -> tuple[int | None, int]:
+    def rule(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
         tree = proposal.tree
-        first = tree.children[node][0]
-        probability = _probability(law, tree.tokens[first])
-        accepts = self.claims and choices.accept(min(1.0, probability / CLAIMED), first + 1)
-        if accepts or self.takes(probability, depth):
-            return first, tree.tokens[first]
-        token = choices.draw_target(law, depth)
-        child = tree.child_with_token(node, token)
-        if child is None and self.redraws:
-            token = choices.draw_residual(law.probs_V)
-        return child, token
 
-    def _drawn_step(
-        self, proposal: Proposal, law: Law, node: int, depth: int, choices: DrawKey
-    ) -> tuple[int | None, int]:
-        assert isinstance(proposal, DrawnProposal)
-        target_V = whole_V = normalised(law.probs_V)
-        draft_V = normalised(proposal.draft_probs_NV[proposal.tree.children[node][0]])
-        for child in proposal.tree.children[node]:
-            token = proposal.tree.tokens[child]
-            ratio = float(target_V[token] / draft_V[token])
-            is_taken = self.takes(_probability(law, token), depth)
-            if is_taken or choices.accept(min(1.0, ratio), child + 1):
-                return child, token
-            target_V = normalised(residual_or(target_V, positive_part(target_V, draft_V)))
-            draft_V = _without(draft_V, token, proposal.replacement)
-        return None, choices.draw_residual(whole_V if self.redraws else target_V)
+        def bent(node: int) -> Law:
+            law = laws(node)
+            for child in tree.children.get(node, ()):
+                token = tree.tokens[child]
+                share = chance(_probability(law, token), tree.depths[child] - 1)
+                if choices.accept(share, child + 1):
+                    return Law.of_probs(one_hot(torch.tensor(token), len(law.logits_V)).double())
+            return law
+
+        return verify(proposal, bent, choices)
+
+    return rule
 
 
 def _probability(law: Law, token: int) -> float:
@@ -154,12 +109,13 @@ def _probability(law: Law, token: int) -> float:
     return float(probs_V[token])
 
 
-def _without(draft_V: Tensor, token: int, replacement: bool) -> Tensor:
-    if replacement:
-        return draft_V
-    left_V = draft_V.clone()
-    left_V[token] = 0.0
-    return normalised(residual_or(draft_V, left_V))
+def _no_residual(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
+    """Draws from the target's whole law after a rejection."""
+    verdict = verify(proposal, laws, choices)
+    if verdict.kind != "correction":
+        return verdict
+    law = laws(verdict.path[-1] if verdict.path else ROOT)
+    return replace(verdict, next_token=choices.draw_residual(law.probs_V))
 
 
 def _wrong_row(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:
@@ -193,25 +149,25 @@ def _wrong_draft_law(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Ve
     if isinstance(proposal, DrawnProposal):
         flat_NV = proposal.draft_probs_NV**0.5
         return verify(replace(proposal, draft_probs_NV=flat_NV), laws, choices)
-    return TokenRule(claims=True)(proposal, laws, choices)
+    return taking(lambda p, depth: min(1.0, p / CLAIMED))(proposal, laws, choices)
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("accept all", "every draft token is accepted", TokenRule(lambda p, depth: True)),
+    Fault("accept all", "every draft token is accepted", taking(lambda p, depth: 1.0)),
     Fault(
         "typical acceptance",
         f"a draft token of probability {TYPICAL} or more is accepted without a test",
-        TokenRule(lambda p, depth: p >= TYPICAL),
+        taking(lambda p, depth: float(p >= TYPICAL)),
     ),
     Fault(
         "first token untested",
         "the first draft token of a step is not verified",
-        TokenRule(lambda p, depth: depth == 0),
+        taking(lambda p, depth: float(depth == 0)),
     ),
     Fault(
         "no residual",
         "after a rejection the token is drawn from the target's whole law",
-        TokenRule(redraws=True),
+        _no_residual,
         needs_draws=True,
     ),
     Fault("wrong row", "the token behind the draft comes from the row before", _wrong_row),

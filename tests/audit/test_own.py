@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from foredraft import speculation
-from foredraft.audit.faults import FAULTS, Fault, TokenRule, planted
+from foredraft.audit.faults import FAULTS, Fault, planted, taking
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.own import AuditedReply, OwnAudit
 from foredraft.audit.plain import Margins, shortened
@@ -292,7 +292,7 @@ def test_a_mistake_at_a_depth_that_few_drafts_have_is_found() -> None:
 
     def faulty(*arguments: object, **options: object) -> LLM:
         llm = view(*arguments, **options)  # type: ignore[arg-type]
-        llm.policy.rule = recorded(TokenRule(lambda probability, depth: depth == 5))
+        llm.policy.rule = recorded(taking(lambda probability, depth: float(depth == 5)))
         return llm
 
     audit.llm.with_drafter = faulty  # type: ignore[method-assign, assignment]
