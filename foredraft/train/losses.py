@@ -181,7 +181,7 @@ def _in_place(logits_NR: Tensor, goal: Goal, first: int, loss: Loss, overlap_N: 
     """Turn logits, from position ``first`` on, into the gradient by them; the weighted sum."""
     limit = _CPU_ELEMENTS if logits_NR.device.type == "cpu" else _GPU_ELEMENTS
     summed = torch.zeros((), device=logits_NR.device)
-    for piece_NR in logits_NR.split(max(1, limit // logits_NR.shape[1])):
+    for piece_NR in torch.split(logits_NR, max(1, limit // logits_NR.shape[1])):
         places = slice(first, first + len(piece_NR))
         value, gradient_NR, overlap_N[places] = _piece_loss(piece_NR, goal, places, loss)
         piece_NR.copy_(gradient_NR)
