@@ -45,7 +45,7 @@ class States:
 
 
 class TrainingTarget:
-    """A loaded target, as training sees it. It is also the `HeadSource` of new heads.
+    """A loaded target, as training sees it, and the source of a new head's weights.
 
     Args:
         target: of the native decoder.
@@ -121,16 +121,21 @@ class TrainingTarget:
     # ---------------------------------------------------------------- copies, for new heads
 
     def embedding(self) -> Tensor:
+        """[V, E], float32."""
         return as_tensor(self._weights.embedding_VE, torch.float32).float().clone()
 
     def head(self) -> Tensor:
+        """[V, E], float32; the embedding itself where the two are tied."""
         return as_tensor(self._weights.head_VE, torch.float32).float().clone()
 
     def final_norm(self) -> Tensor:
+        """[E], float32."""
         return self._weights.final_norm_E.float() + self._target.config.family.norm_offset
 
     def layer(self, index: int) -> Mapping[str, Tensor]:
-        """As a layer of Llama: without what else the family has, and with the first expert only.
+        """Weights of a layer under the names of `LlamaLayer`; -1 is the last layer.
+
+        They are without what else the family has, and of the first expert only.
 
         A recurrent layer has the attention of the nearest one that attends, and one without
         experts those of the nearest mixture. Attention to latents is no such attention: there it is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,11 +17,12 @@ from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.load import native_decoder
-from foredraft.models.base import ModelShape, ScoreRow
+from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import RotaryEmbedding
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.heads.base import TextBatch
+from foredraft.train.target import TrainingTarget
 from tests.drafters.prices import FREE_NODES
 from tests.models.checkpoints import need_kernel
 
@@ -61,34 +62,9 @@ def decoded_by(decoder: str) -> NativeTarget:
     return tiny_target(native_decoder(decoder))
 
 
-class TinySource:
-    """The tiny target as a head's `HeadSource`."""
-
-    def __init__(self, target: NativeTarget) -> None:
-        self._weights, config = target.weights, target.config
-        names = ModelShape.__dataclass_fields__
-        self.shape = ModelShape(**{name: getattr(config, name) for name in names})
-
-    def embedding(self) -> Tensor:
-        return self._weights.embedding_VE.clone()
-
-    def head(self) -> Tensor:
-        return torch.as_tensor(self._weights.head_VE).clone()
-
-    def final_norm(self) -> Tensor:
-        return self._weights.final_norm_E.clone()
-
-    def layer(self, index: int) -> Mapping[str, Tensor]:
-        layer = self._weights.layers[index]
-        found = {
-            "attention_norm.weight": layer.attention_norm_E,
-            "qkv.weight": layer.qkv_weight,
-            "output.weight": layer.output_weight,
-            "mlp_norm.weight": layer.mlp_norm_E,
-            "gate_up.weight": layer.gate_up_weight,
-            "down.weight": layer.down_weight,
-        }
-        return {name: torch.as_tensor(weight).clone() for name, weight in found.items()}
+def tiny_source(target: NativeTarget) -> TrainingTarget:
+    """The source of a head for the tiny target."""
+    return TrainingTarget(target, "tiny", "")
 
 
 def shaken(module: HeadModule, noise: float = 0.2) -> HeadModule:

@@ -37,18 +37,18 @@ from foredraft.train.heads.base import (
 from tests.drafters.heads import (
     OUTPUT_IDS,
     VOCAB,
-    TinySource,
     drafted_logits,
     random_text,
     shaken,
     text_batch,
+    tiny_source,
     tiny_target,
 )
 from tests.drafters.test_heads import CHAIN, DEPTH
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 TARGET = tiny_target()
-SOURCE = TinySource(TARGET)
+SOURCE = tiny_source(TARGET)
 PLAIN = {"tap_norms": "none", "residual": "plain", "returns": "plain"}
 """EAGLE-3 as its authors published it, before there were more norms."""
 

@@ -31,12 +31,12 @@ from foredraft.train.heads.dspark import DsparkTraining
 from tests.drafters.heads import (
     OUTPUT_IDS,
     VOCAB,
-    TinySource,
     decoded_by,
     drafted_logits,
     random_text,
     shaken,
     text_batch,
+    tiny_source,
     tiny_target,
 )
 from tests.drafters.prices import FREE_NODES
@@ -61,7 +61,7 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def start(self, target: NativeTarget, output_ids: Sequence[int] | None) -> HeadModule:
-        return start_head(self.module, TinySource(target), output_ids, self.options)
+        return start_head(self.module, tiny_source(target), output_ids, self.options)
 
 
 def stepwise(module: type[HeadModule], *errors: float, **options: Any) -> Kind:
@@ -122,7 +122,7 @@ def test_training_predicts_what_drafting_says(
 
 
 def test_a_module_is_made_again_from_its_config(kind: Kind, target: NativeTarget) -> None:
-    source = TinySource(target)
+    source = tiny_source(target)
     module = shaken(kind.start(target, OUTPUT_IDS))
     again = kind.module.from_config(source.shape, module.config)
     again.load_state_dict(module.state_dict())
@@ -253,7 +253,7 @@ def test_tokens_and_their_order_stay() -> None:
 
 def new_module(target: NativeTarget, **options: int) -> DsparkModule:
     torch.manual_seed(4)
-    module = start_head(DsparkModule, TinySource(target), None, options)
+    module = start_head(DsparkModule, tiny_source(target), None, options)
     shaken(module)
     return module.eval()
 

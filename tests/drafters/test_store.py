@@ -21,7 +21,7 @@ from foredraft.drafters.trained import identify, read_head, read_info
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.heads.base import start_head
 from foredraft.train.heads.saving import save_head
-from tests.drafters.heads import OUTPUT_IDS, TinySource, random_text, text_batch, tiny_target
+from tests.drafters.heads import OUTPUT_IDS, random_text, text_batch, tiny_source, tiny_target
 
 MEASURED = {"greedy": [0.5, 0.4], "sampled": [0.3, 0.2], "committed_greedy": 1.7, "covered": None}
 
@@ -34,7 +34,7 @@ def target() -> NativeTarget:
 @pytest.fixture
 def new_head(target: NativeTarget, tmp_path: Path) -> Callable[[type[HeadModule]], Path]:
     def save(kind: type[HeadModule]) -> Path:
-        module = start_head(kind, TinySource(target), OUTPUT_IDS, {})
+        module = start_head(kind, tiny_source(target), OUTPUT_IDS, {})
         text = text_batch(target, [random_text(8)], module.taps)
         info = {"target": identify(target), "provenance": {}, "measured": MEASURED}
         save_head(tmp_path / "head", module, info, text, 2, "A head that nobody trained.")
@@ -116,7 +116,7 @@ def test_sizes_are_compared_before_memory_is_asked_for(head: Path) -> None:
 
 @pytest.mark.parametrize("kind", head_kinds())
 def test_every_kind_refuses_what_its_options_do_not_take(kind: str, target: NativeTarget) -> None:
-    module, source = head_class(kind), TinySource(target)
+    module, source = head_class(kind), tiny_source(target)
     for name in module.OPTIONS:
         for value in ("x", -1, 10**9, [99], None, 1.5):
             with pytest.raises(ConfigError, match=name) as raised:
@@ -128,7 +128,7 @@ def test_every_kind_refuses_what_its_options_do_not_take(kind: str, target: Nati
 
 @pytest.mark.parametrize("value", [2, "2", "2,", [2]])
 def test_one_layer_may_be_written_as_a_number(value: object, target: NativeTarget) -> None:
-    module = start_head(HiddenHeadModule, TinySource(target), OUTPUT_IDS, {"taps": value})
+    module = start_head(HiddenHeadModule, tiny_source(target), OUTPUT_IDS, {"taps": value})
     assert module.taps == (2,)
 
 

@@ -25,7 +25,7 @@ from foredraft.models.native import draft_layers
 from foredraft.models.native.cuda import PagedDecoder
 from foredraft.models.native.head_chain import RecordedChain
 from foredraft.models.native.target import NativeTarget
-from tests.drafters.heads import TinySource, tiny_target
+from tests.drafters.heads import tiny_source, tiny_target
 from tests.drafters.prices import FREE_NODES
 from tests.models.on_triton import DEVICE, NEEDS_GPU
 
@@ -47,7 +47,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def new_module(kind: str, target: NativeTarget) -> HeadModule:
     torch.manual_seed(1)
-    shape = TinySource(target).shape
+    shape = tiny_source(target).shape
     module: HeadModule
     if kind == "eagle":
         module = EagleModule(shape, 48, (0, 2), "each", "plain", "normed")

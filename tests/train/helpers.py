@@ -16,7 +16,7 @@ from foredraft.models.base import ModelShape
 from foredraft.models.files.digest import weights_digest
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.target import NativeTarget
-from foredraft.train.heads.base import HeadSource, HeadTraining, Prediction, TextBatch
+from foredraft.train.heads.base import HeadTraining, Prediction, TextBatch
 from foredraft.train.loop import Job, Trainer
 from foredraft.train.options import Rates, TrainOptions
 from foredraft.train.progress import Status
@@ -57,7 +57,7 @@ class OtherHead(LinearHead):
 class LinearTraining(HeadTraining[LinearHead]):
     """Starts from random matrices, the same for each head."""
 
-    def take_layers(self, source: HeadSource) -> None:
+    def take_layers(self, source: TrainingTarget) -> None:
         torch.manual_seed(0)
         for join in self.module.joins:
             cast(nn.Linear, join).reset_parameters()

@@ -32,7 +32,7 @@ from foredraft.train.heads.saving import save_head
 from foredraft.train.options import checked_options
 from foredraft.train.target import TrainingTarget
 from tests.conformance.harness import run
-from tests.drafters.heads import OUTPUT_IDS, TinySource, shaken, text_batch, tiny_target
+from tests.drafters.heads import OUTPUT_IDS, shaken, text_batch, tiny_source, tiny_target
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.models.gguf_files import metadata_of, shape_of, tensors_of, write_gguf
 from tests.train.helpers import Watch, options_of, train
@@ -135,7 +135,7 @@ TARGET = tiny_target()
 
 
 def saved(kind: type[HeadModule], directory: Path) -> HeadModule:
-    module = shaken(start_head(kind, TinySource(TARGET), OUTPUT_IDS, {}))
+    module = shaken(start_head(kind, tiny_source(TARGET), OUTPUT_IDS, {}))
     with torch.no_grad():  # as it will be stored
         for weight in module.parameters():
             weight.copy_(weight.bfloat16())

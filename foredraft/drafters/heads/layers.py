@@ -49,7 +49,7 @@ def rotate(x_BHLD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
 class LlamaLayer(nn.Module):
     """Attention and gated feed-forward, each behind a norm and beside the residual.
 
-    Its parameters have the names and shapes that `HeadSource.layer` hands out:
+    Its parameters have the names and shapes that `TrainingTarget.layer` hands out:
     ``attention_norm.weight`` [E], ``qkv.weight`` [(H + 2G) D, E], ``output.weight`` [E, H D],
     ``mlp_norm.weight`` [E], ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F].
     """

@@ -18,7 +18,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,26 +26,7 @@ from torch import Tensor
 
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.layers import LlamaLayer
-from foredraft.models.base import ModelShape
-
-
-class HeadSource(Protocol):
-    """Source of a head's initial weights: a target's sizes and weights. All tensors are copies."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-
-    def embedding(self) -> Tensor:
-        """[V, E]."""
-
-    def head(self) -> Tensor:
-        """[V, E]; the embedding itself where the two are tied."""
-
-    def final_norm(self) -> Tensor:
-        """[E]."""
-
-    def layer(self, index: int) -> Mapping[str, Tensor]:
-        """Weights of a layer under the names of `LlamaLayer`; -1 is the last layer."""
+from foredraft.train.target import TrainingTarget
 
 
 @dataclass(frozen=True)
@@ -108,7 +89,7 @@ class HeadTraining(ABC, Generic[M]):
         self.module = module
 
     @abstractmethod
-    def take_layers(self, source: HeadSource) -> None:
+    def take_layers(self, source: TrainingTarget) -> None:
         """Start all but the output rows from the target's weights."""
 
     @abstractmethod
@@ -140,7 +121,7 @@ def training_of(module: HeadModule) -> HeadTraining[Any]:
 
 def start_head(
     kind: type[M],
-    source: HeadSource,
+    source: TrainingTarget,
     output_ids: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> M:

@@ -16,13 +16,13 @@ from torch import Tensor
 from foredraft.drafters.heads.dspark import DsparkModule
 from foredraft.drafters.heads.layers import LlamaLayer
 from foredraft.train.heads.base import (
-    HeadSource,
     HeadTraining,
     Prediction,
     TextBatch,
     behind_anchor,
     following,
 )
+from foredraft.train.target import TrainingTarget
 
 _CONFIDENCE_STRIDE = 4
 """The confidence head learns at one anchor in this many: its labels need products of all rows."""
@@ -35,7 +35,7 @@ _SCALES = torch.logspace(-2, 2, 41, base=2.0, dtype=torch.float64)
 class DsparkTraining(HeadTraining[DsparkModule]):
     """See the module docstring."""
 
-    def take_layers(self, source: HeadSource) -> None:
+    def take_layers(self, source: TrainingTarget) -> None:
         module, embedding_VE = self.module, source.embedding()
         module.norm.weight.copy_(source.final_norm())
         module.mask_E.copy_(embedding_VE.mean(0))

@@ -11,18 +11,18 @@ from torch import Tensor
 from foredraft.drafters.heads.eagle import EagleModule
 from foredraft.train.heads.base import (
     AnchoredAttention,
-    HeadSource,
     HeadTraining,
     Prediction,
     TextBatch,
     unrolled,
 )
+from foredraft.train.target import TrainingTarget
 
 
 class EagleTraining(HeadTraining[EagleModule]):
     """See the module docstring."""
 
-    def take_layers(self, source: HeadSource) -> None:
+    def take_layers(self, source: TrainingTarget) -> None:
         module, size = self.module, source.shape.hidden_size
         last = dict(source.layer(-1))
         module.norm.weight.fill_(1.0 / float(module.output.norm(dim=1).mean()))

@@ -13,18 +13,18 @@ from torch import Tensor
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.train.heads.base import (
     AnchoredAttention,
-    HeadSource,
     HeadTraining,
     Prediction,
     TextBatch,
     unrolled,
 )
+from foredraft.train.target import TrainingTarget
 
 
 class HiddenHeadTraining(HeadTraining[HiddenHeadModule]):
     """See the module docstring."""
 
-    def take_layers(self, source: HeadSource) -> None:
+    def take_layers(self, source: TrainingTarget) -> None:
         module = self.module
         # Logits of about 1: a layer that knows nothing yet must not be sure of anything.
         module.norm.weight.fill_(1.0 / float(module.rows.norm(dim=1).mean()))

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.heads.hydra import HydraModule
-from foredraft.train.heads.base import HeadSource, HeadTraining, Prediction, TextBatch, unrolled
+from foredraft.train.heads.base import HeadTraining, Prediction, TextBatch, unrolled
+from foredraft.train.target import TrainingTarget
 
 
 class HydraTraining(HeadTraining[HydraModule]):
     """See the module docstring."""
 
-    def take_layers(self, source: HeadSource) -> None:
+    def take_layers(self, source: TrainingTarget) -> None:
         module, size = self.module, source.shape.hidden_size
         module.norm.weight.copy_(source.final_norm())
         for join in (module.join_hidden, module.join_own):

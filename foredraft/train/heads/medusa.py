@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from foredraft.drafters.heads.medusa import MedusaModule
-from foredraft.train.heads.base import HeadSource, HeadTraining, Prediction, TextBatch
+from foredraft.train.heads.base import HeadTraining, Prediction, TextBatch
+from foredraft.train.target import TrainingTarget
 
 
 class MedusaTraining(HeadTraining[MedusaModule]):
     """See the module docstring."""
 
-    def take_layers(self, source: HeadSource) -> None:
+    def take_layers(self, source: TrainingTarget) -> None:
         self.module.output_norm.weight.copy_(source.final_norm())
         for head in self.module.heads:  # each is the identity
             for parameter in head.get_submodule("blocks").parameters():

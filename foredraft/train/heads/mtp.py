@@ -11,18 +11,18 @@ from torch import Tensor
 from foredraft.drafters.heads.mtp import MtpModule
 from foredraft.train.heads.base import (
     AnchoredAttention,
-    HeadSource,
     HeadTraining,
     Prediction,
     TextBatch,
     unrolled,
 )
+from foredraft.train.target import TrainingTarget
 
 
 class MtpTraining(HeadTraining[MtpModule]):
     """See the module docstring."""
 
-    def take_layers(self, source: HeadSource) -> None:
+    def take_layers(self, source: TrainingTarget) -> None:
         """Start from the target's last layer and norm, passing the state through."""
         module, size = self.module, source.shape.hidden_size
         module.target_norm.weight.copy_(source.final_norm())
