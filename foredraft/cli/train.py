@@ -1,4 +1,4 @@
-"""`foredraft train …`: write text, train drafters on it, and compare them."""
+"""`foredraft train …`: write text, and train drafters on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from foredraft.train.options import Rates, TableOptions, TrainOptions, WriteOpti
 if TYPE_CHECKING:
     from foredraft.cli.training_display import TrainingDisplay
     from foredraft.llm import LLM
-    from foredraft.train.curves import ComparedHead
     from foredraft.train.target import TrainingTarget
     from foredraft.train.texts import Text
     from foredraft.train.writing import ReplyRequest, Writer, WrittenReply
@@ -242,65 +241,6 @@ def write_text(
         )
     more = "" if writer.tokens >= options.tokens else " (the same command goes on)"
     say(f"{out}: {writer.tokens} tokens{more}{skipped}")
-
-
-@app.command()
-@o.with_options
-def compare(
-    heads: Annotated[list[Path], typer.Argument(help="Folders of heads and tables, of any kinds.")],
-    as_json: o.Json = False,
-    output: o.Output = None,
-) -> None:
-    """Trained heads side by side: size, text, acceptance by depth, and whether it still rises.
-
-    foredraft train compare heads/*
-    """
-    from foredraft.bench.report import Report, Table, check_outputs
-    from foredraft.train.curves import read_compared
-
-    check_outputs(output)
-    compared = [head for folder in heads for head in read_compared(folder)]
-    compared.sort(key=lambda head: -head.measured.get("committed_greedy", 0.0))
-    rows = [_row(head) for head in compared]
-    explained = (
-        "tokens/step: tokens that a chain of drafts would commit.",
-        "by depth: right where all before it were, on replies that no training has seen.",
-    )
-    facts = {"heads": [head.as_dict() for head in compared]}
-    tables = [Table("", rows, columns) for columns in (_MADE, _REACHED)]
-    Report(tables, facts, explained).give(output, as_json=as_json)
-
-
-_MADE = {
-    "head": "{name}",
-    "kind": "{kind}",
-    "params": "{parameters:.1f}M",
-    "tokens": "{tokens:.0f}k",
-    "min": "{minutes:.1f}",
-    "tokens/step": "{greedy_step:.2f}",
-    "at T=1": "{sampled_step:.2f}",
-    "rises": "{rises}",
-}
-_REACHED = {"head": "{name}", "greedy by depth": "{greedy}", "at T=1 by depth": "{sampled}"}
-"""Each table fits 80 columns."""
-
-
-def _row(head: ComparedHead) -> dict[str, Any]:
-    from foredraft.train.folder import shares
-
-    measured = head.measured
-    return {
-        "name": head.name,
-        "kind": head.kind,
-        "parameters": head.parameters / 1e6,
-        "tokens": head.made.get("tokens learnt from", 0) / 1e3,
-        "minutes": head.made.get("minutes", 0.0),
-        "greedy_step": measured.get("committed_greedy"),
-        "sampled_step": measured.get("committed_sampled"),
-        "rises": "yes" if head.still_rises else "",
-        "greedy": shares(measured.get("greedy", ()), 2),
-        "sampled": shares(measured.get("sampled", ()), 2),
-    }
 
 
 @app.command("kinds")

@@ -38,13 +38,15 @@ from foredraft.drafters.text.table import (
 from foredraft.drafters.trained import META, HeadInfo, TargetIdentity, read_info, write_folder
 from foredraft.models.files.progress import Progress
 from foredraft.train.acceptance import shares_by_depth
-from foredraft.train.curves import BY_DEPTH, COPIES, TABLE
 from foredraft.train.folder import check_out, how_it_was_made
 from foredraft.train.options import TableOptions
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text, split_texts, usable
 from foredraft.version import __version__
 
+TABLE, COPIES = "table", "earlier matches"
+"""Sources of guesses, beside `BOTH`."""
+BY_DEPTH = "by depth"
 _DEPTH = 3
 _PRIOR_TRIALS = 20.0
 _HELD_OUT_TEXTS = 200

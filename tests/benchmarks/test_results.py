@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.clients import Task, compare, serving_report
 from benchmarks.intervals import with_intervals
 from benchmarks.results import render
 from foredraft.bench.report import write_json
 from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.drafters.trained import SHIPPED
 from tests.docs.pages import REPO
 
 
@@ -137,6 +141,21 @@ def server() -> Iterator[ThreadingHTTPServer]:
     yield server
     server.shutdown()
     server.server_close()
+
+
+def test_trained_heads_stand_side_by_side(tmp_path: Path) -> None:
+    shipped = [path.parent for path in SHIPPED.glob("*/*/head.json")]
+    bare = tmp_path / "a-head-without-measured-figures"
+    shutil.copytree(next(path for path in shipped if path.name != "table"), bare)
+    meta = json.loads((bare / "head.json").read_text())
+    (bare / "head.json").write_text(json.dumps(meta | {"measured": {}}))
+    out = tmp_path / "heads.json"
+    result = CliRunner().invoke(app, ["curves", *map(str, [bare, *shipped]), "--output", str(out)])
+    assert result.exit_code == 0, result.exception
+    assert max(map(len, result.output.splitlines())) <= 80
+    heads = json.loads(out.read_text())["heads"]
+    assert {"table", "copies", "table + copies", bare.name} <= {head["name"] for head in heads}
+    assert heads[-1]["name"] == bare.name
 
 
 def test_any_server_is_loaded(server: ThreadingHTTPServer) -> None:

@@ -14,7 +14,6 @@ from foredraft.cli.options import parse_count
 from foredraft.cli.train import EngineWriter
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.registry import head_kinds
-from foredraft.drafters.trained import SHIPPED
 from foredraft.llm import LLM
 from foredraft.train.folder import alone_in, read_counters
 from foredraft.train.texts import read_texts, write_shard
@@ -66,19 +65,12 @@ def test_a_head_is_trained_and_gone_on_with(checkpoint: Path, tmp_path: Path) ->
     assert "tokens a step" in result.output
     before = (tmp_path / "head" / "head.json").read_text()
     done(*common, "--tokens", "3k")
-    side_by_side = tmp_path / "heads.json"
-    done("compare", str(tmp_path / "head"), "--output", str(side_by_side))
-    (head,) = json.loads(side_by_side.read_text())["heads"]
+    head = json.loads((tmp_path / "head" / "head.json").read_text())
     assert head["kind"] == "hidden_head"
-    assert len(head["greedy"]) == 2
+    assert len(head["measured"]["greedy"]) == 2
     # A head that has learnt more and is no better does not take the place of the one that is there.
-    assert head["tokens"] >= 3000 or (tmp_path / "head" / "head.json").read_text() == before
-
-
-def test_only_heads_are_compared(tmp_path: Path) -> None:
-    result = run("compare", str(tmp_path))
-    assert result.exit_code != 0
-    assert "head.json" in str(result.exception or result.output)
+    learnt = head["provenance"]["tokens learnt from"]
+    assert learnt >= 3000 or (tmp_path / "head" / "head.json").read_text() == before
 
 
 def test_a_table_is_learnt_and_drafted_from(checkpoint: Path, tmp_path: Path) -> None:
@@ -87,11 +79,6 @@ def test_a_table_is_learnt_and_drafted_from(checkpoint: Path, tmp_path: Path) ->
     out = str(tmp_path / "table")
     result = done("table", *common, "--out", out, "--megabytes", "1")
     assert "named right" in result.output
-    side_by_side = tmp_path / "heads.json"
-    done("compare", out, "--output", str(side_by_side))
-    found = {head["name"]: head for head in json.loads(side_by_side.read_text())["heads"]}
-    assert found.keys() == {"table", "copies", "table + copies"}
-    assert all(len(head["greedy"]) == 3 for head in found.values())
     drafting = ("--drafter", "table", "--drafter-option", f"head={out}", "--max-tokens", "4")
     words = ["generate", "a b", "--model", str(checkpoint), "--dtype", "float32", *drafting]
     result = CliRunner().invoke(app, words)
@@ -193,26 +180,6 @@ def test_a_stop_is_heeded_while_replies_are_written(checkpoint: Path) -> None:
     assert len(list(write(requests))) < 3
     assert len(steps) == 5
     assert not llm.engine.has_work
-
-
-def test_heads_are_compared_within_80_columns(tmp_path: Path) -> None:
-    for name in ("a-head", "a-head-with-a-name-of-thirty-chars"):
-        copy = tmp_path / name
-        shutil.copytree(next(SHIPPED.glob("*/*/head.json")).parent, copy)
-    result = done("compare", *map(str, tmp_path.iterdir()))
-    lines = result.output.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "…" not in result.output
-    assert "greedy by depth" in result.output
-
-
-def test_a_head_that_was_not_measured_is_compared_last(tmp_path: Path) -> None:
-    for name in ("measured", "not-measured"):
-        shutil.copytree(next(SHIPPED.glob("*/*/head.json")).parent, tmp_path / name)
-    meta = tmp_path / "not-measured" / "head.json"
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"measured": {}}))
-    result = done("compare", *(str(tmp_path / name) for name in ("not-measured", "measured")))
-    assert result.output.index("not-measured") > result.output.index("measured")
 
 
 def test_kinds_are_listed() -> None:
