@@ -30,7 +30,6 @@ LAYERS = {
     "models": 3,
     "drafters": 4,
     "control": 4,
-    "train": 5,
     "engine": 5,
     "options": 6,
     "mini": 4,
@@ -41,6 +40,7 @@ LAYERS = {
     "async_llm": 9,
     "hf_generate": 9,
     "trace": 9,
+    "train": 9,
     "server": 10,
     "bench": 10,
     "audit": 11,
@@ -49,10 +49,7 @@ LAYERS = {
     "__main__": 13,
 }
 """A module imports from its own layer and the ones below."""
-APART = [
-    *(("drafters", "control"), ("control", "drafters")),
-    *(("train", "engine"), ("engine", "train")),
-]
+APART = [("drafters", "control"), ("control", "drafters")]
 """Neighbours that know nothing of each other."""
 
 

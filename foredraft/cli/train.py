@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
     from foredraft.train.target import TrainingTarget
     from foredraft.train.texts import Text
-    from foredraft.train.writing import ReplyRequest, Writer, WrittenReply
+    from foredraft.train.writing import Writer
 
 _KIND = "KIND"
 _WRITTEN_AT_ONCE = 16
@@ -444,7 +445,7 @@ def _write_into(
 ) -> Writer:
     """Let a model write text into a folder, from where it was left."""
     from foredraft.bench.prompts import load_prompts
-    from foredraft.train.writing import PromptEncoder, SourcePrompt, Writer
+    from foredraft.train.writing import PromptEncoder, SourcePrompt, Writer, engine_replies
 
     def should_end() -> bool:
         is_late = ends_at is not None and time.monotonic() > ends_at
@@ -452,48 +453,8 @@ def _write_into(
 
     assert llm.tokenizer is not None
     prompts = [SourcePrompt(p.id, p.text) for file in files for p in load_prompts(file)]
-    write = EngineWriter(llm, display.pause, should_end)
+    write = partial(engine_replies, llm, display.pause, should_end)
     encoder, context = PromptEncoder(llm.tokenizer), target.max_context
     writer = Writer(directory, write, encoder, target.identity, context, prompts, options)
     writer.run(display, should_end)
     return writer
-
-
-class EngineWriter:
-    """Replies of an LLM, each as it is over; a `foredraft.train.writing.WriteReplies`.
-
-    Args:
-        llm: the model that replies; it serves no other requests.
-        pause: called before each step.
-        should_end: asked before each step; unfinished replies are then dropped.
-    """
-
-    def __init__(
-        self, llm: LLM, pause: Callable[[], object], should_end: Callable[[], bool]
-    ) -> None:
-        self._engine, self._pause, self._should_end = llm.engine, pause, should_end
-
-    def __call__(self, requests: Sequence[ReplyRequest]) -> Generator[WrittenReply, None, None]:
-        from foredraft.core.params import SamplingParams
-        from foredraft.train.writing import WrittenReply
-
-        engine, numbers = self._engine, {}
-        try:
-            for request in requests:
-                params = SamplingParams(
-                    temperature=request.temperature,
-                    seed=request.seed,
-                    max_tokens=request.max_tokens,
-                )
-                numbers[engine.submit(request.prompt_ids, params)] = request.number
-            while engine.has_work and not self._should_end():
-                self._pause()
-                for event in engine.step():
-                    if (result := event.result) is None:
-                        continue
-                    number = numbers.pop(event.request_id)
-                    if result.error is None:
-                        yield WrittenReply(number, result.token_ids, result.finish_reason == "stop")
-        finally:
-            for request_id in numbers:
-                engine.cancel(request_id)

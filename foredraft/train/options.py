@@ -164,8 +164,6 @@ class WriteOptions:
         max_tokens: of a reply.
         max_prompt_tokens: longer prompts are passed over; less where the target's context is short.
         seed: of all draws.
-        made_up: make prompts up also where some are given; where none are, they always are: by the
-            target itself, and from parts (`foredraft.train.tasks`).
         passes: how often each prompt is answered, at most; None: until there are enough tokens.
         shard: texts of a shard: what a kill costs at most. They are written at the same time, as
             far as the target takes them.
@@ -176,7 +174,6 @@ class WriteOptions:
     max_tokens: int = 256
     max_prompt_tokens: int = 1000
     seed: int = 0
-    made_up: bool = False
     passes: int | None = None
     shard: int = 64
 

@@ -1,7 +1,6 @@
 """Text of a target's own: its replies to prompts, and prompts that it makes up.
 
-The caller runs the target and hands in a function that writes replies. This module decides which
-replies are written, and keeps them.
+A `Writer` decides which replies are written, and keeps them; `engine_replies` has an engine write.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from foredraft.core.errors import ConfigError, TrainingError
+from foredraft.core.params import SamplingParams
 from foredraft.drafters.trained import TargetIdentity
+from foredraft.engine.request import GenerationResult
+from foredraft.llm import LLM
 from foredraft.models.files.json_files import read_json
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.tokenizer import Tokenizer
@@ -50,42 +52,35 @@ _WORDS_PER_TOKEN = 0.2
 _ANY_WORDS = ("A", "7", "Why", "é", "(")
 
 
-@dataclass(frozen=True)
-class ReplyRequest:
-    """A reply to generate.
-
-    Attributes:
-        number: of the text.
-        prompt_ids: the prompt.
-        temperature: to draw at.
-        seed: of the draws.
-        max_tokens: of the reply.
-    """
-
-    number: int
-    prompt_ids: tuple[int, ...]
-    temperature: float
-    seed: int
-    max_tokens: int
-
-
-@dataclass(frozen=True)
-class WrittenReply:
-    """A reply of the target.
-
-    Attributes:
-        number: of the request.
-        token_ids: the reply, its end token included.
-        finished: it ended by itself.
-    """
-
-    number: int
-    token_ids: tuple[int, ...]
-    finished: bool
-
-
-WriteReplies = Callable[[Sequence[ReplyRequest]], Generator[WrittenReply, None, None]]
+Requests = Mapping[int, tuple[tuple[int, ...], SamplingParams]]
+"""Prompts, and how to draw the reply to each, by the number of the text."""
+WriteReplies = Callable[[Requests], Generator[tuple[int, GenerationResult], None, None]]
 """Yields each reply as it is over; closing it early gives the others up."""
+
+
+def engine_replies(
+    llm: LLM, pause: Callable[[], object], should_end: Callable[[], bool], requests: Requests
+) -> Generator[tuple[int, GenerationResult], None, None]:
+    """Replies of an LLM that serves no other requests; a `WriteReplies` when the rest is bound.
+
+    Args:
+        pause: called before each step.
+        should_end: asked before each step; unfinished replies are then dropped.
+    """
+    engine, numbers = llm.engine, dict[int, int]()
+    try:
+        for number, (prompt_ids, params) in requests.items():
+            numbers[engine.submit(prompt_ids, params)] = number
+        while engine.has_work and not should_end():
+            pause()
+            for event in engine.step():
+                if (result := event.result) is not None:
+                    number = numbers.pop(event.request_id)
+                    if result.error is None:
+                        yield number, result
+    finally:
+        for request_id in numbers:
+            engine.cancel(request_id)
 
 
 @dataclass(frozen=True)
@@ -185,7 +180,6 @@ class Writer:
         self.prompt_limit, self.num_skipped = options.prompt_limit(max_context), 0
         texts = read_texts(directory) if is_shard_folder(directory) else []
         self.tokens = sum(len(text.reply_ids) for text in texts)
-        self._makes_up = options.made_up or not prompts
         self._next_number = next_number(directory)
         self._articles: list[_Article] = []
         self._keep_articles(texts)
@@ -220,11 +214,12 @@ class Writer:
         numbers = [n for n in range(first, self._next_number) if self._is_wanted(n)]
         if not numbers:
             return False
-        requests, prompts = self._requests(numbers, should_end)
+        prompts = self._prompts_of(numbers, should_end)
+        requests = self._requests(prompts)
         texts: list[Text] = []
-        with closing(self._write(list(requests.values()))) as replies:
-            for reply in replies:
-                texts.append(_text(requests[reply.number], reply, prompts[reply.number]))
+        with closing(self._write(requests)) as replies:
+            for number, reply in replies:
+                texts.append(_text(number, *requests[number], reply, prompts[number]))
                 self.tokens += len(reply.token_ids)
                 progress.advance(self.tokens / self._options.tokens)
                 if should_end():
@@ -250,51 +245,46 @@ class Writer:
                 self._articles.append(_Article(text.number, words.strip(), text.is_held_out))
 
     def _is_wanted(self, number: int) -> bool:
-        options = self._options
-        if options.passes is None or self._makes_up:
-            return True
-        return number < options.passes * len(self._prompts)
+        passes = self._options.passes
+        return passes is None or not self._prompts or number < passes * len(self._prompts)
 
-    def _requests(
-        self, numbers: Sequence[int], should_end: Callable[[], bool]
-    ) -> tuple[dict[int, ReplyRequest], dict[int, SourcePrompt]]:
-        """The prompts still to answer, by number, and all prompts."""
-        options = self._options
-        prompts = {n: self._given(n) for n in numbers if not self._is_made_up(n)}
-        prompts |= self._made_up([n for n in numbers if self._is_made_up(n)], should_end)
-        requests: dict[int, ReplyRequest] = {}
+    def _requests(self, prompts: Mapping[int, SourcePrompt]) -> Requests:
+        """How to answer prompts; those that are too long are counted."""
+        options, requests = self._options, {}
         for number, prompt in sorted(prompts.items()):
             ids = tuple(self._encoder.encode(prompt.text))
             if not 0 < len(ids) <= self.prompt_limit:
                 self.num_skipped += 1
                 continue
             temperature = options.temperatures[number % len(options.temperatures)]
-            seed = seed_of(options.seed, number, "reply")
-            requests[number] = ReplyRequest(number, ids, temperature, seed, options.max_tokens)
-        return requests, prompts
+            requests[number] = ids, self._params("reply", number, temperature, options.max_tokens)
+        return requests
 
-    def _is_made_up(self, number: int) -> bool:
-        """Every other one, where there are both kinds."""
-        return self._makes_up and (not self._prompts or number % 2 == 1)
+    def _params(
+        self, purpose: str, number: int, temperature: float, max_tokens: int
+    ) -> SamplingParams:
+        seed = seed_of(self._options.seed, number, purpose)
+        return SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
 
-    def _given(self, number: int) -> SourcePrompt:
-        """Each pass takes all prompts in an order of its own, and other temperatures."""
-        count = number // 2 if self._makes_up else number
-        which, place = divmod(count, len(self._prompts))
-        order = list(range(len(self._prompts)))
-        random.Random(f"{self._options.seed} {which}").shuffle(order)
-        return self._prompts[order[place]]
-
-    def _made_up(
+    def _prompts_of(
         self, numbers: Sequence[int], should_end: Callable[[], bool]
     ) -> dict[int, SourcePrompt]:
-        """Prompts from parts, or of the target's own."""
+        """Prompts by number: the given ones, or else from parts and of the target's own."""
+        if self._prompts:
+            return {number: self._given(number) for number in numbers}
         prompts: dict[int, SourcePrompt] = {}
         for number in numbers:
             random_ = random.Random(f"{self._options.seed} {number} task")
             if random_.random() < _TASKS or not self._encoder.user_prefix:
                 prompts[number] = self._task(number, random_)
         return prompts | self._own([n for n in numbers if n not in prompts], should_end)
+
+    def _given(self, number: int) -> SourcePrompt:
+        """Each pass takes all prompts in an order of its own, and other temperatures."""
+        which, place = divmod(number, len(self._prompts))
+        order = list(range(len(self._prompts)))
+        random.Random(f"{self._options.seed} {which}").shuffle(order)
+        return self._prompts[order[place]]
 
     def _task(self, number: int, random_: random.Random) -> SourcePrompt:
         """A prompt from parts.
@@ -320,35 +310,40 @@ class Writer:
         """Prompts of the target's own: it continues where a user, or a text, would begin."""
         if not numbers:
             return {}
-        requests = [self._request_of_own(number) for number in numbers]
+        requests = {number: self._request_of_own(number) for number in numbers}
         prompts: dict[int, SourcePrompt] = {}
         with closing(self._write(requests)) as replies:
-            for reply in replies:
+            for number, reply in replies:
                 text = self._encoder.decode(reply.token_ids).strip()
-                is_whole = reply.finished or self._encoder.plain
+                is_whole = reply.finish_reason == "stop" or self._encoder.plain
                 if is_whole and len(text) >= _SHORTEST_PROMPT:
-                    prompts[reply.number] = SourcePrompt(f"self-{reply.number}", text)
+                    prompts[number] = SourcePrompt(f"self-{number}", text)
                 if should_end():
                     return {}
         return prompts
 
-    def _request_of_own(self, number: int) -> ReplyRequest:
-        seed = seed_of(self._options.seed, number, "prompt")
+    def _request_of_own(self, number: int) -> tuple[tuple[int, ...], SamplingParams]:
         longest = _LONGEST_OWN_PROMPT
         if self._encoder.plain:
-            longest = random.Random(seed).randint(*_OWN_BEGINNING)
+            longest = random.Random(f"{self._options.seed} {number}").randint(*_OWN_BEGINNING)
         most = min(longest, self.prompt_limit)
-        return ReplyRequest(number, self._encoder.user_prefix, 1.0, seed, most)
+        return self._encoder.user_prefix, self._params("prompt", number, 1.0, most)
 
 
-def _text(request: ReplyRequest, reply: WrittenReply, prompt: SourcePrompt) -> Text:
+def _text(
+    number: int,
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    reply: GenerationResult,
+    prompt: SourcePrompt,
+) -> Text:
     return Text(
-        np.array([*request.prompt_ids, *reply.token_ids], np.int64),
-        len(request.prompt_ids),
-        request.temperature,
-        reply.finished,
+        np.array([*prompt_ids, *reply.token_ids], np.int64),
+        len(prompt_ids),
+        params.temperature,
+        reply.finish_reason == "stop",
         prompt.source,
-        request.number,
+        number,
         prompt.split,
     )
 

@@ -11,13 +11,13 @@ from typer.testing import CliRunner, Result
 
 from foredraft.cli.main import app
 from foredraft.cli.options import parse_count
-from foredraft.cli.train import EngineWriter
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
 from foredraft.drafters.registry import head_kinds
 from foredraft.llm import LLM
 from foredraft.train.folder import alone_in, read_counters
 from foredraft.train.texts import read_texts, write_shard
-from foredraft.train.writing import ReplyRequest
+from foredraft.train.writing import engine_replies
 from tests.train.helpers import some_texts
 
 SMALL = (
@@ -175,9 +175,9 @@ def test_training_keeps_to_its_minutes(checkpoint: Path, tmp_path: Path) -> None
 def test_a_stop_is_heeded_while_replies_are_written(checkpoint: Path) -> None:
     llm = LLM.load(str(checkpoint), drafter="none", dtype="float32")
     steps: list[int] = []
-    write = EngineWriter(llm, lambda: steps.append(0), lambda: len(steps) >= 5)
-    requests = [ReplyRequest(n, (5, 6), 0.0, n, 200) for n in range(3)]
-    assert len(list(write(requests))) < 3
+    requests = {n: ((5, 6), SamplingParams(max_tokens=200)) for n in range(3)}
+    replies = engine_replies(llm, lambda: steps.append(0), lambda: len(steps) >= 5, requests)
+    assert len(list(replies)) < 3
     assert len(steps) == 5
     assert not llm.engine.has_work
 

@@ -15,22 +15,30 @@ import numpy as np
 import pytest
 
 from foredraft.core.errors import ConfigError
+from foredraft.core.record import SpeculationStats
 from foredraft.drafters.trained import TargetIdentity
+from foredraft.engine.request import GenerationResult
 from foredraft.train.options import WriteOptions
 from foredraft.train.tasks import made_up_task, task_data
 from foredraft.train.texts import read_texts, shard_paths, write_shard
 from foredraft.train.writing import (
     PromptEncoder,
-    ReplyRequest,
+    Requests,
     SourcePrompt,
     Writer,
-    WrittenReply,
     check_origin,
     common_prefix,
 )
 from tests.train.helpers import Watch, some_texts
 
 WHO = TargetIdentity("tiny", "abc", "words")
+
+
+Replies = Generator[tuple[int, GenerationResult], None, None]
+
+
+def result_of(ids: tuple[int, ...]) -> GenerationResult:
+    return GenerationResult(0, "", ids, "stop", SpeculationStats(), 0, 0)
 
 
 class Echo(PromptEncoder):
@@ -40,18 +48,19 @@ class Echo(PromptEncoder):
     user_prefix: tuple[int, ...] = (1, 2)
 
     def __init__(self, die_after: int | None = None) -> None:
-        self.asked: list[ReplyRequest] = []
+        self.asked: list[tuple[int, ...]] = []
         self._die_after = die_after
 
-    def __call__(self, requests: Sequence[ReplyRequest]) -> Generator[WrittenReply, None, None]:
-        for request in reversed(requests):
-            self.asked.append(request)
+    def __call__(self, requests: Requests) -> Replies:
+        for number, (prompt_ids, params) in reversed(requests.items()):
+            self.asked.append(prompt_ids)
             if self._die_after is not None and len(self.asked) > self._die_after:
                 raise KeyboardInterrupt
-            ids = request.prompt_ids
+            ids = prompt_ids
             if ids == self.user_prefix:
-                ids = tuple(65 + int(digit) for digit in f"{request.seed % 10**9:09d}")
-            yield WrittenReply(request.number, tuple(reversed(ids)), True)
+                assert params.seed is not None
+                ids = tuple(65 + int(digit) for digit in f"{params.seed % 10**9:09d}")
+            yield number, result_of(tuple(reversed(ids)))
 
     def encode(self, text: str) -> list[int]:
         return [*self.user_prefix, *map(ord, text), 3]
@@ -106,17 +115,11 @@ def test_prompts_of_its_own_are_unlike_each_other(tmp_path: Path) -> None:
 
 
 def test_given_prompts_are_answered_once_a_pass(tmp_path: Path) -> None:
-    plan = {"made_up": False, "passes": 2, "tokens": 10**6}
+    plan = {"passes": 2, "tokens": 10**6}
     writer(tmp_path / "texts", Echo(), prompts=30, **plan).run(Watch(), lambda: False)
     sources = [text.source for text in read_texts(tmp_path / "texts")]
     assert len(sources) == 60
     assert len(set(sources[:30])) == 30
-
-
-def test_both_take_turns(tmp_path: Path) -> None:
-    writer(tmp_path / "texts", Echo(), prompts=9, made_up=True).run(Watch(), lambda: False)
-    sources = [text.source[:4] == "file" for text in read_texts(tmp_path / "texts")]
-    assert sources[:4] == [True, False, True, False]
 
 
 def test_a_kill_repeats_nothing_that_was_kept(tmp_path: Path) -> None:
@@ -160,7 +163,7 @@ def test_prompts_fit_a_short_context(tmp_path: Path) -> None:
     made.run(Watch(), lambda: False)
     assert made.prompt_limit == 256
     assert made.tokens >= 20_000
-    assert max(len(request.prompt_ids) for request in echo.asked) <= 256
+    assert max(map(len, echo.asked)) <= 256
 
 
 def test_prompts_that_are_too_long_are_counted_and_said(tmp_path: Path) -> None:
@@ -180,9 +183,9 @@ class PlainEcho(Echo):
 
     plain = True
 
-    def __call__(self, requests: Sequence[ReplyRequest]) -> Generator[WrittenReply, None, None]:
-        for reply in super().__call__(requests):
-            yield replace(reply, finished=False)
+    def __call__(self, requests: Requests) -> Replies:
+        for number, reply in super().__call__(requests):
+            yield number, replace(reply, finish_reason="length")
 
     def encode(self, text: str) -> list[int]:
         return [*self.user_prefix, *map(ord, text)]
@@ -202,10 +205,10 @@ def test_base_models_continue_texts(tmp_path: Path, prefix: tuple[int, ...]) -> 
 class Journalist(Echo):
     """Writes an article of its own under every headline."""
 
-    def __call__(self, requests: Sequence[ReplyRequest]) -> Generator[WrittenReply, None, None]:
-        for reply in super().__call__(requests):
-            words = f"Report{reply.number} " * 12
-            yield replace(reply, token_ids=tuple(map(ord, words)))
+    def __call__(self, requests: Requests) -> Replies:
+        for number, reply in super().__call__(requests):
+            words = f"Report{number} " * 12
+            yield number, replace(reply, token_ids=tuple(map(ord, words)))
 
 
 def test_held_out_articles_are_in_no_prompt_that_is_trained_on(tmp_path: Path) -> None:
