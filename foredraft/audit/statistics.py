@@ -168,11 +168,9 @@ class LawTests:
     drafted: Sum = field(default_factory=lambda: Sum("drafted token"))
     surprisal: Sum = field(default_factory=lambda: Sum("surprisal"))
     behind: Sum = field(default_factory=lambda: Sum("surprisal behind a guess that held"))
-    neighbours: Sum = field(default_factory=lambda: Sum("neighbours"))
     repeats: Sum = field(default_factory=lambda: Sum("repeats"))
     bins: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
     impossible: int = 0
-    _last: float | None = None
     _last_prob: float | None = None
     _held: bool = False
 
@@ -180,8 +178,8 @@ class LawTests:
         self._random = random.Random(self.seed)
 
     def begin(self) -> None:
-        """A new text: its first token has no neighbour."""
-        self._last, self._last_prob, self._held = None, None, False
+        """A new text: no token is before its first one."""
+        self._last_prob, self._held = None, False
 
     def add(
         self, probs_V: Array, token: int, drafted: Drafted | None = None, last: int | None = None
@@ -217,8 +215,7 @@ class LawTests:
 
     def p_values(self) -> dict[str, float]:
         """The p-value of each test, corrected for their number (Holm)."""
-        sums = self.drafted, self.surprisal, self.behind, self.neighbours
-        raw = {each.name: each.p_value for each in sums}
+        raw = {each.name: each.p_value for each in (self.drafted, self.surprisal, self.behind)}
         raw[self.repeats.name] = self.repeats.largest_p_value
         raw["place in the law"] = self._p_of_bins()
         raw = {name: 0.0 if self.impossible else p for name, p in raw.items()}
@@ -230,7 +227,7 @@ class LawTests:
 
     def detectable(self, alpha: float, power: float) -> float:
         """The smallest shift towards drafted tokens that would be found."""
-        return self.drafted.detectable(alpha / 6, power)
+        return self.drafted.detectable(alpha / 5, power)
 
     def _add_drafted(self, probs_V: Array, token: int, drafted: Drafted) -> None:
         if drafted.likely is None:
@@ -266,11 +263,6 @@ class LawTests:
         before = float(ordered_C[:rank].sum())
         place = min(before + self._random.random() * float(ordered_C[rank]), 1.0 - 1e-12)
         self.bins[int(place * _NUM_BINS)] += 1
-        if self._last is not None:
-            self.neighbours.total += 12.0 * (place - 0.5) * (self._last - 0.5)
-            self.neighbours.variance += 1.0
-            self.neighbours.largest, self.neighbours.count = 1.0, self.neighbours.count + 1
-        self._last = place
 
     def _p_of_bins(self) -> float:
         due = sum(self.bins) / _NUM_BINS
