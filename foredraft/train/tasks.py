@@ -1,8 +1,8 @@
 """Requests of many kinds, put together from parts: what people ask a chat model for.
 
 A model that makes up its own prompts asks for few kinds of things. The words and templates are in
-``tasks.toml``, which explains how they are written; passages to work on are articles that the
-target wrote before. For base models there are beginnings of texts instead of requests.
+``tasks.toml``, which explains how they are written. For base models there are beginnings of texts
+instead of requests.
 """
 
 from __future__ import annotations
@@ -13,31 +13,12 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ARTICLES = frozenset({"article", "article_begun"})
-"""The kinds whose replies are passages for others."""
 _PLACEHOLDER = re.compile(r"\{(?:([A-Za-z][A-Za-z_]*)(\d*)|(\d+)-(\d+)[a-z]?)\}")
-_OF_PASSAGES = ("{passage}", "{passages}", "{phrase}")
 _MOST_TRIES = 50
-_STRETCHES = 0.3
-"""Share of passages that begin in the middle of an article."""
 Words = Mapping[str, Sequence[str]]
 Given = Mapping[str, Callable[[], str]]
-
-
-class MadeUpTask(NamedTuple):
-    """A request.
-
-    Attributes:
-        kind: one of ``[chat]`` or ``[plain]`` in ``tasks.toml``.
-        text: of the request.
-        on_passages: whether it holds passages.
-    """
-
-    kind: str
-    text: str
-    on_passages: bool
 
 
 @cache
@@ -48,40 +29,22 @@ def task_data() -> Mapping[str, Any]:
     return data | {"templates": data["templates"] | lists}
 
 
-def made_up_task(
-    random_: random.Random, passages: Sequence[str], plain: bool = False
-) -> MadeUpTask:
-    """A request of any kind.
+def made_up_task(random_: random.Random, plain: bool = False) -> tuple[str, str]:
+    """A request of any kind: one of ``[chat]`` or ``[plain]`` in ``tasks.toml``, and its text.
 
     Args:
         random_: decides about everything.
-        passages: articles to work on; without any, only kinds that need none are chosen.
         plain: the beginning of a text for a base model, instead of a request to a chat model.
     """
     data = task_data()
     weights: Mapping[str, int] = data["plain" if plain else "chat"]
     templates: Words = data["templates"]
-    kinds = [kind for kind in weights if passages or not _needs_passages(templates[kind])]
-    kind = random_.choices(kinds, [weights[kind] for kind in kinds])[0]
-    shown: list[str] = []
-
-    def passage(num_articles: int) -> str:
-        shown.append(_passage(random_, passages, num_articles))
-        return shown[-1]
-
+    (kind,) = random_.choices([*weights], [*weights.values()])
     given = {
-        "passage": lambda: passage(1),
-        "passages": lambda: passage(random_.randint(1, 3)),
-        "phrase": lambda: _phrase(random_, shown or passages),
         "function": lambda: _function(random_, with_body=True),
         "stub": lambda: _function(random_, with_body=False),
     }
-    text = _filled(random_.choice(templates[kind]), random_, templates, given)
-    return MadeUpTask(kind, text, bool(shown))
-
-
-def _needs_passages(templates: Sequence[str]) -> bool:
-    return any(name in template for template in templates for name in _OF_PASSAGES)
+    return kind, _filled(random_.choice(templates[kind]), random_, templates, given)
 
 
 def _filled(template: str, random_: random.Random, templates: Words, given: Given) -> str:
@@ -109,21 +72,6 @@ def _filled(template: str, random_: random.Random, templates: Words, given: Give
         return text[:1].upper() + text[1:] if name is not None and name[0].isupper() else text
 
     return _PLACEHOLDER.sub(replace, template)
-
-
-def _passage(random_: random.Random, passages: Sequence[str], num_articles: int) -> str:
-    """Articles, or stretches of some, as one paragraph."""
-    articles = [random_.choice(passages).split() for _ in range(num_articles)]
-    if random_.random() < _STRETCHES:
-        articles = [words[random_.randrange(1 + len(words) // 2) :] for words in articles]
-    return " ".join(word for words in articles for word in words)
-
-
-def _phrase(random_: random.Random, passages: Sequence[str]) -> str:
-    """A few words of an article."""
-    words = random_.choice(passages).split()
-    start = random_.randrange(max(1, len(words) - 6))
-    return " ".join(words[start : start + random_.randint(2, 5)]).strip(".,:;\"'*()")
 
 
 def _function(random_: random.Random, with_body: bool) -> str:

@@ -2,12 +2,10 @@
 
 A shard is a ``.npz`` file without pickles: ``prompt_ids`` and ``reply_ids`` one after another,
 ``prompt_lengths``, ``reply_lengths``, ``temperature``, ``finished`` (the reply ended by itself),
-``prompt`` (where the prompt came from), ``number`` (of the text in its folder), and ``split`` (0:
-trained on, 1: held out, -1: the prompt's content decides).
+``prompt`` (where the prompt came from), and ``number`` (of the text in its folder).
 
 Held-out texts are never trained on: acceptance is measured on them. A prompt in 40 is held out with
-all its replies, by its content, so the split is the same in every run. A prompt that is composed of
-earlier replies is held out exactly when those are: see `foredraft.train.writing`.
+all its replies, by its content, so the split is the same in every run.
 
 Shape legend: T tokens of all texts of a shard, N texts.
 """
@@ -31,7 +29,7 @@ from foredraft.system.files import write_atomically
 
 _SHARD = re.compile(r"part-(\d+)\.npz")
 _LARGEST_SHORT = 1 << 16
-HELD_OUT_ONE_IN = 40
+_HELD_OUT_ONE_IN = 40
 Ids = NDArray[np.int64]
 
 
@@ -46,7 +44,6 @@ class Text:
         finished: the reply ended by itself.
         source: where the prompt came from, in a word.
         number: of the text in its folder.
-        split: whether the text is held out; None: the prompt's content decides.
     """
 
     tokens: Ids
@@ -55,7 +52,6 @@ class Text:
     finished: bool = True
     source: str = ""
     number: int = 0
-    split: bool | None = None
 
     @property
     def prompt_ids(self) -> Ids:
@@ -79,7 +75,7 @@ class Text:
     @property
     def is_held_out(self) -> bool:
         """Whether it is never trained on."""
-        return self.prompt_number % HELD_OUT_ONE_IN == 0 if self.split is None else self.split
+        return self.prompt_number % _HELD_OUT_ONE_IN == 0
 
 
 def shard_paths(directory: Path) -> list[Path]:
@@ -129,7 +125,6 @@ def _texts_of(arrays: dict[str, NDArray[np.generic]]) -> list[Text]:
     replies = _pieces(arrays["reply_ids"], arrays["reply_lengths"])
     num = len(prompts)
     numbers = arrays.get("number", np.arange(num))
-    splits = arrays.get("split", np.full(num, -1)).astype(np.int8)
     sources, finished = arrays["prompt"], arrays["finished"]
     temperatures = arrays["temperature"]
     if not num == len(replies) == len(sources) == len(finished) == len(temperatures):
@@ -142,7 +137,6 @@ def _texts_of(arrays: dict[str, NDArray[np.generic]]) -> list[Text]:
             bool(finished[i]),
             str(sources[i]),
             int(numbers[i].item()),
-            None if splits[i] < 0 else bool(splits[i]),
         )
         for i in range(num)
     ]
@@ -178,7 +172,6 @@ def write_shard(directory: Path, texts: Sequence[Text]) -> Path:
         "finished": np.array([t.finished for t in texts]),
         "prompt": np.array([t.source for t in texts]),
         "number": np.array([t.number for t in texts], np.int64),
-        "split": np.array([-1 if t.split is None else t.split for t in texts], np.int8),
     }
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **arrays)

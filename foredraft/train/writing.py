@@ -11,8 +11,9 @@ import math
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,9 +27,8 @@ from foredraft.models.files.progress import Progress
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.system.files import write_text
 from foredraft.train.options import WriteOptions
-from foredraft.train.tasks import ARTICLES, made_up_task
+from foredraft.train.tasks import made_up_task
 from foredraft.train.texts import (
-    HELD_OUT_ONE_IN,
     Text,
     is_shard_folder,
     next_number,
@@ -47,8 +47,6 @@ _SHORTEST_PROMPT = 8
 """Characters of one."""
 _TASKS = 0.75
 """Share of made-up prompts that are put together from parts."""
-_WORDS_PER_TOKEN = 0.2
-"""Words of each passage in a prompt, by the tokens that a prompt may have: three passages fit."""
 _ANY_WORDS = ("A", "7", "Why", "é", "(")
 
 
@@ -83,19 +81,11 @@ def engine_replies(
             engine.cancel(request_id)
 
 
-@dataclass(frozen=True)
-class SourcePrompt:
-    """A text to answer.
-
-    Attributes:
-        source: where it is from, in a word.
-        text: of the prompt.
-        split: as `Text.split`.
-    """
+class SourcePrompt(NamedTuple):
+    """Where a text to answer is from, in a word, and the text."""
 
     source: str
     text: str
-    split: bool | None = None
 
 
 class PromptEncoder:
@@ -136,13 +126,6 @@ def common_prefix(encodings: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(shared)
 
 
-@dataclass(frozen=True)
-class _Article:
-    number: int
-    text: str
-    is_held_out: bool
-
-
 class Writer:
     """Writes texts into a folder, from where it was left.
 
@@ -181,8 +164,6 @@ class Writer:
         texts = read_texts(directory) if is_shard_folder(directory) else []
         self.tokens = sum(len(text.reply_ids) for text in texts)
         self._next_number = next_number(directory)
-        self._articles: list[_Article] = []
-        self._keep_articles(texts)
 
     def run(self, progress: Progress, should_end: Callable[[], bool]) -> int:
         """Write until there are enough tokens, the prompts are used up, or it should end.
@@ -227,7 +208,6 @@ class Writer:
         if texts:
             texts.sort(key=lambda text: text.number)
             write_shard(self._directory, texts)
-            self._keep_articles(texts)
         elif self.num_skipped and not self.tokens and not should_end():
             raise ConfigError(
                 f"{self.num_skipped} prompts are longer than {self.prompt_limit} tokens, which "
@@ -237,12 +217,6 @@ class Writer:
         elif requests and not should_end():
             raise TrainingError(f"the target gave no reply to {len(requests)} prompts")
         return True
-
-    def _keep_articles(self, texts: Sequence[Text]) -> None:
-        for text in texts:
-            if text.source.split("-")[0] in ARTICLES:
-                words = self._encoder.decode([int(token) for token in text.reply_ids])
-                self._articles.append(_Article(text.number, words.strip(), text.is_held_out))
 
     def _is_wanted(self, number: int) -> bool:
         passes = self._options.passes
@@ -276,7 +250,8 @@ class Writer:
         for number in numbers:
             random_ = random.Random(f"{self._options.seed} {number} task")
             if random_.random() < _TASKS or not self._encoder.user_prefix:
-                prompts[number] = self._task(number, random_)
+                kind, text = made_up_task(random_, self._encoder.plain)
+                prompts[number] = SourcePrompt(f"{kind}-{number}", text)
         return prompts | self._own([n for n in numbers if n not in prompts], should_end)
 
     def _given(self, number: int) -> SourcePrompt:
@@ -285,24 +260,6 @@ class Writer:
         order = list(range(len(self._prompts)))
         random.Random(f"{self._options.seed} {which}").shuffle(order)
         return self._prompts[order[place]]
-
-    def _task(self, number: int, random_: random.Random) -> SourcePrompt:
-        """A prompt from parts.
-
-        Its passages are either all held out or all trained on, and so is the prompt: otherwise
-        what acceptance is measured on would be part of the prompts that are trained on.
-        """
-        is_held_out = random_.random() < 1 / HELD_OUT_ONE_IN
-        # From a shard before this one, so that it is the same wherever shards were cut.
-        earlier = [a for a in self._articles if a.number < number - self._options.shard]
-        usable = [article for article in earlier if article.is_held_out == is_held_out]
-        most = max(_SHORTEST_PROMPT, int(_WORDS_PER_TOKEN * self.prompt_limit))
-        passages = [" ".join(article.text.split()[:most]) for article in usable]
-        task = made_up_task(
-            random_, [passage for passage in passages if passage], self._encoder.plain
-        )
-        split = is_held_out if task.on_passages else None
-        return SourcePrompt(f"{task.kind}-{number}", task.text, split)
 
     def _own(
         self, numbers: Sequence[int], should_end: Callable[[], bool]
@@ -344,7 +301,6 @@ def _text(
         reply.finish_reason == "stop",
         prompt.source,
         number,
-        prompt.split,
     )
 
 

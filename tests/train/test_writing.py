@@ -202,29 +202,6 @@ def test_base_models_continue_texts(tmp_path: Path, prefix: tuple[int, ...]) -> 
     assert len(kinds) > 5
 
 
-class Journalist(Echo):
-    """Writes an article of its own under every headline."""
-
-    def __call__(self, requests: Requests) -> Replies:
-        for number, reply in super().__call__(requests):
-            words = f"Report{number} " * 12
-            yield number, replace(reply, token_ids=tuple(map(ord, words)))
-
-
-def test_held_out_articles_are_in_no_prompt_that_is_trained_on(tmp_path: Path) -> None:
-    echo = Journalist()
-    writer(tmp_path / "texts", echo, tokens=300_000).run(Watch(), lambda: False)
-    texts = read_texts(tmp_path / "texts")
-    articles = {f"Report{t.number} ": t.is_held_out for t in texts if t.source[:8] == "article-"}
-    assert any(articles.values())
-    composed = [t for t in texts if t.source.split("-")[0] in ("summary", "reading", "editing")]
-    assert any(text.is_held_out for text in composed)
-    for text in composed:
-        prompt = echo.decode([int(token) for token in text.prompt_ids])
-        within = {held_out for words, held_out in articles.items() if words in prompt}
-        assert within == {text.is_held_out}, prompt
-
-
 def test_few_tokens_are_few_texts(tmp_path: Path) -> None:
     echo = Echo()
     writer(tmp_path / "texts", echo, tokens=10).run(Watch(), lambda: False)
@@ -234,33 +211,19 @@ def test_few_tokens_are_few_texts(tmp_path: Path) -> None:
 # ------------------------------------------------------------- requests that are made up from parts
 
 
-PASSAGES = [
-    f"Passage {n} tells of ship {n}, built in {1900 + n}, and of its crew." for n in range(50)
-]
-
-
-@pytest.mark.parametrize(("plain", "num_kinds"), [(False, 13), (True, 9)])
+@pytest.mark.parametrize(("plain", "num_kinds"), [(False, 10), (True, 8)])
 def test_requests_differ_and_cover_all_kinds(plain: bool, num_kinds: int) -> None:
-    made = [made_up_task(random.Random(number), PASSAGES, plain) for number in range(3000)]
-    kinds = Counter(kind for kind, *_ in made)
+    made = [made_up_task(random.Random(number), plain) for number in range(3000)]
+    assert made[7] == made_up_task(random.Random(7), plain)
+    kinds = Counter(kind for kind, _ in made)
     assert len(kinds) == num_kinds
     assert min(kinds.values()) > 40
-    assert len({text for _, text, _ in made}) > 0.9 * len(made)
-    on_passages = {kind for kind, _, is_on_passages in made if is_on_passages}
-    assert on_passages == ({"summary_begun"} if plain else {"summary", "reading", "editing"})
-    no_code = [text for kind, text, _ in made if "code" not in kind]
-    assert not any("{" in text for text in no_code)
-    assert all("  " not in text and "\n " not in text for text in no_code)
-
-
-def test_the_same_number_gives_the_same_request() -> None:
-    assert made_up_task(random.Random(7), PASSAGES) == made_up_task(random.Random(7), PASSAGES)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_kinds_that_need_passages_wait_for_some(plain: bool) -> None:
-    kinds = {made_up_task(random.Random(number), [], plain)[0] for number in range(500)}
-    assert not kinds & {"summary", "reading", "editing", "summary_begun"}
+    assert len({text for _, text in made}) > 0.9 * len(made)
+    for kind, text in made:
+        if "code" in kind:
+            assert not re.search(r"\{[a-z]*\}", text)
+        else:
+            assert not re.search(r"\{|  |\n ", text)
 
 
 @pytest.mark.parametrize("work", task_data()["functions"], ids=lambda work: work["name"])
@@ -273,18 +236,9 @@ def test_examples_of_functions_are_what_their_code_says(work: dict[str, Any]) ->
 
 def test_templates_name_what_there_is() -> None:
     data = task_data()
-    known = {*data["templates"], "passage", "passages", "phrase", "stub", "function"}
+    known = {*data["templates"], "stub", "function"}
     for templates in data["templates"].values():
         for template in templates:
             for name in re.findall(r"\{([A-Za-z][A-Za-z_]*)\d*\}", template):
                 assert name.lower() in known, template
     assert {*data["chat"], *data["plain"]} <= known
-
-
-def test_code_and_german_have_no_gaps() -> None:
-    for number in range(3000):
-        kind, text, _ = made_up_task(random.Random(number), [])
-        if kind == "code":
-            assert not re.search(r"\{[a-z]*\}", text)
-        if kind == "translation":
-            assert "  " not in text
