@@ -27,7 +27,6 @@ from foredraft.models.files.progress import Progress
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.system.files import write_text
 from foredraft.train.options import WriteOptions
-from foredraft.train.tasks import made_up_task
 from foredraft.train.texts import (
     Text,
     is_shard_folder,
@@ -45,8 +44,6 @@ _OWN_BEGINNING = (8, 48)
 """Tokens of the beginning of a text that a base model makes up, at least and at most."""
 _SHORTEST_PROMPT = 8
 """Characters of one."""
-_TASKS = 0.75
-"""Share of made-up prompts that are put together from parts."""
 _ANY_WORDS = ("A", "7", "Why", "é", "(")
 
 
@@ -104,6 +101,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self.plain = tokenizer.chat_template is None
         self.user_prefix = common_prefix([self.encode(words) for words in _ANY_WORDS])
+        if self.plain and not self.user_prefix:  # base models learn from texts behind such a token
+            self.user_prefix = tokenizer.eos_token_ids[:1]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, ready for the reply."""
@@ -172,8 +171,8 @@ class Writer:
             Tokens of replies in the folder.
 
         Raises:
-            ConfigError: no prompt is short enough.
-            TrainingError: the disk is full; earlier files are whole.
+            ConfigError: no prompt is short enough, or the target can make none up.
+            TrainingError: the target writes nothing, or the disk is full; earlier files are whole.
         """
         if self.tokens >= self._options.tokens:
             return self.tokens
@@ -214,8 +213,11 @@ class Writer:
                 "leave room for a reply in the target's context, and none was shorter; give "
                 "shorter prompts, or fewer --max-tokens"
             )
-        elif requests and not should_end():
-            raise TrainingError(f"the target gave no reply to {len(requests)} prompts")
+        elif (requests or not (self._prompts or self.tokens)) and not should_end():
+            raise TrainingError(
+                f"the target gave no reply to {len(requests)} prompts; where it makes none up, "
+                "give some with --prompts, or --data prompts.jsonl"
+            )
         return True
 
     def _is_wanted(self, number: int) -> bool:
@@ -243,16 +245,10 @@ class Writer:
     def _prompts_of(
         self, numbers: Sequence[int], should_end: Callable[[], bool]
     ) -> dict[int, SourcePrompt]:
-        """Prompts by number: the given ones, or else from parts and of the target's own."""
-        if self._prompts:
-            return {number: self._given(number) for number in numbers}
-        prompts: dict[int, SourcePrompt] = {}
-        for number in numbers:
-            random_ = random.Random(f"{self._options.seed} {number} task")
-            if random_.random() < _TASKS or not self._encoder.user_prefix:
-                kind, text = made_up_task(random_, self._encoder.plain)
-                prompts[number] = SourcePrompt(f"{kind}-{number}", text)
-        return prompts | self._own([n for n in numbers if n not in prompts], should_end)
+        """The given prompts by number, or else some of the target's own."""
+        if not self._prompts:
+            return self._own(numbers, should_end)
+        return {number: self._given(number) for number in numbers}
 
     def _given(self, number: int) -> SourcePrompt:
         """Each pass takes all prompts in an order of its own, and other temperatures."""
@@ -264,26 +260,33 @@ class Writer:
     def _own(
         self, numbers: Sequence[int], should_end: Callable[[], bool]
     ) -> dict[int, SourcePrompt]:
-        """Prompts of the target's own: it continues where a user, or a text, would begin."""
-        if not numbers:
-            return {}
+        """Prompts of the target's own: it continues where a user, or a text, would begin.
+
+        Raises:
+            ConfigError: it begins no text by itself.
+        """
+        if not self._encoder.user_prefix:
+            raise ConfigError(
+                "this model has no token that every prompt begins with, so it can make none up; "
+                "give some with --prompts, or --data prompts.jsonl"
+            )
         requests = {number: self._request_of_own(number) for number in numbers}
-        prompts: dict[int, SourcePrompt] = {}
+        whole, cut = dict[int, SourcePrompt](), dict[int, SourcePrompt]()
         with closing(self._write(requests)) as replies:
             for number, reply in replies:
                 text = self._encoder.decode(reply.token_ids).strip()
                 is_whole = reply.finish_reason == "stop" or self._encoder.plain
-                if is_whole and len(text) >= _SHORTEST_PROMPT:
-                    prompts[number] = SourcePrompt(f"self-{number}", text)
+                if len(text) >= _SHORTEST_PROMPT:
+                    (whole if is_whole else cut)[number] = SourcePrompt(f"self-{number}", text)
                 if should_end():
                     return {}
-        return prompts
+        return whole or cut
 
     def _request_of_own(self, number: int) -> tuple[tuple[int, ...], SamplingParams]:
         longest = _LONGEST_OWN_PROMPT
         if self._encoder.plain:
             longest = random.Random(f"{self._options.seed} {number}").randint(*_OWN_BEGINNING)
-        most = min(longest, self.prompt_limit)
+        most = min(longest, self.prompt_limit // 2)  # the rest is the template's
         return self._encoder.user_prefix, self._params("prompt", number, 1.0, most)
 
 
