@@ -16,7 +16,6 @@ from benchmarks.compare import overall, run_trials, summaries
 from benchmarks.contenders import ContenderRun
 from benchmarks.random_model import Shape
 from benchmarks.results import render
-from benchmarks.revisions import Checkout, tasks
 from benchmarks.timing import PeerFailed
 from benchmarks.trial_log import TrialLog
 from foredraft.bench.prompts import BenchPrompt
@@ -69,30 +68,42 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafters_are_compared_and_written_down(report: Report) -> None:
     written = report(
-        "drafters", "--drafters", "ngram,suffix", "--limit", "2", "--max-tokens", "6",
-        "--temperature", "0,1",
+        "drafters", "--drafters", "ngram,suffix", "--variant", "token-recycling num-candidates=4",
+        "--limit", "2", "--max-tokens", "6", "--temperature", "0,1", "--turns", "2",
     )  # fmt: skip
-    assert len(written["trials"]) == 2 * 3 * 2
+    assert len(written["trials"]) == 2 * 4 * 2
     assert all(trial["identical"] for trial in written["trials"])
-    assert {row["contender"] for row in written["summaries"]} == {"none", "ngram", "suffix"}
-
-
-def test_contexts_are_categories(report: Report) -> None:
-    written = report(
-        "contexts", "--drafters", "suffix", "--lengths", "50,60", "--each", "1",
-        "--max-tokens", "4",
-    )  # fmt: skip
-    found = [row["category"] for row in written["summaries"]]
-    assert found == ["50 tokens", "60 tokens", "macro"] * 2
-
-
-def test_a_variant_is_a_drafter_with_options(report: Report) -> None:
-    written = report(
-        "drafters", "--variant", "token-recycling num-candidates=4",
-        "--variant", "ngram max_ngram_size=8", "--limit", "1", "--max-tokens", "4", "--turns", "2",
-    )  # fmt: skip
     names = {row["contender"] for row in written["summaries"]}
-    assert names == {"none", "token_recycling num-candidates=4", "ngram max_ngram_size=8"}
+    assert names == {"none", "ngram", "suffix", "token_recycling num-candidates=4"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "key", "found"),
+    [
+        ("contexts --drafters suffix --lengths 50,60 --each 1 --max-tokens 4",
+         "summaries", "category", {"50 tokens", "60 tokens", "macro"}),
+        ("step --isa portable --formats auto,int8 --tokens 1,2 --context 16,32 --rounds 1",
+         "figures", "name", {f"portable {f} at {n}" for f in ("auto", "int8") for n in (16, 32)}),
+        ("prompts --lengths 8,20 --formats auto,int8 --rounds 2", "figures", "tokens", {8, 20}),
+        ("busy --neighbours 0,1 --tokens 16 --rounds 1", "figures", "neighbours", {0, 1}),
+        ("serve-sim --concurrency 1,3 --drafter auto,suffix:4,wrong --num 2 --tokens 8",
+         "figures", "contender", {"auto", "suffix:4", "wrong", "none"}),
+        ("serve-stream --drafter suffix --limit 1 --max-tokens 8 --rounds 1", "rounds", None, None),
+        ("quality --dtype bfloat16 --backend native --limit 90", "quality", None, None),
+        pytest.param(
+            "step --tokens 1,3 --rows 1,2 --context 16 --rounds 2 --against transformers",
+            "figures", "name", {"target", "suffix (draft)", "transformers"}, marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) and " " in value else "",
+)  # fmt: skip
+def test_a_command_runs_and_writes_its_figures(
+    report: Report, asked: str, rows: str, key: str | None, found: set[Any] | None
+) -> None:
+    written = report(*asked.split())[rows]
+    assert written
+    if key is not None:
+        assert {row[key] for row in written} == found
 
 
 def test_report_shows_or_writes_the_page(tmp_path: Path) -> None:
@@ -102,41 +113,6 @@ def test_report_shows_or_writes_the_page(tmp_path: Path) -> None:
     written = CliRunner().invoke(app, ["report", str(tmp_path), "--into", str(page)])
     assert shown.exit_code == written.exit_code == 0
     assert shown.stdout == page.read_text() == render(tmp_path)
-
-
-@pytest.mark.slow
-def test_step_times_target_and_drafter(report: Report) -> None:
-    written = report(
-        "step", "--tokens", "1,3", "--rows", "1,2", "--context", "16", "--rounds", "2",
-        "--against", "transformers",
-    )  # fmt: skip
-    names = {figure["name"] for figure in written["figures"]}
-    assert names == {"target", "suffix (draft)", "transformers"}
-
-
-def test_step_walks_instruction_sets_formats_and_contexts(report: Report) -> None:
-    written = report(
-        "step", "--isa", "portable", "--formats", "auto,int8", "--tokens", "1,2", "--context",
-        "16,32", "--rounds", "1",
-    )  # fmt: skip
-    names = {figure["name"] for figure in written["figures"]}
-    assert names == {
-        f"portable {format} at {context}" for format in ("auto", "int8") for context in (16, 32)
-    }
-
-
-def test_prompts_are_timed_until_their_first_token(report: Report) -> None:
-    options = ("--lengths", "8,20", "--formats", "auto,int8", "--rounds", "2")
-    figures = report("prompts", *options)["figures"]
-    found = [(figure["name"], figure["tokens"]) for figure in figures]
-    assert found == [(name, n) for name in ("auto", "int8") for n in (8, 20)]
-
-
-def test_busy_times_each_number_of_threads(report: Report) -> None:
-    options = ("--neighbours", "0,1", "--tokens", "16", "--rounds", "1")
-    figures = report("busy", *options)["figures"]
-    assert {figure["neighbours"] for figure in figures} == {0, 1}
-    assert {"own threads", "1 threads"} <= {figure["name"] for figure in figures}
 
 
 class Crashing:
@@ -157,8 +133,6 @@ class Crashing:
     "options",
     [
         ("prompts", "--lengths", "8", "--rounds", "1"),
-        ("busy", "--neighbours", "0", "--tokens", "16", "--rounds", "1"),
-        ("step", "--tokens", "1,2", "--context", "16", "--rounds", "1", "--drafter", "none"),
         ("drafters", "--drafters", "none", "--limit", "2", "--max-tokens", "4"),
     ],
     ids=lambda options: options[0],
@@ -186,74 +160,21 @@ def test_drafters_run_on_random_weights(report: Report, tiny_shape: None) -> Non
     assert {t["category"] for t in written["trials"]} == {"random"}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--tokens", "1,3", "--rounds", "2"), "tiny with random weights (timing only)"),
-        (("--stored", "q4_0", "--drafter", "none", "--tokens", "1", "--rounds", "1"),
-         "tiny-q4_0.gguf"),
-    ],
-    ids=["shape", "file"],
-)  # fmt: skip
-def test_step_times_a_shape_or_a_file_of_it(
-    bench: Run, tmp_path: Path, tiny_shape: None, options: tuple[str, ...], said: str
-) -> None:
-    path = tmp_path / "out.json"
-    result = bench("step", "--random-weights", "tiny", *options, "--output", str(path))
-    assert result.exit_code == 0, result.exception
-    assert said in result.stdout
-    assert said in json.loads(path.read_text())["model"]
-
-
-def test_quality_compares_with_float32(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
-        "quality", "--dtype", "bfloat16", "--backend", "native", "--limit", "90",
-        "--output", str(path),
-    )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    assert "89 tokens of the built-in text" in result.stdout
-    report = json.loads(path.read_text())
-    assert (report["dtype"], report["weights"]) == ("bfloat16", "bfloat16")
-    assert 0.0 < report["quality"]["mean_kl"] < 0.05
-    assert report["machine"]
+def test_step_times_a_file_of_a_shape(report: Report, tiny_shape: None) -> None:
+    options = ("--stored", "q4_0", "--drafter", "none", "--tokens", "1", "--rounds", "1")
+    assert "tiny-q4_0.gguf" in report("step", "--random-weights", "tiny", *options)["model"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("quality", "--limit", "1"), "the second token is the first"),
-        (("quality", "--text", "missing.txt"), "cannot read the text"),
         (("step", "--weights", "bf16"), "exclude each other"),
         (("drafters", "--drafters", "ngrm"), "did you mean 'ngram'"),
         (("drafters", "--against", "transformer"), "did you mean 'transformers'"),
-        (("drafters", "--against", "transformers", "--temperature", "1"), "at temperature 0"),
-        (("drafters", "--against", "transformers", "--turns", "8"), "leave out --turns"),
         (("drafters", "--temperature", "warm"), "not numbers with commas"),
-        (("drafters", "--coupling", "drawm"), "did you mean 'drawn'"),
-        (("drafters", "--noisy-draft-model", "0.1", "--draft-model", "x"), "name no other"),
         (("step", "--tokens", "0"), "counts start at 1"),
-        (("step", "--tokens", "x"), "not whole numbers"),
-        (("step", "--against", "llama.cp"), "did you mean 'llama.cpp'"),
         (("step", "--random-weights", "lama-8b"), "did you mean 'llama-8b'"),
-        (("step", "--random-weights", "llama-8b", "--against", "transformers"), "a checkpoint"),
-        (("step", "--random-weights", "llama-8b", "--draft-model", "x"), "no vocabulary"),
-        (("step", "--isa", "avx1024"), "portable"),
-        (("step", "--stored", "q4_0"), "random-weights"),
-        (("drafters", "--variant", "sufix"), "suffix"),
-        (("drafters", "--variant", "suffix shared"), "NAME=VALUE"),
-        (("drafters", "--variant", "suffix sharde=1"), "shared"),
-        (("drafters", "--variant", ""), ""),
-        (("drafters", "--random-weights", "llama-8b", "--prompts", "x.jsonl"), "no tokenizer"),
-        (("prompts", "--against", "llama.cpp-q9"), "llama.cpp-q"),
-        (("prompts", "--lengths", "1"), "2 or more"),
-        (("prompts", "--lengths", "x"), "whole numbers"),
-        (("busy", "--neighbours", "-1"), "from 0 to 64"),
-        (("serve-sim", "--concurrency", "0"), "start at 1"),
-        (("serve-sim", "--concurrency", "two"), "whole numbers"),
-        (("serve-sim", "--drafter", "sufix"), "suffix"),
-        (("serve-sim", "--drafter", "suffix:x"), "number of nodes"),
-        (("serve-sim", "--peer", "lama"), "llama-cpp"),
         (("serve-sim", "--peer", "llama-cpp", "--temperature", "1"), "temperature 0"),
     ],
 )
@@ -275,23 +196,6 @@ def test_a_draft_model_is_made_by_noise_and_run_with_both_couplings(report: Repo
     assert 0 < stats["accepted"] < stats["drafted"]
 
 
-def test_serving_is_simulated_and_written_down(report: Report) -> None:
-    written = report(
-        "serve-sim", "--concurrency", "1,3", "--drafter", "auto,suffix:4,wrong", "--num", "2",
-        "--tokens", "8", "--temperature", "0,0.8",
-    )  # fmt: skip
-    assert {f["contender"] for f in written["figures"]} == {"auto", "suffix:4", "wrong", "none"}
-    assert not any(figure["num_different"] for figure in written["figures"])
-    assert [f["concurrency"] for f in written["forwards"]] == [1, 3, 1, 3]
-
-
-def test_streaming_is_measured_beside_the_engine(report: Report) -> None:
-    asked = ("--drafter", "suffix", "--limit", "1", "--max-tokens", "8", "--rounds", "1")
-    written = report("serve-stream", *asked)
-    rates = written["engine_tokens_per_s"], written["served_tokens_per_s"]
-    assert written["rounds"] == [{"added": pytest.approx(rates[0] / rates[1] - 1)}]
-
-
 @pytest.mark.slow
 def test_a_checkout_beside_itself(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
@@ -308,18 +212,6 @@ def test_a_checkout_beside_itself(checkpoint: Path, tmp_path: Path) -> None:
         for drafter in ("none", "auto")
     ]
     assert all(row["runs"] == 1 and row["different"] == 0 for row in rows)
-
-
-def test_every_prompt_is_in_a_task_of_each_load() -> None:
-    named = [*tasks("model", [*"abcd"], 8, [1, 2])]
-    groups = [task["prompts"] for name, task in named if name == "auto, 2 at once, T=0"]
-    assert groups == [["a", "b"], ["c", "d"]]
-    assert sum(name == "none, 1 at once, T=1" for name, _ in named) == 4
-
-
-def test_a_folder_without_foredraft_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no checkout"):
-        Checkout(tmp_path)
 
 
 PROMPTS = [(BenchPrompt(str(i), "ab"[i % 2], "text"), [i]) for i in range(4)]
@@ -357,13 +249,6 @@ def test_speedups_and_differences() -> None:
     assert rows["a", "fast"].draft_ms == pytest.approx(10.0)
     assert [rows["macro", n].num_different for n in ("none", "fast", "other")] == [0, 0, 4]
     assert len(told) == 12
-
-
-def test_the_order_of_contenders_rotates() -> None:
-    order: list[str] = []
-    contenders = [Fixed(name, 1.0, (1, 2), order) for name in ("none", "x")]
-    run_trials(contenders, PROMPTS[:2], SamplingParams(), [0.0], lambda text: None)
-    assert order == ["none", "x", "x", "none"]
 
 
 class Slow(Fixed):

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import llama_cpp, random_files
+from benchmarks import llama_cpp
 from benchmarks.beside_peers import table_of
-from benchmarks.compare import Trial, run_trials
+from benchmarks.compare import Trial
 from benchmarks.contenders import Contender, ContenderRun
 from benchmarks.forwards import Size, time_steps
 from benchmarks.gguf import QUANTISATIONS, bits_per_weight, write_gguf
 from benchmarks.gguf_models import save_tiny
-from benchmarks.llama_cpp import LlamaCppContender, LlamaCppStepper, open_llama
+from benchmarks.llama_cpp import LlamaCppContender, LlamaCppStepper
 from benchmarks.peer_process import PeerContender, PeerStepper
 from benchmarks.prompts import time_reading
 from benchmarks.timing import PeerFailed
@@ -78,21 +76,6 @@ def test_each_step_starts_from_the_same_context(stand_in: StandIn) -> None:
     assert not stepper.fits(Size(2, 1))
 
 
-def test_a_shape_is_written_as_a_file_with_made_up_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = ModuleType("llama_cpp")
-    monkeypatch.setattr(package, "Llama", lambda path, **_: path, raising=False)
-    monkeypatch.setitem(sys.modules, "llama_cpp", package)
-    monkeypatch.setattr(llama_cpp, "package_version", lambda _: "0")
-    monkeypatch.setattr(random_files, "write_random", lambda _, *what: what)
-    assert open_llama("llama-1b", "q4_0", 64, 2) == str(("llama-1b", "q4_0"))
-
-
-def test_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_cpp, "package_version", lambda _: None)
-    with pytest.raises(ConfigError, match="pip install llama-cpp-python"):
-        open_llama("model", "bf16", 64, 2)
-
-
 @pytest.mark.parametrize("quantisation", QUANTISATIONS)
 def test_a_file_is_written_and_smaller_formats_are_smaller(
     tmp_path: Path, quantisation: str
@@ -105,14 +88,6 @@ def test_a_file_is_written_and_smaller_formats_are_smaller(
     assert path.read_bytes()[:4] == b"GGUF"
     weights = num_weights * bits_per_weight(quantisation) / 8
     assert weights - 2_000 < path.stat().st_size < weights + 64_000
-
-
-def test_other_families_and_formats_are_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "model", NATIVE_CONFIGS["mistral"]())
-    with pytest.raises(ConfigError, match="mistral checkpoints are not written as GGUF"):
-        write_gguf(tmp_path / "model", tmp_path / "out.gguf", "bf16")
-    with pytest.raises(ConfigError, match=r"did you mean 'q4_[01]'"):
-        write_gguf(tmp_path / "model", tmp_path / "out.gguf", "q4")
 
 
 def test_a_conversation_becomes_the_same_tokens(tmp_path: Path) -> None:
@@ -193,27 +168,6 @@ def test_a_crash_is_said_and_the_next_question_starts_it_anew() -> None:
     assert peer.step(Size(1, 1))["total"] > 0
 
 
-@pytest.mark.parametrize(
-    ("problem", "failure"),
-    [
-        ("crash", CRASHED),
-        pytest.param("broken", "failed (RuntimeError: broken)", marks=pytest.mark.slow),
-    ],
-)
-def test_what_fails_as_it_is_made_is_made_once(problem: str, failure: str) -> None:
-    peer = PeerContender(Fragile, "x", problem=problem)
-    for _ in range(2):
-        with pytest.raises(PeerFailed) as reason:
-            peer.run([7], SamplingParams())
-        assert str(reason.value) == failure
-
-
-@pytest.mark.slow
-def test_a_mistake_in_its_options_is_an_error_at_once() -> None:
-    with pytest.raises(ConfigError, match="mistake"):
-        PeerContender(Fragile, "x", problem="mistake")
-
-
 @pytest.mark.slow  # each process imports torch
 def test_a_crash_costs_its_figure_alone() -> None:
     sizes = [Size(1, 2), Size(1, 1)]
@@ -226,14 +180,6 @@ def test_a_crash_costs_its_figure_alone() -> None:
     read = time_reading(contenders, [3], 10, 1, 0, lambda: None)
     assert [figure.failure for figure in read] == [None, CRASHED]
     assert read[0].median_ms() == 500.0
-
-
-@pytest.mark.slow
-def test_a_peer_that_crashes_is_left_out_of_a_comparison() -> None:
-    contenders: list[Contender] = [Sound(), PeerContender(Fragile, "fragile")]
-    prompts = [(BenchPrompt(str(n), "chat", "text"), [5] * n) for n in (1, 2, 1)]
-    trials = run_trials(contenders, prompts, SamplingParams(max_tokens=1), [0.0], lambda _: None)
-    assert [trial.contender for trial in trials] == ["sound"] * 3
 
 
 def test_each_engine_is_held_against_its_own_plain_text() -> None:

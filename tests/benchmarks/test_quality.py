@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.corrector import correct_text, with_faults, write_prompts
+from benchmarks.corrector import write_prompts
 from benchmarks.noisy_model import add_noise
-from benchmarks.quality import WINDOW, measure_quality, windows
+from benchmarks.quality import measure_quality, windows
 from benchmarks.random_model import Shape, random_config, random_weights
 from benchmarks.same_text import ALONE, COMPANY, MODEL, Parted, TextLog, Texts, write_all
-from benchmarks.texts import BUILT_IN, read_text
+from benchmarks.texts import BUILT_IN
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
@@ -78,25 +77,6 @@ def test_int8_weights_are_close_to_float32() -> None:
     assert abs(found.perplexity / found.reference_perplexity - 1) < 0.02
 
 
-def test_windows_cover_the_text() -> None:
-    tokens = list(range(2 * WINDOW + 1))
-    assert windows(tokens) == [tokens[:WINDOW], tokens[WINDOW : 2 * WINDOW]]
-    assert windows(tokens, limit=WINDOW + 2)[1] == tokens[WINDOW : WINDOW + 2]
-    assert windows([5]) == []
-
-
-def test_texts(tmp_path: Path) -> None:
-    assert read_text(None) == BUILT_IN
-    path = tmp_path / "text.txt"
-    path.write_text("Grüße aus dem Süden", encoding="utf-8")
-    assert read_text(str(path)) == "Grüße aus dem Süden"
-    path.write_text("  \n")
-    with pytest.raises(ConfigError, match="holds no text"):
-        read_text(str(path))
-    with pytest.raises(ConfigError, match="cannot read the text"):
-        read_text(str(tmp_path / "missing.txt"))
-
-
 def test_texts_have_some_faults_and_are_otherwise_as_they_were(tmp_path: Path) -> None:
     texts = write_prompts(tmp_path / "prompts.jsonl", 6)
     for wrong, right in texts.items():
@@ -105,12 +85,6 @@ def test_texts_have_some_faults_and_are_otherwise_as_they_were(tmp_path: Path) -
         assert len(kept) > 0.6 * len(set(right.split()))
     found = load_prompts(str(tmp_path / "prompts.jsonl"))
     assert [prompt.text for prompt in found] == list(texts)
-
-
-def test_a_seed_gives_the_same_text() -> None:
-    first, second = (correct_text(random.Random(4)) for _ in range(2))
-    assert first == second
-    assert with_faults(random.Random(1), first) == with_faults(random.Random(1), first) != first
 
 
 @pytest.fixture
@@ -129,11 +103,6 @@ def test_every_matrix_moves_by_the_share_of_its_spread(target: NativeTarget) -> 
         changes.append((new - old).flatten()[:1000])
         assert float((new - old).std() / old.std()) == pytest.approx(0.1, rel=0.1)
     assert len({tuple(change.tolist()) for change in changes}) == len(changes)
-
-
-def test_models_without_such_weights_are_refused() -> None:
-    with pytest.raises(ConfigError, match="native"):
-        add_noise(None, 0.1)
 
 
 PROMPTS = {name: [number] for number, name in enumerate("abcde")}
@@ -173,7 +142,3 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert engine.asked == [(COMPANY, 1)]
     with pytest.raises(ConfigError, match="another comparison"):
         TextLog(tmp_path / "log", {"of": 2})
-
-
-def test_a_text_that_ends_early_differs_at_its_end() -> None:
-    assert Parted.of("engine", MODEL, 0.0, [[1, 2, 3]], [[1, 2]]).first == 2
