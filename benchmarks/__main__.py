@@ -31,7 +31,6 @@ from benchmarks.serve_sim import serve_sim
 from benchmarks.serve_stream import serve_stream
 from benchmarks.stalls import stalls
 from benchmarks.step import step
-from benchmarks.training_types import training_types
 from benchmarks.vllm_beside import vllm
 from foredraft.cli.main import exit_with_message
 from foredraft.system.timing_lock import measuring
@@ -42,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _TIMES_NOTHING = ("report", "curves", "quality", "gguf", "priors", "serve-load", "fair-load",
-                  "prefix-hits", "affinity", "same-text", "vllm", "training-types")  # fmt: skip
+                  "prefix-hits", "affinity", "same-text", "vllm")  # fmt: skip
 
 
 @app.callback()
@@ -64,7 +63,7 @@ def _alone(command: Callable[..., None]) -> Callable[..., None]:
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster, affinity),
     *(prefix, prefix_hits, contexts, grammar, quality, gguf, same_text, memory, priors, revisions),
-    *(report, curves, stalls, fair_load, peers, training_types, vllm),
+    *(report, curves, stalls, fair_load, peers, vllm),
 )
 for command in COMMANDS:
     name = command.__name__.replace("_", "-")
