@@ -15,11 +15,10 @@ import math
 import os
 import shutil
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -102,7 +101,7 @@ class Capture:
                 self._places[number] = (chunk, start)
                 start += len(texts[number].tokens)
         self._on_disk: set[str] = set()
-        self._open: OrderedDict[Path, Any] = OrderedDict()
+        self._open = lru_cache(_MAX_OPEN)(safe_open)
 
     @property
     def num_tokens(self) -> int:
@@ -202,22 +201,14 @@ class Capture:
         stop = start + len(self._texts[number].tokens)
         try:
             read = {
-                name: self._opened(path)[start:stop] for name, path in self._files(chunk).items()
+                name: self._open(path, "pt").get_slice("states")[start:stop]
+                for name, path in self._files(chunk).items()
             }
         except (OSError, SafetensorError):
             self._on_disk.discard(chunk.digest)
             return None
         layers = {layer: read[f"layer-{layer:03d}"] for layer in self.layers}
         return States(layers, read[_NORMALISER])
-
-    def _opened(self, path: Path) -> Any:
-        """A file's only tensor, to be sliced; the last ones used stay open."""
-        if path not in self._open:
-            if len(self._open) >= _MAX_OPEN:
-                self._open.popitem(last=False)
-            self._open[path] = safe_open(path, "pt")
-        self._open.move_to_end(path)
-        return self._open[path].get_slice("states")
 
     def _packed(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Texts that go into one forward."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,9 @@ class Curves:
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line, seen to reach the disk with the next state at the latest."""
+        """Append a line."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-    def flush(self) -> None:
-        if self._path.exists():
-            with self._path.open("rb+") as file:
-                os.fsync(file.fileno())
 
 
 def read_curves(path: Path) -> list[dict[str, Any]]:

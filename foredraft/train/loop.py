@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.trained import META
 from foredraft.train.acceptance import AcceptanceCount, HeldOutAcceptance
@@ -145,7 +145,7 @@ class Trainer:
         trained, _ = split_texts(self._texts)
         texts = [self._texts[n] for n in trained]
         rows = frequent_tokens(texts, self._options.output_rows, shape.vocab_size)
-        return _new_module(job, self._target, rows)
+        return start_head(job.kind, self._target, rows, job.kind_options)
 
     # ------------------------------------------------------------------------------- running
 
@@ -346,7 +346,6 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state; the one before is there until this one is whole."""
-        self._curves.flush()
         recipe = self._recipe | {"config": self._learner.module.config}
         save_state(state_path(self._job.out), self.counters, recipe, self._learner.state())
 
@@ -371,21 +370,3 @@ class Trainer:
             self._options.left_s(counters),
             acceptance or self._acceptance,
         )
-
-
-def _new_module(job: Job, target: TrainingTarget, rows: Sequence[int] | None) -> HeadModule:
-    """A head that has learnt nothing.
-
-    Raises:
-        ConfigError: the kind cannot be made with these options.
-    """
-    try:
-        return start_head(job.kind, target, rows, job.kind_options)
-    except ForedraftError:
-        raise
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in job.kind_options.items())
-        raise ConfigError(
-            f"a head of kind {job.kind.kind!r} cannot be made with the options {given or 'none'} "
-            f"for this target: {error}"
-        ) from error
