@@ -5,10 +5,7 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -28,29 +25,18 @@ _NUM_LOUDEST = 3
 _NUM_RESIDUAL = 6
 
 
-@dataclass(frozen=True)
 class _Probs:
-    """Probabilities of single tokens by a law; the vocabulary is gone through once."""
+    """Probabilities of tokens at a node: by its law, and by the model at temperature 1."""
 
-    law: Law
+    def __init__(self, law: Law) -> None:
+        self.law, self._target_V = law, law.probs_V
+        self._model_V = law.logits_V.softmax(0)
 
     def target(self, token: int) -> float:
-        if self.law.scale is None:
-            return float(token == self.law.token)
-        return _rounded(math.exp(float(self.law.logits_V[token]) * self.law.scale - self._total))
+        return _rounded(float(self._target_V[token]))
 
     def model(self, token: int) -> float:
-        """At temperature 1."""
-        return _rounded(math.exp(float(self.law.logits_V[token]) - self._total_at_1))
-
-    @cached_property
-    def _total(self) -> float:
-        assert self.law.scale is not None
-        return float((self.law.logits_V * self.law.scale).logsumexp(0))
-
-    @cached_property
-    def _total_at_1(self) -> float:
-        return float(self.law.logits_V.logsumexp(0))
+        return _rounded(float(self._model_V[token]))
 
 
 def _rounded(x: float) -> float:

@@ -15,10 +15,11 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -101,7 +102,7 @@ class Capture:
                 self._places[number] = (chunk, start)
                 start += len(texts[number].tokens)
         self._on_disk: set[str] = set()
-        self._open = lru_cache(_MAX_OPEN)(safe_open)
+        self._open: Callable[..., Any] = lru_cache(_MAX_OPEN)(safe_open)
 
     @property
     def num_tokens(self) -> int:
