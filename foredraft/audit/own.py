@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,8 +104,7 @@ class Seen:
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
-@dataclass(frozen=True)
-class AuditedReply:
+class AuditedReply(NamedTuple):
     """A finished request."""
 
     prompt: tuple[int, ...]
@@ -282,7 +281,8 @@ class OwnAudit:
             replies = self._replies(views[0], num_texts, number, self.tokens)
             views.append(views.pop(0))
             turns += 1
-            self._look(replies, seen, margins, law)
+            for reply in replies:
+                self.look_at(reply, self.params, margins, law, seen)
             num_texts += len(replies)
             share = self._share_done(margins, law)
             self._progress.advance(min(share, num_texts / self.options.texts))
@@ -325,43 +325,33 @@ class OwnAudit:
                 break
         return tail_bound(noise, _LOOKED_AT, self.options.alpha) / (self.params.temperature or 1.0)
 
-    def _look(
-        self, replies: Iterable[AuditedReply], seen: Seen, margins: Margins, law: LawTests | None
-    ) -> None:
-        """Score replies again, and add the results."""
-        for each in replies:
-            params, result = replace(self.params, seed=each.result.seed), each.result
-            self.look_at(each, params, margins, law, seen)
-            for key in [key for key in seen.drafted if key[0] == result.request_id]:
-                del seen.drafted[key]
-
     def look_at(
         self,
         reply: AuditedReply,
         params: SamplingParams,
         margins: Margins,
-        law: LawTests | None = None,
-        seen: Seen | None = None,
+        law: LawTests,
+        seen: Seen,
     ) -> None:
-        """Score one reply again, and add the results."""
+        """Score a reply again, add the results, and forget its drafts."""
         result, num_prompt = reply.result, len(reply.prompt)
+        params = replace(params, seed=result.seed)
         sha, is_greedy = _sha256(reply.prompt), params.temperature == 0.0
         context = hash((reply.prompt, None if is_greedy else result.seed))
         (request,) = self.llm.engine.prepare(reply.prompt, params)
-        if law is not None:
-            law.begin()
+        law.begin()
         with self.llm.engine.lock:
             for at in self._plain.scored(request.rules, reply.prompt, result.token_ids):
                 different = difference_of(at, params, result.seed, num_prompt)
                 where = result.request_id, at.index, at.token
                 margins.add(different and Difference(*where, *different, sha), context)
                 context = hash((context, at.token))
-                if law is not None and at.law.scale is not None:
-                    key = result.request_id, num_prompt + at.index
+                drafted = seen.drafted.pop((result.request_id, num_prompt + at.index), None)
+                if at.law.scale is not None:
                     # Drafts of seeded requests are chosen with the noise of the draw itself.
-                    drafted = None if self._is_keyed or seen is None else seen.drafted.get(key)
+                    known = None if self._is_keyed else drafted
                     last = (reply.prompt[-1], *result.token_ids)[at.index]
-                    law.add(at.law.probs_V.numpy(), at.token, drafted, last)
+                    law.add(at.law.probs_V.numpy(), at.token, known, last)
 
     def _margin_level(self, margins: Margins, figures: Mapping[str, Any], seen: Seen) -> Level:
         options = self.options
@@ -439,8 +429,7 @@ class OwnAudit:
             first = number * texts  # no two settings may draw with the same noise
             try:
                 for reply in self._replies(view, first, texts, tokens, params, prompts):
-                    own = replace(params, seed=reply.result.seed)
-                    self.look_at(reply, own, margins, law, seen)
+                    self.look_at(reply, params, margins, law, seen)
             except ForedraftError as error:  # such as a reply that breaks its grammar
                 margins.structural += 1
                 evidence.append({"parameter": name, "error": str(error)})
@@ -491,7 +480,8 @@ class OwnAudit:
             with planted(fault, view.policy, self.llm.target.cache):
                 replies = self._replies(view, first, number, most, prompts=self.short_prompts)
             first += number
-            self._look(replies, seen, margins, law)
+            for reply in replies:
+                self.look_at(reply, self.params, margins, law, seen)
             if margins.structural:
                 found_by = "margins"
             elif law.rejects(options.alpha / len(_FAULT_TEXTS)):
