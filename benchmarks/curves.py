@@ -17,8 +17,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.drafters.text.table import BOTH, KIND
 from foredraft.drafters.trained import WEIGHTS, read_info
 from foredraft.train.acceptance import tokens_a_step
-from foredraft.train.curves import read_curves
-from foredraft.train.folder import shares
+from foredraft.train.folder import read_curves, shares
 from foredraft.train.table import BY_DEPTH, COPIES, TABLE
 
 _MADE = {

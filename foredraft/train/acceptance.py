@@ -217,9 +217,5 @@ def _logits(prediction: Prediction, texts: Tensor, at: Tensor) -> list[Tensor]:
 
 
 def _target_probs(batch: TrainBatch, rows: Tensor, head_RE: Tensor) -> list[Tensor]:
-    teacher = batch.teacher
-    return [
-        (teacher.last_TE[part].float() @ head_RE.T - teacher.normaliser_T[part, None]).exp()
-        for part in torch.split(rows, _ROWS_AT_ONCE)
-        if len(part)
-    ]
+    parts = [part for part in torch.split(rows, _ROWS_AT_ONCE) if len(part)]
+    return [batch.teacher.log_probs(head_RE, part).exp() for part in parts]

@@ -102,10 +102,10 @@ class Teacher:
     normaliser_T: Tensor
     rows_BL: Tensor
 
-    def log_probs(self, head_RE: Tensor) -> Tensor:
+    def log_probs(self, head_RE: Tensor, rows_T: Tensor | slice = slice(None)) -> Tensor:
         """Log probabilities [T, R] of some tokens, computed in the dtype of their rows."""
-        logits_TR = self.last_TE.to(head_RE.dtype) @ head_RE.T
-        return logits_TR.float() - self.normaliser_T[:, None]
+        logits_TR = self.last_TE[rows_T].to(head_RE.dtype) @ head_RE.T
+        return logits_TR.float() - self.normaliser_T[rows_T, None]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The folder that a training run writes: its lock, its state, and its model card.
+"""The folder that a training run writes: its lock, its state, its curves, and its model card.
 
 Beside the head itself (`foredraft.drafters.trained`) it holds ``training/``: the state,
 with which a training goes on, the curves, and text that the target wrote for it.
@@ -27,7 +27,7 @@ from foredraft.drafters.trained import (
     read_info,
 )
 from foredraft.models.files.safety import check_safetensors
-from foredraft.system.files import write_tensors
+from foredraft.system.files import write_tensors, write_text
 
 _KEY = "training"
 
@@ -245,6 +245,41 @@ def _check_recipe(path: Path, trained: Mapping[str, Any], recipe: Mapping[str, A
                 f"{path.parent.parent} holds a training with {name} {trained.get(name)!r:.60}, and "
                 f"now it is {value!r:.60}; take the same, another --out, or --replace"
             )
+
+
+# ---------------------------------------------------------------------------------- the curves
+
+
+class Curves:
+    """A file of JSON lines, each with ``tokens`` and ``seconds``; steps and evaluations.
+
+    Args:
+        path: of the file.
+        tokens: how far the training has come: lines of what a kill has undone are dropped.
+    """
+
+    def __init__(self, path: Path, tokens: int) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [line for line in read_curves(path) if line["tokens"] <= tokens]
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append a line."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_curves(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file of curves."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # a kill in the middle of the last one
+            continue
+    return lines
 
 
 # ------------------------------------------------------------------------------ the model card

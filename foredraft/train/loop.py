@@ -16,9 +16,9 @@ from foredraft.drafters.trained import META
 from foredraft.train.acceptance import AcceptanceCount, HeldOutAcceptance
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
 from foredraft.train.capture import Capture
-from foredraft.train.curves import Curves
 from foredraft.train.folder import (
     Counters,
+    Curves,
     check_out,
     load_state,
     model_card,

@@ -17,7 +17,7 @@ import foredraft.system.files
 from foredraft.core.errors import CapabilityError, ConfigError, TrainingError
 from foredraft.drafters.trained import load_head
 from foredraft.models.table import TableModel
-from foredraft.train.curves import read_curves
+from foredraft.train.folder import read_curves
 from foredraft.train.heads.base import Prediction, TextBatch
 from foredraft.train.loop import Trainer
 from foredraft.train.target import TrainingTarget

@@ -54,19 +54,20 @@ def save_head(directory: Path, module: HeadModule, info: Mapping[str, Any], test
     rounded = type(module).from_config(module.shape, module.config)
     rounded.load_state_dict(stored)
     whole_info = HeadInfo(module.kind, module.config, module.shape, **info)
-    write_folder(directory, whole_info, stored, card, _self_test(rounded, _on_cpu(test), depth))
+    write_folder(directory, whole_info, stored, card, _self_test(rounded, _rounded(test), depth))
 
 
 def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
 
 
-def _on_cpu(batch: TextBatch) -> TextBatch:
+def _rounded(batch: TextBatch) -> TextBatch:
+    """The batch as it will be read back."""
     return TextBatch(
         batch.tokens_BL.cpu(),
         batch.lengths_B.cpu(),
-        batch.embeddings_BLE.cpu().float(),
-        {layer: x_BLE.cpu().float() for layer, x_BLE in batch.taps.items()},
+        batch.embeddings_BLE.cpu().bfloat16().float(),
+        {layer: x_BLE.cpu().bfloat16().float() for layer, x_BLE in batch.taps.items()},
     )
 
 
@@ -82,15 +83,8 @@ def _self_test(module: HeadModule, batch: TextBatch, depth: int) -> dict[str, Te
 
 def _test_logits(module: HeadModule, batch: TextBatch, depth: int) -> Tensor:
     """Float32 [D, L, S]: every depth, some of the output rows; entries beyond the text zero."""
-    # The batch as it will be read back.
-    rounded = TextBatch(
-        batch.tokens_BL,
-        batch.lengths_B,
-        batch.embeddings_BLE.bfloat16().float(),
-        {layer: x.bfloat16().float() for layer, x in batch.taps.items()},
-    )
     found = []
-    for prediction in training_of(module).predictions(rounded, depth):
+    for prediction in training_of(module).predictions(batch, depth):
         num_rows = len(prediction.output_RK)
         rows = torch.arange(0, num_rows, max(1, num_rows // _COMPARED_ROWS))
         logits_LS = (prediction.states_BLK[0] @ prediction.output_RK[rows].T).float()
