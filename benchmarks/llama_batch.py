@@ -136,7 +136,7 @@ class LlamaBatchServer:
             self.served.seconds += wall_s
             wall_ms = 1e3 * wall_s
             self.served.steps.append(
-                ServedStep(wall_ms, 0.0, wall_ms, wall_ms, committed, 0, committed, not read)
+                ServedStep(wall_ms, 0.0, wall_ms, committed, 0, committed, not read)
             )
             self._finish()
         return bool(self._running or self._waiting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.bench.record import AUTO, PLAIN, Recording, Setting
+from foredraft.bench.record import AUTO, PLAIN, Recording
 from foredraft.bench.report import Report, Table
 
 _BETTER = 1.02
@@ -37,74 +37,61 @@ class Gain:
     """Measured performance of a setting under a load. Times are in milliseconds.
 
     Attributes:
-        setting: drafter and nodes; with "none" nothing is drafted.
-        load: requests at once.
+        recording: what ran; with the drafter "none" nothing is drafted.
         nodes: drafted by a row in a step, on average.
         committed: tokens a step of a row.
-        rates: the share of steps in which the draft held to depth 1, 2, …
         gain: throughput relative to plain decoding.
         low, high: between which 90 % of bootstraps over prompts have it.
         step_ms: of a full batch.
         tokens_per_s: of all requests together, in full steps that read no prompt.
-        first_ms: until the first token of a request that joins the others.
-        requests_per_s: that ended.
         holds: share of drafted tokens that are accepted.
         break_even: the acceptance rate at which drafting neither gains nor loses; None: nothing is
             drafted.
         totals: by prompt: milliseconds of plain decoding for the tokens written, and those taken.
-        joules: of a token, prefill included; None where the machine does not tell it.
+        num_different: texts that are not those of plain decoding.
     """
 
-    setting: Setting
-    load: int
+    recording: Recording
     nodes: float
     committed: float
-    rates: tuple[float, ...]
     gain: float
     low: float
     high: float
     step_ms: float
     tokens_per_s: float
-    first_ms: float
-    requests_per_s: float
     holds: float
     break_even: float | None
     totals: Mapping[int, tuple[float, float]]
-    joules: float | None = None
+    num_different: int
 
     @classmethod
     def of(cls, recording: Recording, plain: Recording) -> Gain:
         """Tokens by time over those of plain decoding."""
         rows = [row for step in recording.steps for row in step.rows]
         drafted = sum(len(row.proposal.tree) for row in rows)
-        accepted = [row.num_accepted for row in rows]
         step_ms, per_s = _pace(recording)
         plain_ms, plain_per_s = _pace(plain)
-        gain = per_s / plain_per_s
+        gain, nodes = per_s / plain_per_s, drafted / len(rows)
         totals = _totals(recording, plain)
         low, high = _band(gain, totals)
-        nodes = drafted / len(rows)
         return cls(
-            recording.setting,
-            recording.load,
+            recording,
             nodes,
             sum(len(row.committed) for row in rows) / len(rows),
-            tuple(
-                sum(held >= depth for held in accepted) / len(rows)
-                for depth in range(1, max(accepted) + 1)
-            ),
             gain,
             low,
             high,
             step_ms,
             per_s,
-            recording.first_ms,
-            recording.requests_per_s,
-            sum(accepted) / drafted if drafted else 0.0,
+            sum(row.num_accepted for row in rows) / max(1, drafted),
             (step_ms / plain_ms - 1.0) / nodes if nodes else None,
             totals,
-            recording.joules,
+            recording.num_different(plain),
         )
+
+    @property
+    def drafter(self) -> str:
+        return self.recording.setting.drafter
 
     def gain_on(self, prompts: Collection[int]) -> float:
         """The gain on some of the prompts, by their numbers."""
@@ -113,10 +100,23 @@ class Gain:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        setting = {"drafter": self.setting.name, "flags": self.setting.flags,
-                   "num_draft_tokens": self.setting.num_draft_tokens}  # fmt: skip
-        left_out = ("setting", "totals")
-        return setting | {name: value for name, value in vars(self).items() if name not in left_out}
+        ran = self.recording
+        own = {n: value for n, value in vars(self).items() if n not in ("recording", "totals")}
+        return {
+            "drafter": ran.setting.name,
+            "flags": ran.setting.flags,
+            "num_draft_tokens": ran.setting.num_draft_tokens,
+            "load": ran.load,
+            "first_ms": ran.first_ms,
+            "joules": ran.joules,
+            **own,
+        }
+
+    def row(self) -> dict[str, Any]:
+        """As a row of the table."""
+        if self.drafter == PLAIN:
+            return self.as_dict() | {"holds": None, "num_different": None}
+        return self.as_dict() | {"band": f"{self.low:.2f}-{self.high:.2f}x"}
 
 
 def _pace(recording: Recording) -> tuple[float, float]:
@@ -180,90 +180,57 @@ def interval(
     return float(low), float(high)
 
 
-@dataclass(frozen=True)
-class Gains:
-    """The gain of each drafter.
+Gains = Mapping[int, Sequence[Gain]]
+"""By load, the gain of each drafter; plain decoding comes first."""
 
-    Attributes:
-        by_load: plain decoding comes first.
-        num_different: by load and drafter, the texts that are not those of plain decoding.
-        reasons: by load, why the controller drafted nothing at the end, if it did not.
+
+def gains_of(recorded: Mapping[int, Sequence[Recording]]) -> Gains:
+    """Gains of each drafter with the number of nodes that gained the most.
+
+    Texts that differ are those of the number of nodes with the most of them.
+
+    Args:
+        recorded: by load, ascending: plain decoding, then each drafter by rising most nodes.
     """
+    found: dict[int, Sequence[Gain]] = {}
+    for load, (plain, *runs) in recorded.items():
+        by_drafter = groupby(runs, lambda each: replace(each.setting, num_draft_tokens=None))
+        tried = [[Gain.of(run, plain) for run in same] for _, same in by_drafter]
+        best = [
+            replace(
+                max(same, key=lambda one: one.gain),
+                num_different=max(one.num_different for one in same),
+            )
+            for same in tried
+        ]
+        found[load] = [Gain.of(plain, plain), *best]
+    return found
 
-    by_load: Mapping[int, Sequence[Gain]]
-    num_different: Mapping[tuple[int, str], int]
-    reasons: Mapping[int, str]
 
-    @classmethod
-    def of(cls, recorded: Mapping[int, Sequence[Recording]]) -> Gains:
-        """Of each drafter with the number of nodes that gained the most.
+def choice_of(gains: Sequence[Gain]) -> Gain:
+    """The recommended setting under a load.
 
-        Args:
-            recorded: by load, ascending: plain decoding, then each drafter by rising most nodes.
-        """
-        found: dict[int, Sequence[Gain]] = {}
-        different, reasons = dict[tuple[int, str], int](), dict[int, str]()
-        for load, (plain, *runs) in recorded.items():
-            by_drafter = groupby(runs, lambda each: replace(each.setting, num_draft_tokens=None))
-            tried = [[Gain.of(run, plain) for run in same] for _, same in by_drafter]
-            best = (max(same, key=lambda one: one.gain) for same in tried)
-            found[load] = [Gain.of(plain, plain), *best]
-            for run in runs:
-                place = load, run.setting.name
-                different[place] = max(run.num_different(plain), different.get(place, 0))
-                if run.setting.drafter == AUTO and run.reason:
-                    reasons[load] = run.reason
-        return cls(found, different, reasons)
+    It is "auto" unless another setting is clearly better, and no drafts unless drafting is
+    clearly better.
+    """
+    best = max(gains, key=lambda each: each.gain)
+    for usual in (PLAIN, AUTO):
+        for each in gains:
+            if each.drafter == usual and best.gain < _BETTER * each.gain:
+                return each
+    return best
 
-    def choice(self, load: int) -> Gain:
-        """The recommended setting under a load.
 
-        It is "auto" unless another setting is clearly better, and no drafts unless drafting is
-        clearly better.
-        """
-        gains = self.by_load[load]
-        best = max(gains, key=lambda each: each.gain)
-        for usual in (PLAIN, AUTO):
-            for each in gains:
-                if each.setting.drafter == usual and best.gain < _BETTER * each.gain:
-                    return each
-        return best
-
-    @property
-    def lines(self) -> list[str]:
-        """Sentences: the setting to run."""
-        said = []
-        for load in self.by_load:
-            choice = self.choice(load)
-            if choice.setting.drafter == PLAIN:
-                said.append(f"{load} at once: nothing pays; --drafter none")
-            else:
-                said.append(f"{load} at once: {choice.setting.flags}  ({choice.gain:.2f}x)")
-            if load in self.reasons:
-                said[-1] += f"; auto drafts nothing at the end: {self.reasons[load]}"
-        return said
-
-    def table(self) -> Table:
-        """One row for each drafter and load."""
-        rows = [self._shown(each) for found in self.by_load.values() for each in found]
-        energy = {"J/token": "{joules:.2f}"} if any(row["joules"] for row in rows) else {}
-        return Table("", rows, _COLUMNS | energy, "measured here")
-
-    def _shown(self, each: Gain) -> dict[str, Any]:
-        row = each.as_dict()
-        if each.setting.drafter == PLAIN:
-            return row | {"band": None, "holds": None}
-        different = self.num_different[each.load, each.setting.name]
-        return row | {"band": f"{each.low:.2f}-{each.high:.2f}x", "num_different": different}
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "machine": "here",
-            "outlooks": [each.as_dict() for found in self.by_load.values() for each in found],
-            "choices": {str(load): self.choice(load).setting.flags for load in self.by_load},
-            "reasons": {str(load): reason for load, reason in self.reasons.items()},
-        }
+def _sentence(load: int, gains: Sequence[Gain]) -> str:
+    """The setting to run."""
+    choice = choice_of(gains)
+    said = f"{choice.recording.setting.flags}  ({choice.gain:.2f}x)"
+    if choice.drafter == PLAIN:
+        said = "nothing pays; --drafter none"
+    for each in gains:
+        if each.recording.reason:
+            said += f"; {each.drafter} drafts nothing at the end: {each.recording.reason}"
+    return f"{load} at once: {said}"
 
 
 def gains_report(gains: Gains, about: str, categories: Sequence[str]) -> Report:
@@ -272,18 +239,27 @@ def gains_report(gains: Gains, about: str, categories: Sequence[str]) -> Report:
     Args:
         categories: of each prompt.
     """
-    load = min(gains.by_load)
-    choice, plain = gains.choice(load), gains.by_load[load][0]
-    rows = [
-        {"category": name, "gain": choice.gain_on(numbers), "prompts": len(numbers)}
-        for name in dict.fromkeys(categories)
-        if (numbers := {number for number, each in enumerate(categories) if each == name})
-    ]
-    columns = {"category": "{category} ({prompts})", "gain": "{gain:.2f}x"}
-    title = f"{choice.setting.name}, {load} at once"
-    tables = [gains.table()]
-    if len(rows) > 1 and choice is not plain:
+    flat = [each for found in gains.values() for each in found]
+    energy = {"J/token": "{joules:.2f}"} if any(each.recording.joules for each in flat) else {}
+    tables = [Table("", [each.row() for each in flat], _COLUMNS | energy, "measured here")]
+    load = min(gains)
+    choice = choice_of(gains[load])
+    rows = [*_by_category(choice, categories)]
+    if len(rows) > 1 and choice.drafter != PLAIN:
+        columns = {"category": "{category} ({prompts})", "gain": "{gain:.2f}x"}
+        title = f"{choice.recording.setting.name}, {load} at once"
         tables.append(Table("categories", rows, columns, title))
-    different = sum(gains.num_different.values())
-    facts = {"about": about, "plans": [gains.as_dict()], "num_different": different}
-    return Report(tables, facts, gains.lines)
+    plan = {
+        "machine": "here",
+        "outlooks": [each.as_dict() for each in flat],
+        "choices": {str(n): choice_of(found).recording.setting.flags for n, found in gains.items()},
+    }
+    different = sum(each.num_different for each in flat)
+    facts = {"about": about, "plans": [plan], "num_different": different}
+    return Report(tables, facts, [_sentence(*item) for item in gains.items()])
+
+
+def _by_category(choice: Gain, categories: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for name in dict.fromkeys(categories):
+        numbers = {number for number, each in enumerate(categories) if each == name}
+        yield {"category": name, "gain": choice.gain_on(numbers), "prompts": len(numbers)}

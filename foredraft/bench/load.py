@@ -60,7 +60,6 @@ class ServedStep:
     Attributes:
         wall_ms: all of it, as its caller sees it.
         draft_ms: in the drafter, proposing and observing.
-        score_ms: in the target's forward.
         kernel_ms: of the target's forward in compiled code, where the decoder says so.
         num_rows: requests that took part.
         is_decoding: no prompt was read.
@@ -69,7 +68,6 @@ class ServedStep:
 
     wall_ms: float
     draft_ms: float
-    score_ms: float
     kernel_ms: float
     num_rows: int
     drafted: int
@@ -199,7 +197,6 @@ def _as_step(records: Sequence[tuple[StepRecord, float]], wall_ms: float) -> Ser
     return ServedStep(
         wall_ms=wall_ms,
         draft_ms=sum(r.times.draft_ms + r.times.learn_ms for r, _ in records),
-        score_ms=sum(r.times.score_ms for r, _ in records),
         kernel_ms=sum(kernel_ms for _, kernel_ms in records),
         num_rows=len(rows),
         drafted=sum(len(row.proposal.tree) for row in rows),

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any
 
 from foredraft.bench.load import Load, OurServer, ServedStep, serve
 from foredraft.bench.prompts import encoded_prompts
@@ -74,11 +74,10 @@ class Recording:
     Attributes:
         setting: drafter and nodes.
         load: requests at once.
-        steps: that read no prompt; full ones if there are any.
+        steps: that read no prompt, if there are enough.
         prompts: the number of the prompt of each request, by its id.
         texts: of each prompt that ended, by its number.
         first_ms: until the first token of a request that joins the others, the median.
-        requests_per_s: that ended.
         reason: why the controller drafted nothing in its last step, if it did not.
         joules: of a token, where the machine tells it.
     """
@@ -89,7 +88,6 @@ class Recording:
     prompts: Mapping[int, int]
     texts: Mapping[int, Sequence[int]]
     first_ms: float
-    requests_per_s: float
     reason: str = ""
     joules: float | None = None
 
@@ -148,17 +146,16 @@ class Work:
         return Load(prompts, self.params, load, stays_full=True)
 
 
-Counts: TypeAlias = Callable[[ServedStep, int], bool]
-"""Whether a step counts under a load."""
-_COUNTS: tuple[Counts, ...] = (
-    lambda step, load: step.is_decoding and step.num_rows == load,
-    lambda step, load: step.is_decoding and step.num_rows > 0,
-    lambda step, load: step.num_rows > 0,
-)
-"""Steps of full load without a prompt; without a prompt; all in which any row decodes. Under many
-short requests a prompt is read in nearly every step."""
 _ENOUGH = 8
-"""Steps that each setting must have: else the next kind counts, for all of them."""
+"""Steps that each setting must have of a kind: else the next kind counts, for all of them."""
+
+
+def counted(step: ServedStep, reads: bool) -> bool:
+    """Whether a step counts: rows decode in it, and it reads no prompt, unless ``reads``.
+
+    Under many short requests a prompt is read in nearly every step.
+    """
+    return step.num_rows > 0 and (reads or step.is_decoding)
 
 
 class Runner(OurServer):
@@ -176,23 +173,22 @@ class Runner(OurServer):
         )
         self.setting = setting
 
-    def recording(self, num_prompts: int, counts: Counts = _COUNTS[0]) -> Recording:
+    def recording(self, num_prompts: int, reads: bool = False) -> Recording:
         """The recording of the load that has ended.
 
         Args:
             num_prompts: different ones.
-            counts: the steps that count.
+            reads: steps that read a prompt count, too.
         """
-        served, load = self.served, self._load.concurrency
+        served = self.served
         plan = getattr(self.llm.controller, "plan", None)
         return Recording(
             self.setting,
-            load,
-            [step for step in served.steps if counts(step, load)],
+            self._load.concurrency,
+            [step for step in served.steps if counted(step, reads)],
             {request_id: number % num_prompts for request_id, number in self.numbers.items()},
             {each.number: each.token_ids for each in served.finished},
             1e3 * median(each.first_s for each in served.finished),
-            len(served.finished) / served.seconds,
             "" if plan is None or plan.budgets else plan.reason,
             served.token_joules,
         )
@@ -217,16 +213,10 @@ def record(
     found = dict[int, list[Recording]]()
     for load in loads:
         serve(runners, work.under(load), advance)
-        counts = next((each for each in _COUNTS if _is_enough(runners, each, load)), _COUNTS[-1])
-        found[load] = [runner.recording(len(work.prompts), counts) for runner in runners]
+        fewest = min(sum(counted(s, False) for s in each.served.steps) for each in runners)
+        reads = fewest < _ENOUGH
+        found[load] = [runner.recording(len(work.prompts), reads) for runner in runners]
     return found
-
-
-def _is_enough(runners: Sequence[Runner], counts: Counts, load: int) -> bool:
-    """Whether every setting has enough steps that count."""
-    return all(
-        sum(counts(step, load) for step in runner.served.steps) >= _ENOUGH for runner in runners
-    )
 
 
 def recorded_settings(llm: LLM, drafters: Iterable[Setting]) -> list[Setting]:

@@ -91,7 +91,7 @@ def measure(
 
         foredraft measure --acceptance 1,2,4,8 --prompts speed-bench.jsonl --golden golden.yaml
     """
-    from foredraft.bench.gains import Gains, gains_report
+    from foredraft.bench.gains import gains_of, gains_report
     from foredraft.bench.record import Work, record, recorded_settings
     from foredraft.bench.report import check_outputs
     from foredraft.cli.display import progress_bar
@@ -112,7 +112,7 @@ def measure(
     with measuring(lambda text: typer.echo(text, err=True)), progress_bar(total) as advance:
         recorded = record(llm, settings, work, loads, advance)
     about = f"{load.model} at temperature {params.temperature:g}"
-    report = gains_report(Gains.of(recorded), about, work.categories)
+    report = gains_report(gains_of(recorded), about, work.categories)
     report.give(output, as_json=as_json)
     if report.facts["num_different"] and llm.is_exact:
         raise typer.Exit(1)
