@@ -149,7 +149,6 @@ def train_head(
     from foredraft.drafters.registry import head_class
     from foredraft.system.paths import cache_root
     from foredraft.train.folder import alone_in, check_out, read_counters
-    from foredraft.train.learner import settled
     from foredraft.train.loop import Job, Trainer
     from foredraft.train.options import checked_options
 
@@ -164,7 +163,7 @@ def train_head(
         ends_at = None
         if options.minutes is not None:
             ends_at = began + 60 * options.minutes - read_counters(out).total_s
-        with settled(), _loaded_target(load, ends_at) as (llm, target, display):
+        with _loaded_target(load, ends_at) as (llm, target, display):
             now = time.monotonic()
             share = None if ends_at is None else now + _WRITING_SHARE * (ends_at - now)
             texts = _read_texts(data, out, llm, target, display, share)

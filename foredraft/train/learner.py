@@ -7,11 +7,8 @@ C candidates (rows that the target finds likely), V vocabulary.
 from __future__ import annotations
 
 import copy
-import ctypes
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -197,37 +194,3 @@ def _follow(means: list[float], new: Sequence[float]) -> None:
     means += new[len(means) :]
     for number, value in enumerate(new):
         means[number] += (1 - _SURVIVAL_KEPT) * (value - means[number])
-
-
-# ------------------------------------------------------------------------ faster on CPUs
-
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_LARGE, _PAD = 1 << 30, 1 << 28
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """Keep freed memory for the next tensors, and take numbers near zero for zero.
-
-    glibc gives large blocks back to the system as soon as they are freed, so every step would have
-    its pages made anew, zeroed, one by one. Where there is another C library nothing happens.
-    """
-    _keep_freed_memory()
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-def _keep_freed_memory() -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        for setting, value in (
-            (_MMAP_THRESHOLD, _LARGE),
-            (_TRIM_THRESHOLD, 2 * _LARGE - 1),
-            (_TOP_PAD, _PAD),
-        ):
-            library.mallopt(setting, value)
