@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from foredraft.core.errors import CapabilityError
 from foredraft.drafters.trained import TargetIdentity, identify
 from foredraft.models.base import ModelShape, ScoreRow, Target, check_taps
 from foredraft.models.native.config import USUAL_KIND
-from foredraft.models.native.quant import as_tensor
+from foredraft.models.native.quant import Stack, as_tensor
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import LayerWeights
 from foredraft.train.texts import Ids
@@ -122,11 +122,11 @@ class TrainingTarget:
 
     def embedding(self) -> Tensor:
         """[V, E], float32."""
-        return as_tensor(self._weights.embedding_VE, torch.float32).float().clone()
+        return _floats(self._weights.embedding_VE).clone()
 
     def head(self) -> Tensor:
         """[V, E], float32; the embedding itself where the two are tied."""
-        return as_tensor(self._weights.head_VE, torch.float32).float().clone()
+        return _floats(self._weights.head_VE).clone()
 
     def final_norm(self) -> Tensor:
         """[E], float32."""
@@ -135,76 +135,61 @@ class TrainingTarget:
     def layer(self, index: int) -> Mapping[str, Tensor]:
         """Weights of a layer under the names of `LlamaLayer`; -1 is the last layer.
 
-        They are without what else the family has, and of the first expert only.
-
-        A recurrent layer has the attention of the nearest one that attends, and one without
-        experts those of the nearest mixture. Attention to latents is no such attention: there it is
-        random, and adds nothing before it is trained.
+        They are without what else the family has, and of the first expert only. A layer without
+        attention, or without experts, has those of the nearest one that is like Llama's. Where none
+        is (latents, gates), attention is random, and adds nothing before it is trained.
 
         Raises:
-            CapabilityError: no layer attends, or none has a feed-forward part.
+            CapabilityError: no layer has a feed-forward part.
         """
-        layers, config = self._weights.layers, self._target.config
-        layer = layers[index]
-
-        def nearest_of(found: list[int]) -> LayerWeights:
-            return layers[min(found, key=lambda i: abs(i - index % len(layers)))]
-
+        layers, config = self._weights.layers, self._config
+        offset, intermediate_size = config.family.norm_offset, config.intermediate_size
         most = max(each.num_experts for each in layers)
-        rows = config.qkv_rows(USUAL_KIND)
-        kinds = enumerate(each.kind for each in layers)
-        usual = [i for i, kind in kinds if kind.attends and config.qkv_rows(kind) == rows]
-        own = [i for i, each in enumerate(layers) if each.kind.feeds and each.num_experts == most]
-        if not usual or not own:
+        fed = self._nearest(index, lambda layer: layer.kind.feeds and layer.num_experts == most)
+        if fed is None:
             raise CapabilityError(
-                f"a head begins as layers of its model that attend and feed forward, and "
-                f"{config.model_type} has not both here; draft with 'suffix' or 'self_draft'"
+                f"a head begins as layers of its model that feed forward, and {config.model_type} "
+                "has none; draft with 'suffix' or 'self_draft'"
             )
-        fed = nearest_of([i for i in own if layers[i].kind.source is None])
-        gate_up = as_tensor(fed.gate_up_weight, torch.float32)
+        gate_up, down = (_floats(weight) for weight in (fed.gate_up_weight, fed.down_weight))
         if not config.family.is_gated:
             gate_up = torch.cat((gate_up, gate_up))
-        plain_norm_E = torch.ones(config.hidden_size) - config.family.norm_offset
         norms = {
-            "attention_norm.weight": layer.attention_norm_E,
-            "mlp_norm.weight": layer.mlp_norm_E,
+            "attention_norm.weight": layers[index].attention_norm_E,
+            "mlp_norm.weight": layers[index].mlp_norm_E,
         }
-        matrices = {
-            "gate_up.weight": (gate_up, 2 * config.intermediate_size),
-            "down.weight": (fed.down_weight, config.hidden_size),
-        }
-        return (
-            {
-                name: (plain_norm_E if norm_E is None else norm_E.float())
-                + config.family.norm_offset
+        return {
+            **{
+                name: torch.ones(config.hidden_size) if norm_E is None else norm_E.float() + offset
                 for name, norm_E in norms.items()
-            }
-            | {
-                name: as_tensor(weight, torch.float32).float()[:rows].clone()
-                for name, (weight, rows) in matrices.items()
-            }
-            | (self._new_attention(index) if config.latent else self._attention(nearest_of(usual)))
-        )
+            },
+            "gate_up.weight": gate_up[: 2 * intermediate_size].clone(),
+            "down.weight": down[: config.hidden_size].clone(),
+            **self._attention(index),
+        }
 
-    def _new_attention(self, seed: int) -> dict[str, Tensor]:
-        shape, generator = self.shape, torch.Generator().manual_seed(seed % (1 + self.last_layer))
-        rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
-        qkv_weight = torch.randn(rows, shape.hidden_size, generator=generator)
-        out = torch.zeros(shape.hidden_size, shape.num_attention_heads * shape.head_dim)
-        return {"qkv.weight": qkv_weight / shape.hidden_size**0.5, "output.weight": out}
+    def _nearest(self, index: int, fits: Callable[[LayerWeights], bool]) -> LayerWeights | None:
+        """The layer nearest to one, of those with weights of their own that fit."""
+        layers = self._weights.layers
+        found = [i for i, each in enumerate(layers) if fits(each) and each.kind.source is None]
+        nearest = min(found, key=lambda i: abs(i - index % len(layers)), default=None)
+        return None if nearest is None else layers[nearest]
 
-    def _attention(self, layer: LayerWeights) -> dict[str, Tensor]:
-        qkv, out = (as_tensor(w, torch.float32) for w in (layer.qkv_weight, layer.output_weight))
-        return {"qkv.weight": self._without_gates(qkv), "output.weight": out.float().clone()}
-
-    def _without_gates(self, qkv_weight: Tensor) -> Tensor:
-        config, qkv_weight = self._target.config, qkv_weight.float()
-        if not config.family.gates_attention:
-            return qkv_weight.clone()
-        heads, size = config.num_attention_heads, config.head_dim
-        query_rows = config.qkv_rows(USUAL_KIND)[0]
-        query = qkv_weight[:query_rows].reshape(heads, 2, size, -1)[:, 0].flatten(0, 1)
-        return torch.cat((query, qkv_weight[query_rows:]))
+    def _attention(self, index: int) -> dict[str, Tensor]:
+        config, shape = self._config, self.shape
+        rows, size = config.qkv_rows(USUAL_KIND), shape.num_attention_heads * shape.head_dim
+        if config.latent is None and not config.family.gates_attention:
+            layer = self._nearest(
+                index, lambda each: each.kind.attends and config.qkv_rows(each.kind) == rows
+            )
+            if layer is not None:
+                qkv, out = (_floats(weight) for weight in (layer.qkv_weight, layer.output_weight))
+                return {"qkv.weight": qkv.clone(), "output.weight": out.clone()}
+        generator = torch.Generator().manual_seed(index % (1 + self.last_layer))
+        num_rows = size + 2 * shape.num_key_value_heads * shape.head_dim
+        qkv = torch.randn(num_rows, shape.hidden_size, generator=generator)
+        out = torch.zeros(shape.hidden_size, size)
+        return {"qkv.weight": qkv / shape.hidden_size**0.5, "output.weight": out}
 
     # ------------------------------------------------------------------- reading texts
 
@@ -250,3 +235,7 @@ class TrainingTarget:
         pieces = torch.split(self.parts.norm(last_TE), size)
         found = [self.parts.logits(piece).logsumexp(-1) for piece in pieces if len(piece)]
         return torch.cat(found) if found else torch.empty(0)
+
+
+def _floats(matrix: Stack) -> Tensor:
+    return as_tensor(matrix, torch.float32).float()

@@ -781,7 +781,7 @@ def test_entries_of_latent_attention_are_in_memory_once(tmp_path: Path) -> None:
 
 def test_a_head_of_a_model_that_attends_nowhere_is_refused() -> None:
     source = TrainingTarget(new_target("mamba2", "float32"), "mamba2", "its weights")
-    with pytest.raises(CapabilityError, match="mamba2 has not both"):
+    with pytest.raises(CapabilityError, match="mamba2 has none"):
         source.layer(-1)
 
 
