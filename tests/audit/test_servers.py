@@ -29,7 +29,7 @@ from foredraft.audit.report import (
 )
 from foredraft.audit.servers import Endpoint, ServerAudit, connect
 from foredraft.bench.prompts import load_prompts
-from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.core.errors import ForedraftError
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
@@ -289,22 +289,3 @@ def test_what_differs_is_shown_with_its_own_text() -> None:
     for each in level.evidence:
         number = zlib.crc32(each["before"][-10:].encode())
         assert (each["served"], each["alone"]) == ("abc"[(number + 1) % 3], "abc"[number % 3])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_requests": 1},
-        {"in_flight": 0},
-        {"plain_endpoint": "http://127.0.0.1:1"},
-        {"plain_endpoint": "http://x"},
-    ],
-)
-def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        ServerOptions(**wrong)
-
-
-def test_an_address_is_one() -> None:
-    with pytest.raises(ConfigError, match="no address"):
-        connect("localhost:8000", None)

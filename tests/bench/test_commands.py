@@ -47,6 +47,8 @@ def test_a_text_that_differs_fails(checkpoint: Path, monkeypatch: pytest.MonkeyP
         (("--variant", "suffix shared"), "NAME=VALUE"),
         (("--output", "/no/such/folder/x.json"), "there is no folder"),
         (("--limit", "0"), "limit is 0"),
+        (("--prompts", "no/such/file.jsonl"), "no such prompts file"),
+        (("--acceptance-length", "0.5"), "a step commits at least one token"),
         (("--max-tokens", "0"), "max_tokens is 0"),
         (("--prompts", "p" * 5000), "File name too long"),
     ],

@@ -254,11 +254,6 @@ def test_requests_that_gave_way_are_shown(tmp_path: Path) -> None:
     assert said in ask(app, ["trace", str(path)]).output
 
 
-def test_a_trace_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        TraceFile(tmp_path / "no" / "such" / "folder")
-
-
 def test_cancelled_requests_leave_no_decoders_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """No record says that they are over."""
     monkeypatch.setattr("foredraft.trace.texts._MAX_DECODERS", 8)

@@ -84,16 +84,6 @@ def test_what_chooses_a_checkpoint_is_not_what_is_reported(
     assert info["measured"]["score"] == pytest.approx(score, abs=1e-4)
 
 
-def test_output_rows_are_the_most_frequent_of_texts_for_training(
-    target: TrainingTarget, tmp_path: Path
-) -> None:
-    trainer = trainer_of(target, tmp_path / "head", options=options_of(output_rows=50))
-    trainer.run()
-    ids = state_of(tmp_path / "head")["module/output_ids_R"]
-    assert len(ids) == 50
-    assert torch.equal(ids, ids.sort().values)
-
-
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_what_was_interrupted_ends_with_the_same_bits(
     target: TrainingTarget, tmp_path: Path, how: str
@@ -175,14 +165,6 @@ def test_acceptance_does_not_depend_on_batches(target: TrainingTarget, tmp_path:
     assert small.num_anchors == large.num_anchors
     assert small.greedy == pytest.approx(large.greedy)
     assert small.sampled == pytest.approx(large.sampled, rel=1e-4)
-
-
-def test_more_time_goes_on(target: TrainingTarget, tmp_path: Path) -> None:
-    train(target, tmp_path / "head")
-    watch = Watch()
-    result = train(target, tmp_path / "head", options=options_of(tokens=12_000), watch=watch)
-    assert result.tokens >= 12_000
-    assert len(watch.statuses) >= 1
 
 
 @pytest.mark.parametrize(

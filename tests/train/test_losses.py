@@ -47,10 +47,6 @@ def test_values_by_hand(name: str, equal: float, skewed: float) -> None:
     assert value(name, SKEWED) == pytest.approx(skewed, abs=1e-6)
 
 
-def test_a_token_that_the_head_cannot_name_has_no_hard_loss() -> None:
-    assert value("hard", LOGITS, label=-1) == 0.0
-
-
 def plainly(name: str, logits: Tensor, probs: Tensor, labels: Tensor) -> Tensor:
     """The losses as they are written down, for automatic differentiation."""
     log_q = logits.log_softmax(-1)
@@ -131,11 +127,6 @@ def test_shared_noise_agrees_as_often_as_draws_do() -> None:
     noise = -torch.rand(200_000, 3, dtype=torch.float64).log().neg().log()
     same = (p.log() + noise).argmax(-1) == (q.log() + noise).argmax(-1)
     assert abs(float(gumbel_acceptance(p, q)) - float(same.double().mean())) < 0.005
-
-
-def test_equal_distributions_always_agree() -> None:
-    p = torch.tensor([[0.7, 0.2, 0.1, 0.0]])
-    assert abs(float(gumbel_acceptance(p, p)) - 1.0) < 1e-6
 
 
 def test_shares_by_depth_are_of_places_where_all_before_were_right() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from foredraft.train.writing import (
     SourcePrompt,
     Writer,
     check_origin,
-    common_prefix,
 )
 from tests.train.helpers import Watch, some_texts
 
@@ -145,11 +143,6 @@ def test_text_of_another_target_is_refused(tmp_path: Path) -> None:
         check_origin(tmp_path / "texts", TargetIdentity("big", "def"))
 
 
-def test_what_all_begin_with() -> None:
-    assert common_prefix([[1, 2, 3, 4], [1, 2, 5], [1, 2, 3]]) == (1, 2)
-    assert json.loads("[]") == list(common_prefix([]))
-
-
 def test_prompts_fit_a_short_context(tmp_path: Path) -> None:
     """At a context of 512 a reply of up to 256 tokens still fits; here a letter is a token."""
     echo = Echo()
@@ -201,9 +194,3 @@ def test_prompts_that_do_not_end_serve_where_none_does(tmp_path: Path) -> None:
     echo.plain = False
     writer(tmp_path / "texts", echo).run(Watch(), lambda: False)
     assert len(read_texts(tmp_path / "texts")) > 1
-
-
-def test_few_tokens_are_few_texts(tmp_path: Path) -> None:
-    echo = Echo()
-    writer(tmp_path / "texts", echo, tokens=10).run(Watch(), lambda: False)
-    assert len(read_texts(tmp_path / "texts")) <= 16
