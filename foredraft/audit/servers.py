@@ -155,11 +155,6 @@ class Endpoint:
             answered = pool.map(self._ask, requests[len(alone) :])
             return choices + [self._take(*each) for each in answered]
 
-    def served(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Place]]:
-        """Replies, token by token; empty where the server does not say what its tokens are."""
-        choices = self.together(requests)
-        return [_places(each["prompt"], got) for each, got in zip(requests, choices, strict=True)]
-
     def probe(self, place: Place, **options: Any) -> Probe | None:
         """The plain law at a place, which comes with a reply of one token; None where the server
         splits the text into other tokens."""
@@ -375,7 +370,8 @@ class ServerAudit:
                 }
                 for index in range(number, number + at_once)
             ]
-            for request, places in zip(asked, self._endpoint.served(asked), strict=True):
+            for request, choice in zip(asked, self._endpoint.together(asked), strict=True):
+                places = _places(request["prompt"], choice)
                 number += 1
                 if not places:
                     self._not_audited += 1

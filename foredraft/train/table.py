@@ -234,23 +234,18 @@ def _stored(orders: Sequence[_Order], vocab_size: int, options: TableOptions) ->
 # ------------------------------------------------------------------------------ measuring
 
 
-class _Tally:
-    """Where the next token was named right in texts of one kind: for each text, by each.
+Rights = dict[str, list[list[bool]]]
+"""For each text of one kind where the next token was named right: by the table, by what followed
+earlier matches in the text, and by both together."""
 
-    Attributes:
-        rights: of the table, of what followed earlier matches in the text, and of both together.
-    """
 
-    def __init__(self) -> None:
-        self.rights: dict[str, list[list[bool]]] = {name: [] for name in (TABLE, COPIES, BOTH)}
-
-    def shown(self) -> dict[str, Any]:
-        """Shares of all places; and of the draft tokens of a chain, by depth."""
-        flat = {name: [*chain.from_iterable(texts)] for name, texts in self.rights.items()}
-        places = len(flat[TABLE])
-        shares = {name: sum(rights) / max(1, places) for name, rights in flat.items()}
-        depths = {n: shares_by_depth(texts, _DEPTH) for n, texts in self.rights.items()}
-        return {**shares, "places": places, BY_DEPTH: depths}
+def _shown(rights: Rights) -> dict[str, Any]:
+    """Shares of all places; and of the draft tokens of a chain, by depth."""
+    flat = {name: [*chain.from_iterable(texts)] for name, texts in rights.items()}
+    places = len(flat[TABLE])
+    shares = {name: sum(right) / max(1, places) for name, right in flat.items()}
+    depths = {name: shares_by_depth(texts, _DEPTH) for name, texts in rights.items()}
+    return {**shares, "places": places, BY_DEPTH: depths}
 
 
 def measure(
@@ -262,32 +257,33 @@ def measure(
         Shares of next tokens named right, for people; and the shares by situation and chance that
         `NgramTable.shares` wants.
     """
-    tallies = {name: _Tally() for name in ("greedy", "sampled")}
-    hits = {n: np.zeros((SITUATIONS, NUM_CLASSES)) for n in tallies}
-    trials = {n: np.zeros((SITUATIONS, NUM_CLASSES)) for n in tallies}
+    kinds = ("greedy", "sampled")
+    rights: dict[str, Rights] = {n: {name: [] for name in (TABLE, COPIES, BOTH)} for n in kinds}
+    hits = {n: np.zeros((SITUATIONS, NUM_CLASSES)) for n in kinds}
+    trials = {n: np.zeros((SITUATIONS, NUM_CLASSES)) for n in kinds}
     for number, text in enumerate(texts, start=1):
         name = "sampled" if text.temperature else "greedy"
-        _tally(table, text, tallies[name], hits[name], trials[name])
+        _tally(table, text, rights[name], hits[name], trials[name])
         progress.advance(number / len(texts))
     middles = (np.arange(NUM_CLASSES) + 0.5) / NUM_CLASSES
     shares = {
         n: ((hits[n] + _PRIOR_TRIALS * middles) / (trials[n] + _PRIOR_TRIALS)).tolist()
-        for n in tallies
+        for n in kinds
     }
-    return {name: tally.shown() for name, tally in tallies.items()}, shares
+    return {name: _shown(each) for name, each in rights.items()}, shares
 
 
 def _tally(
     table: NgramTable,
     text: Text,
-    tally: _Tally,
-    hits: NDArray[np.float64],
-    trials: NDArray[np.float64],
+    rights: Rights,
+    hits: Floats,
+    trials: Floats,
 ) -> None:
     tokens = text.tokens.tolist()
     follower = TableText(tokens[: text.num_prompt], table, bool(text.temperature))
     own = SuffixText(tokens[: text.num_prompt])
-    right: dict[str, list[bool]] = {name: [] for name in tally.rights}
+    right: dict[str, list[bool]] = {name: [] for name in rights}
     for i in range(text.num_prompt, len(tokens)):
         named = table.successors(tokens[max(0, i - LONGEST) : i])
         copied = next(own.successors(own.place), None)
@@ -300,8 +296,8 @@ def _tally(
             trials[opinion.situation, opinion.chance_class] += 1
         follower.commit(tokens[i])
         own.commit(tokens[i])
-    for name, rights in right.items():
-        tally.rights[name].append(rights)
+    for name, found in right.items():
+        rights[name].append(found)
 
 
 def train_table(
