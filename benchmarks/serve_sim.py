@@ -21,7 +21,7 @@ from benchmarks.serving import ServingFigure, figure
 from foredraft.bench.load import Load, OurServer, Served, Server, serve
 from foredraft.bench.prompts import encoded_prompts
 from foredraft.bench.report import Report, Table, check_outputs
-from foredraft.cache.base import Cache
+from foredraft.cache.paged import Cache
 from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
 from foredraft.core.errors import ConfigError

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import one_hot
 
-from foredraft.cache.base import Cache
+from foredraft.cache.paged import Cache
 from foredraft.core.choices import DrawKey
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.sampling import Law, NodeLaws

@@ -1,4 +1,4 @@
-"""The interface between engine and KV cache. It speaks of slots and tokens, never of memory.
+"""Shapes, counts and checks that all caches share.
 
 Shape legend: L layers, H key-value heads, T tokens, D head size.
 """
@@ -9,12 +9,8 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from foredraft.cache.layers import StoredLayers
 
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """Errors by which a cache reports that there is no room."""
@@ -71,118 +67,6 @@ class CacheUsage:
     def available(self) -> int:
         """Entries that requests can still get."""
         return self.free + self.cached
-
-
-class Cache(Protocol):
-    """A store of per-token state for several rows ("slots") of different lengths.
-
-    A forward writes the entries of its pending tokens and tree nodes behind the valid ones, in that
-    order; `keep` then makes some of them valid.
-    """
-
-    @property
-    def block_size(self) -> int:
-        """Entries of a block, which `name` lets others find once it is full."""
-
-    rewinds: int
-    """How many committed tokens `truncate` takes back without going further: 0, or what a drafter
-    sets that commits its guesses."""
-
-    def allocate(self) -> int:
-        """A new empty slot, whose text is never shared."""
-
-    def length(self, slot: int) -> int:
-        """Number of valid entries of ``slot``."""
-
-    def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
-        """Commit the pending tokens and the tree nodes of ``path`` of the last forward.
-
-        Entries of all other nodes are dropped.
-
-        Raises:
-            KeyError: the slot is not allocated.
-            ValueError: ``num_pending`` and ``path`` do not match the written entries; nothing has
-                changed then.
-        """
-
-    def truncate(self, slot: int, length: int) -> int:
-        """Forget all entries from ``length`` on; returns how many are left.
-
-        These may be fewer: a recurrent layer's state can only go back to where one was kept.
-        """
-
-    def fork(self, slot: int) -> int:
-        """A new slot with the same entries; the two are independent afterwards."""
-
-    def free(self, slot: int) -> None:
-        """Give the slot back; its number may be handed out again."""
-
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` entries behind the valid ones.
-
-        Raises:
-            ValueError: a slot may not hold that many.
-            CacheFullError: they do not fit into the cache's memory, even without all that is
-                cached.
-            MemoryError, RuntimeError: the system gives no more. Nothing has changed in any case.
-        """
-
-    def share(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """A new slot with the longest beginning of a text that is cached, and its length.
-
-        Args:
-            owner: 32 bytes that name the text's owner. Text cached by other owners is not found.
-                The slot and its forks keep the owner.
-        """
-
-    def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
-        """Number of tokens that `share` would find now."""
-
-    def name(self, slot: int, tokens: Sequence[int]) -> None:
-        """Publish the slot's full blocks for sharing, while the slot stays in use.
-
-        Blocks of a slot without an owner (see `allocate`) are not published.
-
-        Args:
-            tokens: the slot's text, at least that of the valid entries.
-        """
-
-    def retire(self, slot: int, tokens: Sequence[int]) -> None:
-        """Free the slot, but keep its first entries cached until their memory is needed.
-
-        Args:
-            tokens: the text of the entries to keep, at most the valid ones.
-        """
-
-    def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """The slot's entries from ``start`` on may be bad.
-
-        They, their copies and entries computed from them are never found again.
-
-        Args:
-            tokens: the slot's text.
-        """
-
-    def forget(self) -> None:
-        """Evict all cached entries."""
-
-    @property
-    def usage(self) -> CacheUsage:
-        """Use of the cache's memory."""
-
-    def check(self) -> None:
-        """Check the accounts: every block is free, cached, or used by exactly the slots that list
-        it.
-
-        Raises:
-            AssertionError: they are not. This is a bug of foredraft.
-        """
-
-    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
-        """Further layers of this shape; see `Capabilities.cache_layers`.
-
-        A step may be under way in another thread; two callers at once must take turns.
-        """
 
 
 def check_keep(num_pending: int, path: Sequence[int], num_written: int) -> None:

@@ -12,12 +12,12 @@ import torch
 from foredraft.cache.base import KVShape
 from foredraft.cache.blocks import BLOCK
 from foredraft.cache.memory import CacheMemory
-from foredraft.cache.paged import PagedCache
+from foredraft.cache.paged import Cache
 from foredraft.cache.store import BlockStore
 
 
-class KVCache(PagedCache):
-    """Keys and values of tokens (see `foredraft.cache.base.Cache`).
+class KVCache(Cache):
+    """Keys and values of tokens (see `foredraft.cache.paged.Cache`).
 
     Args:
         shape: the model's cache shape.

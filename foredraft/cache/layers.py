@@ -16,7 +16,7 @@ from foredraft.cache.slots import EntryRun, Slot
 from foredraft.cache.store import BlockStore
 
 if TYPE_CHECKING:
-    from foredraft.cache.paged import PagedCache
+    from foredraft.cache.paged import Cache
 
 MOST_REPEATED = 8
 """Most missing entries at the end of a cached beginning: a head that reads some tokens ahead writes
@@ -42,7 +42,7 @@ class StoredLayers:
         cache: the cache whose blocks they lie in.
     """
 
-    def __init__(self, store: BlockStore, cache: PagedCache) -> None:
+    def __init__(self, store: BlockStore, cache: Cache) -> None:
         self.store, self._cache = store, cache
         self._notes: dict[int, int] = {}  # leading entries of a text that are there, by block
 

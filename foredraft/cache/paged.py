@@ -18,14 +18,21 @@ from foredraft.cache.store import BlockStore
 from foredraft.core.errors import CacheFullError
 
 
-class PagedCache:
-    """See `foredraft.cache.base.Cache`; subclasses define the entries.
+class Cache:
+    """A store of per-token state for several rows ("slots") of different lengths.
+
+    A forward writes the entries of its pending tokens and tree nodes behind the valid ones, in that
+    order; `keep` then makes some of them valid. Subclasses define the entries.
 
     Args:
         max_length: the most tokens a slot may hold.
         memory: the limit of all entries, including those of added layers.
-        block_size: entries of a block.
+        block_size: entries of a block, which `name` lets others find once it is full.
         device: where added layers live.
+
+    Attributes:
+        rewinds: how many committed tokens `truncate` takes back without going further: 0, or what a
+            drafter sets that commits its guesses.
     """
 
     def __init__(
@@ -64,9 +71,16 @@ class PagedCache:
 
     @property
     def usage(self) -> CacheUsage:
+        """Use of the cache's memory."""
         return self.pool.usage
 
     def check(self) -> None:
+        """Check the accounts: every block is free, cached, or used by exactly the slots that list
+        it.
+
+        Raises:
+            AssertionError: they are not. This is a bug of foredraft.
+        """
         self.pool.check([slot.table for slot in self._slots.values()])
         for number in self._slots:
             slot = self._slots[number]
@@ -86,9 +100,11 @@ class PagedCache:
         return self._slots[number]
 
     def allocate(self) -> int:
+        """A new empty slot, whose text is never shared."""
         return self._slots.add()
 
     def length(self, slot: int) -> int:
+        """Number of valid entries of ``slot``."""
         return self._slots[slot].length
 
     def revision(self, slot: int) -> int:
@@ -96,6 +112,14 @@ class PagedCache:
         return self._slots[slot].revision
 
     def reserve(self, slot: int, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` entries behind the valid ones.
+
+        Raises:
+            ValueError: a slot may not hold that many.
+            CacheFullError: they do not fit into the cache's memory, even without all that is
+                cached.
+            MemoryError, RuntimeError: the system gives no more. Nothing has changed in any case.
+        """
         length = self._slots[slot].length
         if length + num_tokens > self._max_length:
             raise ValueError(
@@ -113,12 +137,25 @@ class PagedCache:
         state.dirty = max(state.dirty, state.length + num_tokens)
 
     def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
+        """Further layers of this shape; see `Capabilities.cache_layers`.
+
+        A step may be under way in another thread; two callers at once must take turns.
+        """
         layers = StoredLayers(BlockStore(shape, dtype, self._device, self.block_size), self)
         self._layers = WeakSet((*self._layers, layers))  # a step may be going through the old one
         self.memory.add(layers, shape.bytes_per_token(dtype))
         return layers
 
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
+        """Commit the pending tokens and the tree nodes of ``path`` of the last forward.
+
+        Entries of all other nodes are dropped.
+
+        Raises:
+            KeyError: the slot is not allocated.
+            ValueError: ``num_pending`` and ``path`` do not match the written entries; nothing has
+                changed then.
+        """
         state = self._slots[slot]
         check_keep(num_pending, path, state.written)
         first = state.length + num_pending
@@ -127,6 +164,10 @@ class PagedCache:
         self._set_length(state, first + len(path))
 
     def truncate(self, slot: int, length: int) -> int:
+        """Forget all entries from ``length`` on; returns how many are left.
+
+        These may be fewer: a recurrent layer's state can only go back to where one was kept.
+        """
         state = self._slots[slot]
         if not 0 <= length <= state.length:
             raise ValueError(f"cannot truncate {state.length} entries to {length}")
@@ -142,6 +183,7 @@ class PagedCache:
         return length
 
     def fork(self, slot: int) -> int:
+        """A new slot with the same entries; the two are independent afterwards."""
         state, number = self._slots[slot], self.allocate()
         copy = self._slots[number]
         copy.owner = state.owner
@@ -152,6 +194,12 @@ class PagedCache:
         return number
 
     def share(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """A new slot with the longest beginning of a text that is cached, and its length.
+
+        Args:
+            owner: 32 bytes that name the text's owner. Text cached by other owners is not found.
+                The slot and its forks keep the owner.
+        """
         nodes, length = self._found(owner, tokens)
         number = self.allocate()
         state = self._slots[number]
@@ -163,6 +211,7 @@ class PagedCache:
         return number, length
 
     def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
+        """Number of tokens that `share` would find now."""
         return self._found(owner, tokens)[1]
 
     def _found(self, owner: bytes, tokens: Sequence[int]) -> tuple[list[NamedBlock], int]:
@@ -170,6 +219,13 @@ class PagedCache:
         return self.pool.index.find(owner, tokens)
 
     def name(self, slot: int, tokens: Sequence[int]) -> None:
+        """Publish the slot's full blocks for sharing, while the slot stays in use.
+
+        Blocks of a slot without an owner (see `allocate`) are not published.
+
+        Args:
+            tokens: the slot's text, at least that of the valid entries.
+        """
         state = self._slots[slot]
         if state.owner is None:
             return
@@ -181,6 +237,11 @@ class PagedCache:
             state.names.append(self._name_block(state, index, text).name)
 
     def retire(self, slot: int, tokens: Sequence[int]) -> None:
+        """Free the slot, but keep its first entries cached until their memory is needed.
+
+        Args:
+            tokens: the text of the entries to keep, at most the valid ones.
+        """
         state = self._slots[slot]
         if len(tokens) > state.length:
             raise ValueError(
@@ -199,6 +260,13 @@ class PagedCache:
         self.pool.index.touch(named)  # its own, and those of others that hold the same
 
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
+        """The slot's entries from ``start`` on may be bad.
+
+        They, their copies and entries computed from them are never found again.
+
+        Args:
+            tokens: the slot's text.
+        """
         suspects = set(self._slots[slot].table[start // self.block_size :])
         known = set[int]()
         while suspects != known:
@@ -213,10 +281,12 @@ class PagedCache:
                 self.pool.unname(block)
 
     def free(self, slot: int) -> None:
+        """Give the slot back; its number may be handed out again."""
         self.pool.give_back(self._slots.remove(slot).table)
         self._release_if_idle()
 
     def forget(self) -> None:
+        """Evict all cached entries."""
         self.pool.forget()
         self._release_if_idle()
 

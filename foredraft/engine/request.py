@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from foredraft.cache.base import Cache
+from foredraft.cache.paged import Cache
 from foredraft.core.choices import DrawKey
 from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.errors import (

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from foredraft.cache.base import NO_MEMORY, Cache, owner_of
+from foredraft.cache.base import NO_MEMORY, owner_of
+from foredraft.cache.paged import Cache
 from foredraft.core.errors import CacheFullError
 from foredraft.engine.request import Request
 
@@ -113,7 +114,7 @@ def discard(cache: Cache, slot: int, tokens: Sequence[int], start: int) -> None:
 
 
 def check(cache: Cache, must_be_right: bool) -> None:
-    """Check the cache's accounts; see `foredraft.cache.base.Cache.check`.
+    """Check the cache's accounts; see `foredraft.cache.paged.Cache.check`.
 
     Raises:
         AssertionError: they are wrong, and ``must_be_right``. Otherwise the log says so.

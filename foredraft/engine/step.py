@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from foredraft.cache.base import NO_MEMORY, Cache
+from foredraft.cache.base import NO_MEMORY
+from foredraft.cache.paged import Cache
 from foredraft.core.record import NO_TIMES, StepRecord, StepTimes
 from foredraft.engine import drafting
 from foredraft.engine.guard import LoadedDrafter

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import Cache
 from foredraft.cache.layers import StoredLayers
+from foredraft.cache.paged import Cache
 from foredraft.core.choices import DrawKey
 from foredraft.core.draws import Scored
 from foredraft.core.errors import CapabilityError, ConfigError

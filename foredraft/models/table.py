@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.cache.blocks import BLOCK
 from foredraft.cache.memory import CacheMemory
-from foredraft.cache.paged import PagedCache
+from foredraft.cache.paged import Cache
 from foredraft.models.base import Capabilities, ScoreRow, Scores, check_taps
 
 Conditional = Callable[[tuple[int, ...]], Sequence[float]]
@@ -29,7 +29,7 @@ _NUM_LAYERS = 2
 """Number of layers that it pretends to have, for drafters that tap them."""
 
 
-class TokenCache(PagedCache):
+class TokenCache(Cache):
     """A cache whose entry for a token is the token, in the same blocks as other caches.
 
     Args:

@@ -14,8 +14,8 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from foredraft.cache.base import Cache
 from foredraft.cache.kv import KVCache
+from foredraft.cache.paged import Cache
 from foredraft.core.cost import Attention, CostModel, Times
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target

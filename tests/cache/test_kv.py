@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foredraft.cache.base import Cache
 from foredraft.cache.kv import KVCache, KVShape
+from foredraft.cache.paged import Cache
 from foredraft.cache.store import BlockStore
 from foredraft.core.errors import CacheFullError
 from foredraft.core.tree import TokenTree

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from foredraft.cache.base import KVShape, owner_of
 from foredraft.cache.kv import KVCache
-from foredraft.cache.paged import PagedCache
+from foredraft.cache.paged import Cache
 from foredraft.core.errors import CacheFullError
 from foredraft.engine.slots import discard, open_slot, release
 from foredraft.models.table import TokenCache
@@ -42,7 +42,7 @@ class Machine(RuleBasedStateMachine):
 
     slots = Bundle("slots")
 
-    def new_cache(self, max_tokens: int) -> PagedCache:
+    def new_cache(self, max_tokens: int) -> Cache:
         return TokenCache(max_tokens=max_tokens, block_size=BLOCK)
 
     def put(self, slot: int, tokens: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ class Machine(RuleBasedStateMachine):
 class TensorMachine(Machine):
     """The same with keys and values."""
 
-    def new_cache(self, max_tokens: int) -> PagedCache:
+    def new_cache(self, max_tokens: int) -> Cache:
         memory = max_tokens * (SHAPE.bytes_per_token(torch.float32) + 8)
         return KVCache(SHAPE, torch.float32, "cpu", 4096, memory, BLOCK)
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from foredraft.cache.base import Cache
+from foredraft.cache.paged import Cache
 from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams

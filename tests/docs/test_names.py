@@ -26,8 +26,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.cache.base import Cache
-from foredraft.cache.paged import PagedCache
+from foredraft.cache.paged import Cache
 from foredraft.control.base import Allowance, Controller
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
@@ -48,7 +47,7 @@ GLOSSARY = REPO / "docs" / "understand" / "glossary.md"
 MODELS: dict[type, type] = {
     TableModel: Target,
     NativeTarget: Target,
-    PagedCache: Cache,
+    Cache: Cache,
     NativeHeadRunner: HeadRunner,
 }
 SEAMS = MODELS | {BaseDrafter: Drafter, FixedBudget: Controller}

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from foredraft.cache.base import Cache
-from foredraft.cache.paged import PagedCache
+from foredraft.cache.paged import Cache
 from foredraft.core.proposal import NOT_READY
 from foredraft.engine import drafting, slots
 from foredraft.engine.engine import Engine
@@ -89,15 +88,15 @@ def a_drafter_that_is_not_ready_and_counts_as_asked(patch: Patch) -> None:
 
 def guesses_in_what_others_begin_with(patch: Patch) -> None:
     """Entries that a drafter leaves behind the text, on the target's own cache."""
-    name = PagedCache.name
+    name = Cache.name
 
-    def hasty(self: PagedCache, slot: int, tokens: Sequence[int]) -> None:
+    def hasty(self: Cache, slot: int, tokens: Sequence[int]) -> None:
         state, length = self.slot(slot), self.length(slot)
         state.length = min(len(state.table) * self.block_size, state.dirty, len(tokens))
         name(self, slot, tokens)
         state.length = length
 
-    patch.setattr(PagedCache, "name", hasty)
+    patch.setattr(Cache, "name", hasty)
 
 
 def a_row_that_nobody_drafts_for_after_a_preemption(patch: Patch) -> None:
@@ -111,22 +110,22 @@ def a_row_that_nobody_drafts_for_after_a_preemption(patch: Patch) -> None:
 
 
 def a_text_that_is_kept_only_as_far_as_a_drafter_followed(patch: Patch) -> None:
-    retire = PagedCache.retire
+    retire = Cache.retire
 
-    def covered(self: PagedCache, slot: int, tokens: Sequence[int]) -> None:
+    def covered(self: Cache, slot: int, tokens: Sequence[int]) -> None:
         held = min((layers.covered(slot) for layers in self._layers), default=len(tokens))
         retire(self, slot, tokens[:held])
 
-    patch.setattr(PagedCache, "retire", covered)
+    patch.setattr(Cache, "retire", covered)
 
 
 def bad_entries_that_are_found_by_way_of_a_copy(patch: Patch) -> None:
-    def own_blocks(self: PagedCache, slot: int, tokens: Sequence[int], start: int = 0) -> None:
+    def own_blocks(self: Cache, slot: int, tokens: Sequence[int], start: int = 0) -> None:
         for block in self.table(slot):
             if block in self.pool.index:
                 self.pool.unname(block)
 
-    patch.setattr(PagedCache, "distrust", own_blocks)
+    patch.setattr(Cache, "distrust", own_blocks)
 
 
 def a_request_that_fails_for_the_memory_of_others(patch: Patch) -> None:

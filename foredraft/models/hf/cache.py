@@ -25,7 +25,7 @@ from foredraft.cache.base import CacheUsage, check_keep
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.index import common_prefix
 from foredraft.cache.memory import UNLIMITED, CacheMemory
-from foredraft.cache.paged import PagedCache
+from foredraft.cache.paged import Cache
 from foredraft.core.errors import CacheFullError, CapabilityError
 from foredraft.models.base import ScoreRow
 
@@ -126,8 +126,8 @@ class _Text:
     tokens: tuple[int, ...]
 
 
-class HFCache(PagedCache):
-    """One transformers cache per slot (see `foredraft.cache.base.Cache`).
+class HFCache(Cache):
+    """One transformers cache per slot (see `foredraft.cache.paged.Cache`).
 
     Slots share nothing: a text that comes again takes over the slot that was kept of it, or a copy.
     Blocks are for added layers alone.

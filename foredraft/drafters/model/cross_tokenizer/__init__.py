@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from foredraft.cache.base import Cache
+from foredraft.cache.paged import Cache
 from foredraft.core.choices import TRUST, Choice, DrawnChoices, SharedChoices
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.named import NamedLaws

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import Cache
+from foredraft.cache.paged import Cache
 from foredraft.core.errors import VocabularyMismatchError
 from foredraft.core.proposal import Renaming
 from foredraft.drafters.model.cross_tokenizer.transcript import CodecPair, Specials
