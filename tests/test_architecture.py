@@ -128,8 +128,8 @@ def test_drafters_know_models_by_protocol_only() -> None:
     for path in (PACKAGE / "drafters").rglob("*.py"):
         for line, imported in imports_of(path):
             if part_of(imported) in ("models", "cache"):
-                allowed = ("base", "layers", "files.manifest", "files.progress", "files.safety")
-                allowed += ("files.json_files", "files.kept", "files.stored")
+                allowed = ("base", "layers", "paged", "files.manifest", "files.progress")
+                allowed += ("files.safety", "files.json_files", "files.kept", "files.stored")
                 place = ".".join(imported.split(".")[2:])
                 assert place in allowed, f"{path}:{line} {imported}"
             assert not imported.startswith("foredraft.core.verify"), f"{path}:{line} {imported}"

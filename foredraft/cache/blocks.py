@@ -8,9 +8,8 @@ are copied first (copy-on-write).
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from foredraft.cache.base import CacheUsage
 from foredraft.cache.index import NamedBlock, PrefixIndex
@@ -38,8 +37,6 @@ class BlockPool:
         self.index = PrefixIndex(block_size)
         self._users: Counter[int] = Counter()  # slots, by used block
         self._returned: list[int] = []  # a heap: low numbers first keep memory compact
-        self._families: dict[int, int] = {}  # by block: copies are of their source's
-        self._births = itertools.count()
         self.num_made = 0
 
     @property
@@ -89,7 +86,6 @@ class BlockPool:
                 taken.append(self.num_made)
                 self.num_made += 1
         self._users.update(taken)
-        self._families.update(zip(taken, self._births, strict=False))
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -142,20 +138,15 @@ class BlockPool:
         while self.index.num_unused:
             self.unname(self.index.oldest)
 
-    def copied(self, source: int, target: int) -> None:
-        """``target`` holds a copy of ``source``."""
-        self._families[target] = self._families[source]
-
-    def relatives(self, blocks: Iterable[int]) -> set[int]:
-        """These blocks and all that hold copies of their entries."""
-        families = {self._families[block] for block in blocks}
-        known = {*self._users, *self.index.blocks}
-        return {block for block in known if self._families[block] in families}
+    def distrust(self) -> None:
+        """Unpublish all blocks."""
+        for block in self.index.blocks:
+            if block in self.index:  # not gone along with one before it
+                self.unname(block)
 
     def start_over(self) -> None:
         """Number blocks from 0 again; all must be free."""
         self._returned.clear()
-        self._families.clear()
         self.num_made = 0
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:

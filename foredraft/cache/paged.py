@@ -259,26 +259,16 @@ class Cache:
         self.free(slot)
         self.pool.index.touch(named)  # its own, and those of others that hold the same
 
-    def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """The slot's entries from ``start`` on may be bad.
+    def distrust(self) -> None:
+        """Some entries are bad: find none of those that are there now again.
 
-        They, their copies and entries computed from them are never found again.
-
-        Args:
-            tokens: the slot's text.
+        Texts in use keep theirs, and are not published any more: what they compute may come from
+        bad entries.
         """
-        suspects = set(self._slots[slot].table[start // self.block_size :])
-        known = set[int]()
-        while suspects != known:
-            known = self.pool.relatives(suspects)
-            suspects = known.union(*(self._behind(state, known) for state in self._slots.values()))
+        self.pool.distrust()
         for state in self._slots.values():
-            if not suspects.isdisjoint(state.table):
-                state.owner = None  # later entries are computed from them
-                state.names.clear()
-        for block in suspects:
-            if block in self.pool.index:
-                self.pool.unname(block)
+            state.owner = None
+            state.names.clear()
 
     def free(self, slot: int) -> None:
         """Give the slot back; its number may be handed out again."""
@@ -336,11 +326,6 @@ class Cache:
             return self.pool.exchange(node, block)
         return node
 
-    def _behind(self, state: Slot, suspects: set[int]) -> set[int]:
-        """The blocks of a slot from its first suspect block on."""
-        found = [index for index, block in enumerate(state.table) if block in suspects]
-        return set(state.table[found[0] :]) if found else set()
-
     def _adopt(self, state: Slot, blocks: array[int], length: int) -> None:
         """Let an empty slot begin with shared blocks."""
         self.pool.share(blocks)
@@ -369,7 +354,6 @@ class Cache:
             self._make_room(blocks)
             for source, target in zip(to_copy, blocks, strict=False):
                 self._copy_block(source, target)
-                self.pool.copied(source, target)
                 for layers in self._layers:
                     layers.copy_block(source, target)
         except BaseException:

@@ -190,11 +190,10 @@ class Request:
         room: the most nodes that it may draft in the next step.
         order: its position in every queue; see `Scheduler`.
         has_begun: whether it has ever been in the batch.
-        num_begun_with: tokens that were in the cache when it was given its slot.
         num_named: published blocks of its text, which other requests can share.
         num_reused: tokens of the prompt that were in the cache when it began.
         num_prompt_read: the most tokens of the prompt that were in the cache after a step.
-        has_read_nonsense: whether it ended because its logits were not finite.
+        casts_doubt: whether it ended with an error of which cached entries may be the cause.
         prompt_logprobs: of the prompt, where the request asks for them.
         logprobs: of the generated tokens, where the request asks for them.
         drafts, plain_reason: of the last step that committed tokens: see `Event`.
@@ -225,7 +224,6 @@ class Request:
     room: int = 0
     order: tuple[int, int] = (0, 0)
     has_begun: bool = False
-    num_begun_with: int = 0
     num_named: int = 0
     num_reused: int = 0
     num_prompt_read: int = 0
@@ -233,7 +231,7 @@ class Request:
     error: str | None = None
     error_code: str | None = None
     error_field: str | None = None
-    has_read_nonsense: bool = False
+    casts_doubt: bool = False
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     prompt_logprobs: PromptLogprobs | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -387,7 +385,8 @@ class Request:
         if self.finish_reason is not None:
             return
         self.finish_reason = "error"
-        self.has_read_nonsense = isinstance(error, NonFiniteScoresError)
+        is_foreseen = isinstance(error, ForedraftError)
+        self.casts_doubt = not is_foreseen or isinstance(error, NonFiniteScoresError)
         if isinstance(error, ForedraftError) and error.code is not None:
             self.error, self.error_code, self.error_field = str(error), error.code, error.field
             _log.warning("request %d ends: %s", self.request_id, error)

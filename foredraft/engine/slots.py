@@ -30,7 +30,7 @@ def begin(cache: Cache, request: Request, headroom: int = HEADROOM) -> None:
         request.slot, request.num_cached = _new_slot(cache, request, headroom)
     except NO_MEMORY as error:
         raise as_cache_full(error) from error
-    request.num_begun_with, request.num_named = request.num_cached, 0
+    request.num_named = 0
     if not request.has_begun:
         request.num_reused = min(request.num_cached, request.num_prompt)
         request.has_begun = True
@@ -40,13 +40,9 @@ def end(cache: Cache, request: Request) -> None:
     """Free a request's slot. Its entries stay cached for requests with the same beginning."""
     if request.slot < 0:
         return
-    slot, tokens = request.slot, request.tokens
-    if request.has_read_nonsense:  # its shared beginning may be the cause
-        discard(cache, slot, tokens, 0)
-    elif request.finish_reason == "error":  # its own entries may be the cause
-        discard(cache, slot, tokens, request.num_begun_with)
-    else:
-        release(cache, slot, tokens)
+    if request.casts_doubt:
+        cache.distrust()
+    release(cache, request.slot, request.tokens)
     request.slot, request.num_cached = -1, 0
 
 
@@ -105,12 +101,6 @@ def release(cache: Cache, slot: int, tokens: Sequence[int]) -> None:
     """
     # Use the cache's length, not the request's: an interrupted step may leave them unequal.
     cache.retire(slot, tokens[: cache.length(slot)])
-
-
-def discard(cache: Cache, slot: int, tokens: Sequence[int], start: int) -> None:
-    """Free a slot; entries from ``start`` on may be bad and are not shared."""
-    cache.distrust(slot, tokens, start)
-    cache.free(slot)
 
 
 def check(cache: Cache, must_be_right: bool) -> None:

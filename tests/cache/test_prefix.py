@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from foredraft.cache.base import KVShape, owner_of
+from foredraft.cache.base import KVShape
 from foredraft.cache.index import common_prefix
 from foredraft.core.errors import CacheFullError
-from foredraft.engine.slots import check, discard, open_slot, release
+from foredraft.engine.slots import check, open_slot, release
 from foredraft.models.table import TokenCache
 from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
 
@@ -33,13 +33,10 @@ class Requests:
         self.cache.check()
         return slot, num_cached
 
-    def run(self, tokens: Sequence[int], salt: str | None = None, is_sound: bool = True) -> int:
+    def run(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """A whole request; how many of its tokens were cached."""
         slot, num_cached = self.begin(tokens, salt)
-        if is_sound:
-            release(self.cache, slot, tokens)
-        else:
-            discard(self.cache, slot, tokens, num_cached)
+        release(self.cache, slot, tokens)
         self.cache.check()
         return num_cached
 
@@ -239,72 +236,24 @@ def test_tenants_never_share(probe: Probe) -> None:
         assert requests.run(TEXT, salt) == 199
 
 
-def test_after_a_failure_all_is_read_again(probe: Probe) -> None:
-    requests = Requests(probe)
-    requests.run([1, 2, 3], is_sound=False)
-    assert requests.run([1, 2, 3]) == 0
-
-
 def test_what_is_distrusted_is_found_no_more(probe: Probe) -> None:
-    """Of one owner, as far as it goes; who uses it goes on, and others' texts stay."""
+    """Texts in use go on, and what they go on to is not found either."""
     requests = Requests(probe)
     requests.run(TEXT)
-    requests.run(TEXT, salt="other")
-    requests.run([7, 8, 9])
-    slot, num_cached = requests.begin([*TEXT[:150], 5])
+    requests.run([7, 8, 9], salt="other")
+    bad, _ = requests.begin([*TEXT[:150], 5])
     beside, _ = requests.begin([*TEXT[:140], 6])
-    assert num_cached == 150
-    discard(requests.cache, slot, [*TEXT[:150], 5], 0)
+    requests.cache.name(beside, [*TEXT[:140], 6])
+    requests.cache.distrust()
+    release(requests.cache, bad, [*TEXT[:150], 5])
     requests.cache.check()
     assert probe.read(beside) == TEXT[:140]
-    if not isinstance(probe, HFProbe):  # there it read all by itself
-        release(requests.cache, beside, [*TEXT[:140], 6])
-        assert requests.run(TEXT) == 0, "what went on from it is not found either"
-    else:
-        requests.cache.free(beside)
-        assert requests.run(TEXT) == 0
-    requests.cache.check()
-    assert requests.run(TEXT) == len(TEXT) - 1
-    assert requests.run(TEXT, salt="other") == len(TEXT) - 1
-    assert requests.run([7, 8, 9, 1]) == 2
-
-
-def test_nor_is_what_it_was_copied_from(probe: Probe) -> None:
-    """A slot that continues a partly filled block copies it."""
-    requests = Requests(probe)
-    requests.run(TEXT[:40])
-    slot, num_cached = requests.begin([*TEXT[:30], 5, 6])
-    assert num_cached == 30
-    discard(requests.cache, slot, [*TEXT[:30], 5, 6], 0)
-    requests.cache.check()
-    assert requests.run([*TEXT[:40], 1]) == 0
-
-
-def test_nor_what_others_computed_from_a_copy() -> None:
-    requests = Requests(TokenProbe())
-    requests.run(TEXT[:40])
-    bad, _ = requests.begin([*TEXT[:30], 5, 6])
-    beside, num_cached = requests.begin(TEXT)
-    assert num_cached == 39
-    requests.cache.name(beside, TEXT)
-    discard(requests.cache, bad, [*TEXT[:30], 5, 6], 0)
-    assert requests.cache.num_shared(owner_of(None), TEXT) == 0
-    requests.cache.name(beside, TEXT)
-    release(requests.cache, beside, TEXT)
+    requests.cache.name(beside, [*TEXT[:140], 6])
+    release(requests.cache, beside, [*TEXT[:140], 6])
     requests.cache.check()
     assert requests.run(TEXT) == 0
-
-
-def test_after_an_error_what_the_request_began_with_is_still_found(probe: Probe) -> None:
-    requests = Requests(probe)
-    requests.run(TEXT[:129])
-    slot, num_cached = requests.begin(TEXT)
-    assert num_cached == 128
-    requests.cache.name(slot, TEXT)
-    discard(requests.cache, slot, TEXT, num_cached)
-    requests.cache.check()
-    if not isinstance(probe, HFProbe):  # there the one slot was taken over
-        assert requests.run(TEXT) == 128
+    assert requests.run([7, 8, 9], salt="other") == 0
+    assert requests.run(TEXT) == len(TEXT) - 1
 
 
 def test_a_conversation_keeps_its_last_turn_only() -> None:

@@ -24,7 +24,7 @@ from foredraft.cache.base import KVShape, owner_of
 from foredraft.cache.kv import KVCache
 from foredraft.cache.paged import Cache
 from foredraft.core.errors import CacheFullError
-from foredraft.engine.slots import discard, open_slot, release
+from foredraft.engine.slots import open_slot, release
 from foredraft.models.table import TokenCache
 from tests.cache.test_kv import SHAPE, entries_of, tokens_of
 
@@ -194,13 +194,12 @@ class Machine(RuleBasedStateMachine):
         release(self.cache, slot, [*text, 1])
         self.forget(slot)
 
-    @rule(slot=consumes(slots), start=st.sampled_from([0, 0, 5]))
-    def discard(self, slot: int, start: int) -> None:
-        """Its blocks are found no more."""
-        table = set(self.cache.table(slot)[start // BLOCK :])
-        discard(self.cache, slot, [*self.lists[slot], 1], start)
-        assert table.isdisjoint(self.cache.pool.index.blocks)
-        self.forget(slot)
+    @rule()
+    def distrust(self) -> None:
+        """Nothing is found any more, and no slot has an owner."""
+        self.cache.distrust()
+        assert not self.cache.pool.index.blocks
+        self.salts.clear()
 
     @rule()
     def give_up_what_is_cached(self) -> None:

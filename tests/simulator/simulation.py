@@ -366,10 +366,8 @@ class Simulation:
 
     def _checked_close(self, row: Request) -> None:
         """Note what a request leaves."""
-        if row.slot >= 0 and row.finish_reason == "error":
-            start = 0 if row.has_read_nonsense else row.num_begun_with
-            bad = self.cache.origins(row.slot, start, self.cache.length(row.slot))
-            self.distrusted |= bad - self.cache.origins(row.slot, 0, start)
+        if row.slot >= 0 and row.casts_doubt:
+            self.distrusted |= self.cache.origins(row.slot, 0, self.cache.length(row.slot))
             self.all_is_kept = False
         elif row.slot >= 0:
             held = row.tokens[: self.cache.length(row.slot)]

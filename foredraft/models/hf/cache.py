@@ -246,23 +246,10 @@ class HFCache(Cache):
         self._num_used -= self._rooms[slot]
         self._num_cached += self._rooms[slot]
 
-    def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """Unpublish the owner's texts that share more than ``start`` tokens with the slot's."""
-        owner = self._slots[slot].owner
-        if owner is None:
-            return
-
-        def shares(text: _Text | None) -> bool:
-            if text is None or text.owner != owner:
-                return False
-            return common_prefix(text.tokens, tokens) > start
-
-        for other in [other for other, parked in self._parked.items() if shares(parked)]:
-            self._drop(other)
-        for other in self.slots:
-            if other == slot or shares(self._texts.get(other)):
-                self._texts.pop(other, None)
-                self._slots[other].owner = None
+    def distrust(self) -> None:
+        super().distrust()
+        self._texts.clear()
+        self.forget()
 
     def forget(self) -> None:
         for slot in [*self._parked]:

@@ -90,10 +90,9 @@ class SourceCache(HFCache):
         super().free(slot)
         self._encoded.pop(slot, None)
 
-    def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """Forget the owner's encoded source, which may be the cause; it is encoded again."""
-        self._by_owner.pop(self._slots[slot].owner or b"", None)
-        super().distrust(slot, tokens, start)
+    def distrust(self) -> None:
+        self._by_owner.clear()  # an encoded source may be the cause
+        super().distrust()
 
     def _source_room(self, slot: int) -> int:
         encoded = self._encoded.get(slot)
