@@ -65,49 +65,21 @@ def show(
     ] = 4096,
     as_json: o.Json = False,
 ) -> None:
-    """Describe a model, without its weights if these are not here: will it fit, and how fast.
-
-    `foredraft doctor` says more.
-    """
-    from foredraft.cache.memory import available_memory
-    from foredraft.cli.doctor import draft_offers, most_tokens_per_s
+    """Describe a model, without its weights if these are not here: will it fit, and how fast."""
+    from foredraft.cli.doctor import model_report, show_facts
     from foredraft.load import plan_models
     from foredraft.options import LoadOptions
 
     with o.progress() as progress:
         options = LoadOptions(model=model, drafter="none")
         plan, _ = plan_models(options, progress, with_weights=False)
-    config = plan.checkpoint.config if plan.checkpoint else {}
-    length = min(context, plan.max_context)
-    fastest = most_tokens_per_s(plan)
-    about = {
-        "name": plan.name,
-        "directory": str(plan.directory),
-        "family": config.get("model_type"),
-        "formats": list(plan.formats),
-        "parameters": plan.num_parameters,
-        "download_bytes": plan.download_bytes,
-        "weight_bytes": plan.weight_bytes,
-        "context": length,
-        "memory_bytes": plan.memory_bytes(length),
-        "fits": plan.memory_bytes(length) <= available_memory(),
-        "most_tokens_per_s": fastest and round(fastest, 1),
-        "max_context": plan.max_context,
-        "layers": config.get("num_hidden_layers"),
-        "vocabulary": config.get("vocab_size"),
-    }
+    about = model_report(plan, options, context)
     if as_json:
         typer.echo(json.dumps(about))
         return
-    for name, value in about.items():
-        shown: object = ", ".join(value) if isinstance(value, list) else value
-        if isinstance(value, bool):
-            shown = "yes" if value else f"no, {megabytes(available_memory())} can be had"
-        elif name.endswith("_bytes") and isinstance(value, int):
-            name, shown = name.removesuffix("_bytes"), value and megabytes(value)
-        if shown not in (None, "", 0):
-            say(f"{name.replace('_', ' '):<20}{shown}")
-    for line in (*plan.notes, *plan.remarks, *draft_offers(plan)):
+    lines = about.pop("notes") + about.pop("remarks")
+    show_facts(about)
+    for line in lines:
         say(line)
 
 

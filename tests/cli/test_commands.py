@@ -124,16 +124,14 @@ def test_doctor_prints_the_plan(run: Run) -> None:
     assert target["dtype"] == "float32"
     parts = [target[f"{part}_bytes"] for part in ("weight", "cache", "work")]
     assert all(parts[:2])
-    assert target["total_bytes"] == sum(parts)
-    shown = run("doctor").stdout
-    assert "of prompts that are kept too" in " ".join(shown.split())
-    assert "target: name" in shown
-    assert "MB" in shown
+    assert target["memory_bytes"] == sum(parts)
+    shown = " ".join(run("doctor").stdout.split())
+    assert "dtype float32 cache dtype float32" in shown
+    assert "models target name" in shown
+    assert "cache limit" in shown
 
 
-def test_doctor_says_what_a_step_reads(
-    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_says_what_a_step_reads(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def target(*options: str) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(run("doctor", "--json", *options).stdout)
         return dict(report["models"]["target"])
@@ -142,10 +140,8 @@ def test_doctor_says_what_a_step_reads(
     assert target()["in_4_bits"] == {"read_bytes": in_4_bits["read_bytes"], "as_it_comes": False}
     assert in_4_bits["in_4_bits"] is None
     assert in_4_bits["read_bytes"] < target()["read_bytes"]
-    assert "with --weights int4" in run("doctor").stdout
     monkeypatch.setattr("foredraft.models.native.source_blocks.has_blocks", lambda _: True)
-    shown = " ".join(run("doctor").stdout.split())
-    assert "the very weights that the model comes in" in shown
+    assert "as it comes yes" in " ".join(run("doctor").stdout.split())
     monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
     assert target()["in_4_bits"] is None
 
@@ -157,11 +153,10 @@ def test_doctor_names_the_instructions(run: Run, monkeypatch: pytest.MonkeyPatch
     better = [one.name for one in available()[:-1]]
     assert machine["instructions_unused"][: len(better)] == better
     assert machine["kernels_from"] == "this machine's compiler"
-    assert "instructions  portable" in run("doctor").stdout
     monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
-    shown = run("doctor").stdout
-    assert "no kernels of ours" in shown
-    assert "nowhere: torch decodes" in shown
+    shown = " ".join(run("doctor").stdout.split())
+    assert "instructions none" in shown
+    assert "kernels from none" in shown
 
 
 def test_doctor_says_how_to_get_a_compiler(

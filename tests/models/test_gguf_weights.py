@@ -263,7 +263,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_doctor_says_what_a_file_holds(tmp_path: Path) -> None:
-    from foredraft.cli.doctor import _model_lines, examine
+    from foredraft.cli.doctor import examine
 
     path, _ = gguf_of(tmp_path, "Q4_K", K_M)
     report = examine(LoadOptions(model=str(path)), 100)
@@ -271,10 +271,8 @@ def test_doctor_says_what_a_file_holds(tmp_path: Path) -> None:
     assert target["family"] == "llama"
     assert target["formats"] == ["Q4_K", "Q6_K"]
     assert target["weights"] == "file"
+    assert target["is_gguf"]
     assert target["most_tokens_per_s"] > 0
-    lines = dict(_model_lines(target, 100))
-    assert lines["family"] == "llama, GGUF in Q4_K and Q6_K"
-    assert "tokens/s a request" in lines["speed"]
     eight, _ = gguf_of(tmp_path, "Q8_0")
     found = examine(LoadOptions(model=str(eight)), 100)["models"]["target"]
     assert found["in_4_bits"]["read_bytes"] < 0.7 * found["read_bytes"]
