@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -29,8 +28,6 @@ _LEAVE = ("/bye", "/exit", "/quit")
 _PROMPT = "you> "
 _BOLD_PROMPT = f"\001\x1b[1m\002{_PROMPT}\001\x1b[0m\002"
 """The marks tell readline which characters have no width."""
-_PASTE_SECONDS = 0.05
-"""Seconds: lines that follow each other faster were pasted."""
 
 
 _SAMPLING = replace(o.sampling(max_tokens=512), section="sampling")
@@ -96,16 +93,16 @@ class Conversation:
         """Stream the reply. A stopped reply stays in the conversation as far as it got."""
         self.messages.append({"role": "user", "content": message})
         try:
-            events = self.llm.stream_chat(self.messages, self._params)
-            reply = self._stream(events)
+            token_ids = self.llm.encode(self.messages)
+            reply = self._stream(self.llm.stream(token_ids, self._params), len(token_ids))
         except PromptError as error:
             self.messages.pop()
             self.console.print(f"{error}. /reset starts over", style="red", markup=False)
             return
         self.messages.append({"role": "assistant", "content": reply})
 
-    def _stream(self, events: Iterator[Event]) -> str:
-        with reply_display(self.llm, self.console, wraps=True) as show:
+    def _stream(self, events: Iterator[Event], num_prompt_tokens: int) -> str:
+        with reply_display(self.llm, self.console, num_prompt_tokens) as show:
             for event in events:
                 show(event)
         result = event.result
@@ -126,27 +123,10 @@ def read_message() -> str:
     """
     if not sys.stdin.isatty():
         return input()
-    has_readline = _use_readline()
-    lines = [input(_BOLD_PROMPT if has_readline else _PROMPT)]
-    while _is_more_waiting():  # terminals and line editors without bracketed paste
-        lines.append(input())
-    return "\n".join(lines)
-
-
-def _use_readline() -> bool:
-    """Importing it is all that `input` needs; whether it is there."""
     try:
-        import readline
+        import readline  # importing it is all that `input` needs to edit lines
     except ImportError:  # Windows, whose console edits lines by itself
-        return False
+        return input(_PROMPT)
     with contextlib.suppress(Exception):  # libedit knows no such setting
         readline.parse_and_bind("set enable-bracketed-paste on")
-    return True
-
-
-def _is_more_waiting() -> bool:
-    try:
-        ready, _, _ = select.select([sys.stdin], [], [], _PASTE_SECONDS)
-    except (OSError, ValueError):  # no such thing on this system
-        return False
-    return bool(ready)
+    return input(_BOLD_PROMPT)

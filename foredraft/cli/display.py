@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.progress import TaskProgressColumn as PercentColumn
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -55,45 +50,6 @@ def show_pieces(console: Console, pieces: Iterable[Piece]) -> None:
         console.print(Text(piece.text, style=style), end="", soft_wrap=True, highlight=False)
 
 
-class WholeWords:
-    """Shows pieces of text word by word, and begins a line where a word would cross the edge.
-
-    A word is held back until the space behind it has come.
-
-    Args:
-        console: a terminal.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._column = console, 0
-        self._word: list[Piece] = []
-
-    def show(self, pieces: Iterable[Piece], is_last: bool = False) -> None:
-        for piece in pieces:
-            for part in re.findall(r"\s+|\S+", piece.text):
-                if part.isspace():
-                    self._end_word()
-                    self._print([replace(piece, text=part)])
-                else:
-                    self._word.append(replace(piece, text=part))
-        if is_last:
-            self._end_word()
-
-    def _end_word(self) -> None:
-        width = sum(cell_len(piece.text) for piece in self._word)
-        if self._column and self._column + width > self._console.width:
-            self._console.print()
-            self._column = 0
-        self._print(self._word)
-        self._word = []
-
-    def _print(self, pieces: list[Piece]) -> None:
-        show_pieces(self._console, pieces)
-        for piece in pieces:
-            _, newline, rest = piece.text.rpartition("\n")
-            self._column = cell_len(rest) + (0 if newline else self._column)
-
-
 def legend() -> Text:
     """One line that says what the underline means."""
     return Text.assemble(
@@ -123,36 +79,23 @@ def drafted_by(stats: SpeculationStats) -> str:
 class RichProgress:
     """Shows the stages of slow work on stderr; a `foredraft.models.files.progress.Progress`.
 
-    On a terminal each stage is a line with a spinner, and a bar as soon as its share is known; the
-    line disappears on exit. Anywhere else a stage is one printed line.
+    On a terminal each stage is a line with a spinner, a bar, and the time that is left; the line
+    disappears on exit. Anywhere else a stage is one printed line.
 
     Args:
         console: where to draw; stderr by default, so that stdout stays clean.
-        waiting: a stage that begins by itself if none has begun in time.
-        delay_s: the time after which it begins.
         log_every_s: off a terminal, the time between two lines that say which share of a stage is
             done.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        waiting: str | None = None,
-        delay_s: float = 1.0,
-        log_every_s: float = math.inf,
-    ) -> None:
+    def __init__(self, console: Console | None = None, log_every_s: float = math.inf) -> None:
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._stage: str | None = None
         self._log_every_s, self._next_line_at = log_every_s, math.inf
-        self._waiting, self._lock = waiting, threading.Lock()
-        self._timer = threading.Timer(delay_s, self._begin_waiting)
-        self._timer.daemon = True
 
     def __enter__(self) -> Self:
-        if self._waiting is not None:
-            self._timer.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -160,17 +103,22 @@ class RichProgress:
 
     def stop(self) -> None:
         """Take the display off the screen, if it is there."""
-        self._timer.cancel()
-        if self._timer.ident is not None:
-            self._timer.join()
         if self._progress is not None:
             self._progress.stop()
         self._progress = self._task = None
 
     def stage(self, text: str) -> None:
         """A new piece of work begins."""
-        with self._lock:
-            self._begin(text)
+        self._stage, self._next_line_at = text, time.monotonic() + self._log_every_s
+        if not self._console.is_terminal:
+            self.say(f"{text} …")
+            return
+        if self._progress is None:
+            self._progress = _rich_progress(self._console)
+            self._progress.start()
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(text, total=None, detail="")
 
     def advance(self, fraction: float, detail: str = "") -> None:
         """Set the finished share of the current stage, 0 to 1, and the text beside it."""
@@ -185,92 +133,62 @@ class RichProgress:
         """Print a line that stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _begin_waiting(self) -> None:
-        with self._lock:
-            if self._waiting is not None and self._stage is None:
-                self._begin(self._waiting)
 
-    def _begin(self, text: str) -> None:
-        self._stage, self._next_line_at = text, time.monotonic() + self._log_every_s
-        if not self._console.is_terminal:
-            self.say(f"{text} …")
-            return
-        progress = self._display()
-        if self._task is not None:
-            progress.remove_task(self._task)
-        self._task = progress.add_task(text, total=None, detail="")
-
-    def _display(self) -> Progress:
-        """Started by the first stage: nothing slow, nothing drawn."""
-        if self._progress is None:
-            self._progress = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=20),
-                PercentColumn(),
-                TextColumn("{task.fields[detail]}", markup=False),
-                console=self._console,
-                transient=True,
-            )
-            self._progress.start()
-        return self._progress
+def _rich_progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[detail]}", markup=False),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
 
 
 class PromptProgress(RichProgress):
     """Shows the prefill of a long prompt until text comes; off a terminal, by a line now and then.
 
     Args:
-        num_tokens: of the prompt, when that is known.
+        num_tokens: of the prompt.
         console: where to draw; stderr by default.
-        delay_s: nothing is drawn on a terminal before.
     """
 
-    def __init__(
-        self, num_tokens: int | None = None, console: Console | None = None, delay_s: float = 1.0
-    ) -> None:
-        console = console or Console(stderr=True)
-        delay_s = delay_s if console.is_terminal else LINE_EVERY_S
-        super().__init__(console, "reading the prompt", delay_s, LINE_EVERY_S)
+    def __init__(self, num_tokens: int, console: Console | None = None) -> None:
+        super().__init__(console, LINE_EVERY_S)
         self._num_tokens = num_tokens
+        self._shown_from = time.monotonic() + (1.0 if self._console.is_terminal else LINE_EVERY_S)
 
     def show(self, event: Event) -> None:
         """Show the progress of prefill; stop as soon as there is text."""
         if event.token_ids or event.result is not None:
             self.stop()
-        elif self._num_tokens is not None:
+        elif time.monotonic() >= self._shown_from:
+            if self._stage is None:
+                self.stage("reading the prompt")
             num_read = event.num_prompt_read
             self.advance(num_read / self._num_tokens, f"{num_read}/{self._num_tokens}")
 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over ``total`` pieces of work; call the yielded function after each piece.
-
-    Off a terminal there is a line for each tenth of the work.
-    """
-    console, done = Console(stderr=True), 0
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=total)
+    """A bar over ``total`` pieces of work; call the yielded function after each piece."""
+    done = 0
+    with RichProgress(log_every_s=LINE_EVERY_S) as progress:
+        progress.stage(f"{total} pieces of work")
 
         def advance(text: str) -> None:
             nonlocal done
             done += 1
-            progress.update(task, advance=1, description=text)
-            if not console.is_terminal and 10 * done // total > 10 * (done - 1) // total:
-                console.print(f"{done} of {total}: {text}", markup=False, soft_wrap=True)
+            progress.advance(done / total, text)
 
         yield advance
 
 
 @contextmanager
 def reply_display(
-    llm: LLM, console: Console, num_prompt_tokens: int | None = None, wraps: bool = False
+    llm: LLM, console: Console, num_prompt_tokens: int
 ) -> Iterator[Callable[[Event], None]]:
     """Shows a reply: call the yielded function with each event.
 
@@ -279,18 +197,12 @@ def reply_display(
     Args:
         llm: the model that replies.
         console: gets the text.
-        num_prompt_tokens: if they are known.
-        wraps: break lines between words on a terminal.
     """
-    words = WholeWords(console) if wraps and console.is_terminal else None
     with interruptible() as pressed, PromptProgress(num_prompt_tokens) as progress:
 
         def show(event: Event) -> None:
             progress.show(event)
-            if words is None:
-                show_pieces(console, event.pieces)
-            else:
-                words.show(event.pieces, is_last=event.result is not None)
+            show_pieces(console, event.pieces)
             if pressed and event.result is None:
                 llm.engine.cancel(event.request_id)
 
@@ -298,17 +210,23 @@ def reply_display(
 
 
 @contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Collects the first Ctrl-C instead of raising it; the second raises as always."""
+def interruptible(note: Callable[[], object] = lambda: None) -> Iterator[list[int]]:
+    """Collects the first Ctrl-C or SIGTERM instead of ending; the second one raises as always.
+
+    Args:
+        note: called at the first.
+    """
     pressed: list[int] = []
 
-    def note(number: int, frame: object) -> None:
+    def take(number: int, frame: object) -> None:
         if pressed:
             raise KeyboardInterrupt
         pressed.append(number)
+        note()
 
-    previous = signal.signal(signal.SIGINT, note)
+    previous = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield pressed
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -618,11 +618,11 @@ def tracing(path: Path | None, **about: Any) -> Iterator[Callable[..., LLM]]:
         yield load
 
 
-def progress(waiting: str | None = None) -> RichProgress:
+def progress() -> RichProgress:
     """Shows the stages of slow work on the terminal."""
     from foredraft.cli.display import RichProgress
 
-    return RichProgress(waiting=waiting)
+    return RichProgress()
 
 
 def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = False) -> LLM:
@@ -632,22 +632,13 @@ def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = 
         trace: called with the record of every step.
         evidence: whether verdicts record the probabilities and draws behind them.
     """
-    with _no_collections(), progress(f"Loading {options.model}") as display:
-        from foredraft.llm import LLM  # takes its part of the time
-
-        return LLM.load(**vars(options), progress=display, trace=trace, keeps_evidence=evidence)
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Exclude the million long-lived objects of imports and models from garbage collection.
-
-    Otherwise Python's collector traverses them again and again, and once more at exit, which takes
-    a third of a second.
-    """
-    gc.disable()
+    gc.disable()  # a million objects that stay would be looked at again and again, and at exit
     try:
-        yield
-        gc.freeze()
+        with progress() as display:
+            display.stage(f"Loading {options.model}")
+            from foredraft.llm import LLM  # takes its part of the time
+
+            return LLM.load(**vars(options), progress=display, trace=trace, keeps_evidence=evidence)
     finally:
+        gc.freeze()
         gc.enable()

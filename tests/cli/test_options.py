@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -281,29 +280,3 @@ def test_help_imports_neither_the_engine_nor_the_server() -> None:
     )  # fmt: skip
     assert "generate" in done.stdout
     assert done.stderr.strip() == "[]"
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_no_garbage_is_collected_while_a_model_loads(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """Afterwards it is, also where loading fails; what was loaded is left alone."""
-
-    def load(**options: Any) -> str:
-        assert not gc.isenabled()
-        if fails:
-            raise ConfigError("no such model")
-        return "loaded"
-
-    monkeypatch.setattr("foredraft.llm.LLM.load", load)
-    frozen = gc.get_freeze_count()
-    try:
-        if fails:
-            with pytest.raises(ConfigError):
-                o.load_llm(LoadOptions())
-        else:
-            assert o.load_llm(LoadOptions()) == "loaded"  # type: ignore[comparison-overlap]
-        assert gc.isenabled()
-        assert (gc.get_freeze_count() > frozen) is not fails
-    finally:
-        gc.unfreeze()
