@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foredraft.bench.measure import MeasuredRun
     from foredraft.llm import LLM
 
-_SAMPLING = replace(o.sampling(seed=0, max_tokens=160), only=("temperature", "seed", "max_tokens"))
+_SAMPLING = o.sampling(seed=0, max_tokens=160)
 _LOADED = o.model(
     max_batch_size=1,
     prefix_caching=False,  # both sides have to read their prompts

@@ -55,21 +55,23 @@ def list_drafters(
 
     specs = usable_specs() if name is None else {drafter_key(name): drafter_spec(name)}
     if as_json:
-        typer.echo(json.dumps({name: described(spec) for name, spec in specs.items()}))
+        typer.echo(json.dumps({name: described(name, spec) for name, spec in specs.items()}))
     elif name is None:
         _show_all(specs)
     else:
         _show_one(drafter_key(name), specs[drafter_key(name)])
 
 
-def described(spec: DrafterSpec) -> dict[str, Any]:
+def described(name: str, spec: DrafterSpec) -> dict[str, Any]:
     """A drafter as plain data."""
+    from foredraft.drafters.registry import head_class
+
     return {
         "summary": spec.summary,
         "needs": needs_of(spec),
         "num_draft_tokens": spec.num_draft_tokens,
         "copies": spec.copies,
-        "trainable": spec.head is not None,
+        "trainable": None if spec.head is None else list(head_class(name).OPTIONS),
         "options": dict(spec.options),
     }
 
@@ -107,7 +109,10 @@ def _show_one(name: str, spec: DrafterSpec) -> None:
     say(f"{name}: {spec.summary}")
     for need in needs_of(spec):
         say(f"needs {need}")
-    say(f"drafts up to {spec.num_draft_tokens} tokens a step\n")
+    say(f"drafts up to {spec.num_draft_tokens} tokens a step")
+    if (options := described(name, spec)["trainable"]) is not None:
+        say(f"learns by `foredraft train {name}` (--option: {', '.join(options) or 'none'})")
+    say("")
     if spec.options:
         rows = [{"option": option, "text": text} for option, text in spec.options.items()]
         columns = {"option": "{option}", "what it sets (default)": "{text}"}

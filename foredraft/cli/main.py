@@ -42,7 +42,7 @@ class Command(NamedTuple):
         found = getattr(import_module(f"foredraft.cli.{module}"), attribute)
         if not isinstance(found, typer.Typer):
             group = typer.Typer(add_completion=False, **_SETTINGS)
-            group.command(name, cls=import_module("foredraft.cli.options").OptionsCommand)(found)
+            group.command(name)(found)
             return typer.main.get_command(group)
         return typer.main.get_group(found)
 

@@ -34,7 +34,6 @@ from typing import (
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from typer.core import TyperCommand
 
 from foredraft.cli import config
 from foredraft.core.errors import ConfigError, nearest
@@ -58,31 +57,25 @@ class Derived:
 
     Attributes:
         panel: heading of the options in the help.
-        panels: other headings, each with its fields.
         fixed: values that the command itself decides; these fields are no options.
         defaults: defaults that differ from those of the class.
-        only: the fields that can be set; None takes all that a command line can express.
         without: fields that cannot be set and keep their defaults.
         flags: the fields that are options; the others are set by ``--set``. None: all.
         shown: the options that ``--help`` shows; None: all.
         section: of the file of settings; None: the file says nothing about them.
         names: flags that differ from the field's name, such as ``{"matrices": "--lr"}``.
         parsers: fields that are read as text and converted by a function.
-        build: makes the object from the given values; None calls ``cls.of`` or the class.
     """
 
     panel: str | None = None
-    panels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    only: Sequence[str] | None = None
     without: Sequence[str] = ()
     flags: Sequence[str] | None = None
     shown: Sequence[str] | None = None
     section: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     parsers: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
-    build: Callable[[Mapping[str, Any]], Any] | None = None
 
 
 def parse_count(text: str) -> int:
@@ -101,8 +94,10 @@ def parse_count(text: str) -> int:
         raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
 
 
-_DRAFTING = ("drafter", "draft_model", "num_draft_tokens", "drafter_options")
-_MODEL_FLAGS = (*_DRAFTING, "model", "dtype", "weights", "device", "threads", "max_context")
+_MODEL_FLAGS = (
+    *("model", "drafter", "draft_model", "num_draft_tokens", "drafter_options"),
+    *("dtype", "weights", "device", "threads", "max_context"),
+)
 _MODEL_SHOWN = ("model", "drafter", "draft_model", "weights")
 _SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "seed", "max_tokens")
 _NO_FLAGS = ("n", "grammar", "prediction", "logprobs", "prompt_logprobs", "skip_special_tokens")
@@ -130,7 +125,6 @@ def model(
         fixed["sampling_defaults"] = "none"
     return Derived(
         "Model",
-        {"Drafting": _DRAFTING},
         fixed=fixed,
         defaults=defaults or {},
         flags=(*flags, *more),
@@ -173,10 +167,8 @@ class GrammarOptions:
         Raises:
             ConfigError: more than one is named, or the file cannot be read.
         """
-        spelled = flags(GrammarOptions, Derived())
-        given = [spelled[name] for name, value in vars(self).items() if value is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
+        if sum(value is not None for value in vars(self).values()) > 1:
+            raise ConfigError("--json-schema, --regex and --choice exclude each other; give one")
         if (path := self.json_schema) is not None:
             try:
                 return Grammar.json_schema(path.read_text(encoding="utf-8"))
@@ -276,25 +268,6 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
     raise typer.Exit
 
 
-class OptionsCommand(TyperCommand):
-    """A command which says how a setting without an option of its own is set."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the options; see `typer.core.TyperCommand`.
-
-        Raises:
-            ConfigError: an option is named that only ``--set`` takes.
-        """
-        settable = getattr(self.callback, "settable", {})
-        own = {flag for param in self.params for flag in (*param.opts, *param.secondary_opts)}
-        for each in args:
-            flag = each.partition("=")[0]
-            name = flag[2:].replace("-", "_")
-            if flag.startswith("--") and flag not in own and name.removeprefix("no_") in settable:
-                raise ConfigError(f"{flag} is a setting: write --set {name.removeprefix('no_')}=…")
-        return super().parse_args(ctx, args)
-
-
 def _assigned(
     settable: Mapping[str, _Field], options: Container[str], texts: Sequence[str]
 ) -> dict[str, Any]:
@@ -317,11 +290,6 @@ def _assigned(
     return found
 
 
-def flags(cls: type[Any], derived: Derived) -> dict[str, str]:
-    """How the fields of a class are spelled on the command line."""
-    return {each.name: derived.names.get(each.name) or each.flag for each in _fields_of(cls)}
-
-
 class _Group:
     """The options of one parameter."""
 
@@ -335,8 +303,6 @@ class _Group:
     def _can_be_set(self, each: _Field) -> bool:
         derived = self._derived
         if each.name in derived.fixed or each.name in derived.without:
-            return False
-        if derived.only is not None and each.name not in derived.only:
             return False
         return each.name in derived.parsers or each.option_type is not None
 
@@ -352,13 +318,12 @@ class _Group:
         if each.option_type is bool:
             flag = f"{flag}/--no-{flag[2:]}"
         default = derived.defaults.get(each.name, each.default)
-        panel = next((p for p, names in derived.panels.items() if each.name in names), None)
         return typer.Option(
             flag,
             help=each.help_text,
             hidden=derived.shown is not None and each.name not in derived.shown,
             show_default=_shown_default(default),
-            rich_help_panel=panel or derived.panel,
+            rich_help_panel=derived.panel,
             metavar="NAME=VALUE" if each.is_mapping else None,
         )  # fmt: skip
 
@@ -382,13 +347,25 @@ class _Group:
                 value = parse_assignments(each.flag, value)
             given[name] = tuple(value) if isinstance(value, list) else value
         given |= derived.fixed
-        build = derived.build or (lambda found: getattr(self._cls, "of", self._cls)(**found))
         try:
-            return build(given)
+            return getattr(self._cls, "of", self._cls)(**given)
+        except ValidationError as error:
+            raise self._refused(error, given) from None
         except ConfigError as error:
             if not from_file:
                 raise
             raise ConfigError(f"{error} (settings are also read from {config.path()})") from error
+
+    def _refused(self, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
+        """The first value that pydantic refuses, by its option or its variable."""
+        first = error.errors()[0]
+        name, value = ".".join(map(str, first["loc"])), first.get("input")
+        where = f"{self._cls.model_config.get('env_prefix', '')}{name}".upper()
+        if name in given:
+            where = self._derived.names.get(name) or "--" + name.replace("_", "-")
+        known = re.findall(r"'(\w+)'", str(first.get("ctx", {}).get("expected", "")))
+        problem = f"{where} is {value!r:.100}: {first['msg'].lower()}"
+        return ConfigError(problem + nearest(str(value), known))
 
     def _from_file(self) -> dict[str, Any]:
         """Fields that the file of settings names; the environment goes before the file."""

@@ -6,21 +6,18 @@ import contextlib
 import gc
 import logging
 import os
-import re
 import ssl
 import sys
 import threading
-from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import ValidationError
 
 from foredraft.cli import options as o
 from foredraft.cli.cluster import ClusterAsked
 from foredraft.cli.display import megabytes, say
-from foredraft.core.errors import ConfigError, nearest
+from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.server.settings import ServerSettings
 
@@ -28,15 +25,6 @@ if TYPE_CHECKING:
     from foredraft.server.app import LoadModel
     from foredraft.server.context import ServerContext
 
-_PANELS = {
-    "Access": (
-        *("api_key_file", "allow_no_key", "allowed_hosts", "cors_origins", "share_between_keys"),
-        *("ssl_certfile", "ssl_keyfile"),
-    ),
-    "Server": ("host", "port", "page", "served_model_names", "request_metrics", "reasoning_content",
-               "prove_every", "otlp_traces_endpoint"),
-}  # fmt: skip
-_NAMES = {"request_metrics": "--per-request-spec-decode-metrics"}
 _INTERRUPTED = 130
 _SWITCH_SECONDS = 5e-4
 """Time after which a thread that reads a large request lets the engine's go on. A step asks for the
@@ -49,40 +37,17 @@ _LOADING = o.model(
 )
 
 
-def _settings(given: Mapping[str, Any]) -> ServerSettings:
-    """The settings that the command line names, the others from the environment.
-
-    Raises:
-        ConfigError: a value cannot be used.
-    """
-    try:
-        return ServerSettings(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        variable = f"{ServerSettings.model_config.get('env_prefix', '')}{name}".upper()
-        where = o.flags(ServerSettings, _SETTINGS)[name] if name in given else variable
-        value = first.get("input")
-        known = re.findall(r"'(\w+)'", str(first.get("ctx", {}).get("expected", "")))
-        problem = f"{where} is {value!r:.100}: {first['msg'].lower()}"
-        raise ConfigError(problem + nearest(str(value), known)) from None
-
-
-_FLAGS = (
-    *_PANELS["Access"],
-    *_PANELS["Server"],
-    "allow_priority",
-    "max_waiting",
-    "request_timeout",
-)
 _SETTINGS = o.Derived(
-    "Limits",
-    _PANELS,
-    flags=_FLAGS,
+    "Server",
+    flags=(
+        *("host", "port", "page", "api_key_file", "allow_no_key", "allowed_hosts", "cors_origins"),
+        *("share_between_keys", "ssl_certfile", "ssl_keyfile", "served_model_names"),
+        *("request_metrics", "reasoning_content", "prove_every", "otlp_traces_endpoint"),
+        *("allow_priority", "max_waiting", "request_timeout"),
+    ),
     shown=("host", "port", "api_key_file", "served_model_names"),
     section="server",
-    names=_NAMES,
-    build=_settings,
+    names={"request_metrics": "--per-request-spec-decode-metrics"},
 )
 
 

@@ -81,7 +81,7 @@ Replace = Annotated[
 Target = Annotated[
     LoadOptions,
     o.Derived(
-        only=("model", "device", "max_context", "weights"),
+        without=("drafter_options", "draft_model", "num_draft_tokens", "sampling_defaults"),
         names={"model": "--target"},
         fixed={"drafter": "none", "max_batch_size": _WRITTEN_AT_ONCE, "calibrate": False},
         flags=("model", "device"),
@@ -89,7 +89,6 @@ Target = Annotated[
 ]
 _TEXT = o.Derived(
     "Text",
-    names={"data": "--data"},
     parsers={"text_tokens": o.parse_count},
     flags=("data", "text_tokens"),
     shown=("data",),
@@ -97,7 +96,7 @@ _TEXT = o.Derived(
 _RATES = o.Derived(
     "Training",
     names={"matrices": "--lr"},
-    only=("matrices", "tables"),
+    without=("vectors",),
     flags=("matrices",),
     shown=(),
 )
@@ -124,10 +123,10 @@ _WRITING = o.Derived(
 # ---------------------------------------------------------------------------------- commands
 
 
-@app.command(_KIND, cls=o.OptionsCommand)
+@app.command(_KIND)
 @o.with_options
 def train_head(
-    kind: Annotated[str, typer.Argument(help="Kind of head; `foredraft train kinds` lists them.")],
+    kind: Annotated[str, typer.Argument(help="Kind of head; `foredraft drafters` lists them.")],
     load: Target,
     data: Annotated[DataOptions, _TEXT],
     options: Annotated[TrainOptions, _TRAINING],
@@ -184,7 +183,7 @@ def train_head(
     say(f"{out}: {learnt}{more}")
 
 
-@app.command("table", cls=o.OptionsCommand)
+@app.command("table")
 @o.with_options
 def train_table(
     load: Target,
@@ -211,7 +210,7 @@ def train_table(
     say(f"{out}: next tokens named right, with earlier matches: {right}")
 
 
-@app.command("write-text", cls=o.OptionsCommand)
+@app.command("write-text")
 @o.with_options
 def write_text(
     load: Target,
@@ -243,24 +242,6 @@ def write_text(
     say(f"{out}: {writer.tokens} tokens{more}{skipped}")
 
 
-@app.command("kinds")
-def show_kinds(as_json: o.Json = False) -> None:
-    """List the kinds of heads that can be trained, each with its options."""
-    from foredraft.bench.report import Report, Table
-    from foredraft.drafters.registry import drafter_spec, head_class, head_kinds
-
-    rows = [
-        {
-            "kind": kind,
-            "options": ", ".join(head_class(kind).OPTIONS) or "none",
-            "summary": drafter_spec(kind).summary,
-        }
-        for kind in head_kinds()
-    ]
-    columns = {"kind": "{kind}", "options": "{options}", "what it is": "{summary}"}
-    Report([Table("kinds", rows, columns)]).give(as_json=as_json)
-
-
 @app.command()
 def export(
     head: Annotated[Path, typer.Argument(help="The folder of a trained head of kind eagle.")],
@@ -273,7 +254,7 @@ def export(
     say(f"{out}: an EAGLE-3 head as vLLM loads it")
 
 
-@app.command("self-draft", cls=o.OptionsCommand)
+@app.command("self-draft")
 @o.with_options
 def tune_self_draft(
     load: Annotated[

@@ -61,7 +61,6 @@ FORM_VALUES = [
     ("--choice", "", "empty text"),
     ("--set", "min_b=2", "did you mean 'min_p'"),
     ("--set", "min_p", "is not NAME=VALUE"),
-    ("--cache-dtype", "int8", "write --set cache_dtype=…"),
 ]
 COMMANDS = {
     ("generate", "Hi"): [

@@ -33,6 +33,7 @@ def test_every_drafter_is_listed() -> None:
 def test_one_drafter_is_shown_with_its_options() -> None:
     shown = run("draft-model")
     assert "needs a draft model" in shown
+    assert "foredraft train eagle" in run("eagle")
     for option in drafter_spec("draft_model").options:
         assert option in shown
 
@@ -41,7 +42,8 @@ def test_json_has_all_of_it() -> None:
     listed = json.loads(run("--json"))
     assert listed["suffix"]["copies"]
     assert listed["none"]["options"] == {}
-    assert listed["hidden_head"]["trainable"]
+    assert "taps" in listed["hidden_head"]["trainable"]
+    assert listed["suffix"]["trainable"] is None
     (need,) = listed["blend"]["needs"]
     assert need.startswith("a trained hidden_head")
     assert [*json.loads(run("ngram", "--json"))] == ["ngram"]

@@ -206,7 +206,7 @@ def test_a_file_of_settings_goes_behind_options_and_environment(
         got.extend((load, settings))
 
     program = typer.Typer(add_completion=False)
-    program.command(cls=o.OptionsCommand)(o.with_options(command))
+    program.command()(o.with_options(command))
     done = CliRunner().invoke(program, ["--port", "9000", "--set", "exact=false"])
     assert done.exit_code == 0, done.exception
     load, settings = got
@@ -247,7 +247,7 @@ def test_every_setting_of_the_server_comes_from_the_file(
         got.append(settings)
 
     program = typer.Typer(add_completion=False)
-    program.command(cls=o.OptionsCommand)(o.with_options(command))
+    program.command()(o.with_options(command))
     done = CliRunner().invoke(program, [])
     assert done.exit_code == 0, done.exception
     monkeypatch.delenv("FOREDRAFT_CONFIG")

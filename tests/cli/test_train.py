@@ -13,7 +13,6 @@ from foredraft.cli.main import app
 from foredraft.cli.options import parse_count
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.drafters.registry import head_kinds
 from foredraft.llm import LLM
 from foredraft.train.folder import alone_in, read_counters
 from foredraft.train.texts import read_texts, write_shard
@@ -180,12 +179,6 @@ def test_a_stop_is_heeded_while_replies_are_written(checkpoint: Path) -> None:
     assert len(list(replies)) < 3
     assert len(steps) == 5
     assert not llm.engine.has_work
-
-
-def test_kinds_are_listed() -> None:
-    result = run("kinds")
-    assert result.exit_code == 0
-    assert all(kind in result.output for kind in head_kinds())
 
 
 def test_counts() -> None:

@@ -188,7 +188,7 @@ def test_every_page_is_of_a_drafter() -> None:
 def test_the_table_of_drafters_is_that_of_the_specs() -> None:
     rows = ["| drafter | in one line | needs |", "|---|---|---|"]
     for name in BUILT_IN:
-        drafter = described(drafter_spec(name))
+        drafter = described(name, drafter_spec(name))
         needs = "; ".join(drafter["needs"]) or "nothing"
         rows.append(f"| [{name}]({name}.md) | {drafter['summary']} | {needs} |")
     page = REPO / "docs" / "drafters" / "index.md"
