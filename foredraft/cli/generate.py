@@ -16,6 +16,7 @@ from rich.text import Text
 from foredraft.cli import options as o
 from foredraft.cli.display import PromptProgress, legend, reply_display, say, stats_line
 from foredraft.core.errors import ConfigError
+from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
 
@@ -31,7 +32,6 @@ _SAMPLING = replace(o.sampling("stop", "coupling"), section="sampling")
 def generate(
     load: Annotated[LoadOptions, o.model(max_batch_size=1, samples=True)],
     params: Annotated[SamplingParams, _SAMPLING],
-    grammar: Annotated[o.GrammarOptions, o.Derived("Sampling", shown=("json_schema",))],
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; '-' reads standard input.")
     ] = None,
@@ -42,19 +42,12 @@ def generate(
         Path | None,
         typer.Option(
             "--prediction",
-            help="A file with text that the reply is expected to repeat; '-' reads standard input.",
-            rich_help_panel="Drafting",
+            help="A file with text that the reply is expected to repeat.",
             hidden=True,
         ),
     ] = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            help="With --json: log probabilities, and this many likeliest tokens at each place.",
-            rich_help_panel="Sampling",
-            hidden=True,
-        ),
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The reply is JSON by the schema in this file.")
     ] = None,
     as_json: o.Json = False,
     trace: o.TraceTo = None,
@@ -78,13 +71,15 @@ def generate(
     """
     if prompt is None:
         raise ConfigError("which text is to be continued? Name it, or '-' for standard input")
-    if logprobs is not None and not as_json:
-        raise ConfigError("--logprobs are numbers to be read by programs; add --json")
     if prediction is not None:
-        load = _draft_with_prediction(load)
-    expected = _read_prediction(prediction, prompt)
-    params = replace(params, grammar=grammar.grammar(), prediction=expected, logprobs=logprobs)
-    text = _read_input("the prompt") if prompt == "-" else prompt
+        params = replace(params, prediction=_read(prediction, "the prediction"))
+    if json_schema is not None:
+        try:
+            grammar = Grammar.json_schema(_read(json_schema, "the JSON schema"))
+        except ConfigError as error:
+            raise ConfigError(f"--json-schema {json_schema}: {error}") from error
+        params = replace(params, grammar=grammar)
+    text = _read_input() if prompt == "-" else prompt
     about = {
         "temperature": params.temperature,
         "seed": params.seed,
@@ -113,47 +108,21 @@ def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_jso
         _show(llm, events, len(token_ids))
 
 
-def _draft_with_prediction(load: LoadOptions) -> LoadOptions:
-    """A prediction needs a drafter that drafts from it.
-
-    Raises:
-        ConfigError: another drafter was asked for, which does not read it.
-    """
-    from foredraft.auto import FOR_PREDICTIONS
-    from foredraft.drafters import drafter_spec
-
-    if load.drafter == "auto" and load.draft_model is None:
-        return replace(load, drafter=FOR_PREDICTIONS)
-    drafter = "draft_model" if load.drafter == "auto" else load.drafter
-    if not drafter_spec(drafter).uses_prediction(load.drafter_options):
-        raise ConfigError(
-            f"--prediction is not used by drafter {drafter!r}: leave it out, or take "
-            "--drafter prediction, or --drafter cascade with it among the stages"
-        )
-    return load
-
-
-def _read_prediction(path: Path | None, prompt: str) -> str | None:
-    if path is None:
-        return None
-    if str(path) == "-":
-        if prompt == "-":
-            raise ConfigError("the prompt and the prediction cannot both be standard input")
-        return _read_input("the prediction")
+def _read(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the prediction {path} cannot be read: {error}") from error
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from error
 
 
-def _read_input(what: str) -> str:
+def _read_input() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         found = f"byte {error.object[error.start]:#04x} at {error.start}"
-        raise ConfigError(f"{what} on standard input is not UTF-8 ({found})") from error
+        raise ConfigError(f"the prompt on standard input is not UTF-8 ({found})") from error
     except OSError as error:
-        raise ConfigError(f"{what} on standard input cannot be read: {error}") from error
+        raise ConfigError(f"the prompt on standard input cannot be read: {error}") from error
 
 
 def _show(llm: LLM, events: Iterator[Event], num_prompt_tokens: int) -> None:
@@ -192,7 +161,6 @@ def _report(llm: LLM, run: MeasuredRun, prompt: str) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "error": result.error,
         "seed": result.seed,
-        **({} if result.logprobs is None else {"logprobs": [vars(p) for p in result.logprobs]}),
         "stats": vars(stats) | {"committed_per_step": round(stats.committed_per_step, 4)},
         "first_token_s": round(run.first_event_s, 4),
         "total_s": round(run.total_s, 4),

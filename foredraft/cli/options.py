@@ -37,7 +37,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from foredraft.cli import config
 from foredraft.core.errors import ConfigError, nearest
-from foredraft.core.grammar import Grammar
 from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -145,40 +144,6 @@ def sampling(
     """
     flags = (*_SAMPLING_FLAGS, *more)
     return Derived("Sampling", defaults=defaults, without=_NO_FLAGS, flags=flags, shown=shown)
-
-
-@dataclass(frozen=True)
-class GrammarOptions:
-    """The form that a reply must have.
-
-    Attributes:
-        json_schema: the reply is JSON by the schema in this file.
-        regex: the reply matches this regular expression.
-        choices: the reply is one of these texts; to be repeated.
-    """
-
-    json_schema: Path | None = None
-    regex: str | None = None
-    choices: Sequence[str] | None = None
-
-    def grammar(self) -> Grammar | None:
-        """The grammar that is named, if any.
-
-        Raises:
-            ConfigError: more than one is named, or the file cannot be read.
-        """
-        if sum(value is not None for value in vars(self).values()) > 1:
-            raise ConfigError("--json-schema, --regex and --choice exclude each other; give one")
-        if (path := self.json_schema) is not None:
-            try:
-                return Grammar.json_schema(path.read_text(encoding="utf-8"))
-            except ConfigError as error:
-                raise ConfigError(f"--json-schema {path}: {error}") from error
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"the JSON schema {path} cannot be read: {error}") from error
-        if self.regex is not None:
-            return Grammar.regex(self.regex)
-        return None if self.choices is None else Grammar.choice(self.choices)
 
 
 Output = Annotated[

@@ -58,7 +58,6 @@ FORM_VALUES = [
     ("--coupling", "seded", "did you mean 'seeded'"),
     ("--json-schema", "/no/such/schema.json", "cannot be read"),
     ("--json-schema", __file__, "test_bad_values.py: the JSON schema is no JSON"),
-    ("--choice", "", "empty text"),
     ("--set", "min_b=2", "did you mean 'min_p'"),
     ("--set", "min_p", "is not NAME=VALUE"),
 ]
@@ -68,7 +67,6 @@ COMMANDS = {
         *DRAFT_VALUES,
         *SAMPLING_VALUES,
         *FORM_VALUES,
-        ("--logprobs", "2", "add --json"),
     ],
     ("chat",): [*MODEL_VALUES, *DRAFT_VALUES, *SAMPLING_VALUES],
     ("doctor",): [
