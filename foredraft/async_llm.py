@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from os import PathLike
 from typing import Any, Self
@@ -41,10 +40,12 @@ class EventStream:
         request_ids: of the replies: prompts one after the other, ``n`` replies to each.
     """
 
-    def __init__(self, request_ids: Sequence[int], abort: Callable[[], None]) -> None:
+    def __init__(
+        self, request_ids: Sequence[int], mailbox: _Mailbox, abort: Callable[[], None]
+    ) -> None:
         self._num_live = len(request_ids)
         self.request_ids = request_ids
-        self._abort, self._mailbox = abort, _Mailbox()
+        self._abort, self._mailbox = abort, mailbox
 
     def __aiter__(self) -> Self:
         return self
@@ -89,98 +90,78 @@ class _Mailbox:
 
     The engine never waits: unread events are kept here.
 
-    Attributes:
-        loop: the reader's.
+    Args:
+        post: mailboxes with events of which their readers have not heard; see `_send`.
     """
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
+    def __init__(self, post: deque[_Mailbox]) -> None:
+        self.loop, self._post = asyncio.get_running_loop(), post
+        self.arrived = asyncio.Event()
         self._events: deque[Event | EngineStoppedError] = deque()
 
-    def add(self, event: Event | EngineStoppedError) -> None:
-        """Keep an event, from any thread; its reader is woken by `wake`."""
-        self._events.append(event)
+    def put(self, event: Event | EngineStoppedError) -> None:
+        """Keep an event, from any thread.
 
-    def wake(self) -> None:
-        """To be called in the loop."""
-        self._arrived.set()
+        Raises:
+            RuntimeError: the loop is closed, so its reader is gone.
+        """
+        if self.loop.is_closed():
+            raise RuntimeError("the event loop is closed")
+        self._events.append(event)
+        self._post.append(self)
 
     async def take(self) -> Event:
         if self._events:
             await asyncio.sleep(0)  # a reader who lags behind must not keep the others waiting
         while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
+            self.arrived.clear()
+            await self.arrived.wait()
         event = self._events.popleft()
         if isinstance(event, EngineStoppedError):
             raise event
         return event
 
 
-class _Post:
-    """Brings events to event loops: one call to each loop for all that a step brought.
+def _send(post: deque[_Mailbox]) -> None:
+    """Wake the readers of new events: one call to each loop for all that a step brought.
 
     A call wakes the loop's thread, which then asks for the interpreter that the engine needs.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # any thread may step the engine; finalizers put events, too
-        self._waiting: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
-
-    def put(self, mailbox: _Mailbox, event: Event | EngineStoppedError) -> None:
-        """Hand an event over. Its reader hears of it with the next `send`, if not before.
-
-        Raises:
-            RuntimeError: the loop is closed, so its readers are gone.
-        """
-        if mailbox.loop.is_closed():
-            raise RuntimeError("the event loop is closed")
-        mailbox.add(event)
-        with self._lock:
-            self._waiting.setdefault(mailbox.loop, []).append(mailbox)
-
-    def send(self) -> None:
-        """Wake the readers of new events."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for loop, mailboxes in waiting.items():
-            try:
-                loop.call_soon_threadsafe(_wake, mailboxes)
-            except RuntimeError:  # closed by now; the next event's `put` says so
-                continue
+    waiting: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
+    with suppress(IndexError):
+        while True:
+            mailbox = post.popleft()
+            waiting.setdefault(mailbox.loop, []).append(mailbox)
+    for loop, mailboxes in waiting.items():
+        with suppress(RuntimeError):  # closed by now; the next event's `put` says so
+            loop.call_soon_threadsafe(_wake, mailboxes)
 
 
 def _wake(mailboxes: Sequence[_Mailbox]) -> None:
     for mailbox in mailboxes:
-        mailbox.wake()
+        mailbox.arrived.set()
 
 
-class _Idle:
-    """Work of an engine's thread while there are no requests.
+def _idle_work(
+    llm: LLM, proof: LiveProof | None, give_back_after: float | None
+) -> Callable[[float], float | None]:
+    """The work of an engine's thread while there are no requests; see `EngineThread`."""
+    has_given_back = False
 
-    Attributes:
-        worker: the thread; None while it is being made.
-    """
-
-    def __init__(self, llm: LLM, proof: LiveProof | None, give_back_after: float | None) -> None:
-        self._llm, self._proof, self._after = llm, proof, give_back_after
-        self._given_back = 0.0  # after which step
-        self.worker: EngineThread | None = None
-
-    def __call__(self) -> float | None:
-        wanted = self._proof.advance() if self._proof else None
-        if self._after is None or self.worker is None:
+    def work(seconds: float) -> float | None:
+        nonlocal has_given_back
+        wanted = proof.advance() if proof else None
+        if give_back_after is None:
             return wanted
-        last = self.worker.last_step
-        if self._given_back == last:
-            return wanted
-        left = last + self._after - time.monotonic()
-        if left > 0:
+        if seconds < give_back_after:
+            has_given_back, left = False, give_back_after - seconds
             return left if wanted is None else min(wanted, left)
-        self._llm.give_memory_back()
-        self._given_back = last
+        if not has_given_back:
+            llm.give_memory_back()
+            has_given_back = True
         return wanted
+
+    return work
 
 
 class AsyncLLM:
@@ -200,6 +181,7 @@ class AsyncLLM:
 
     Attributes:
         llm: the same.
+        worker: the engine's thread.
         proof: results of the proofs so far; None: no proofs are made.
 
     Raises:
@@ -218,7 +200,7 @@ class AsyncLLM:
     ) -> None:
         self.llm = llm
         self._max_waiting = checked_int("max_waiting", max_waiting, 0)
-        self._post = _Post()
+        self._post: deque[_Mailbox] = deque()
         self.proof: LiveProof | None = None
         if prove_every:
             if llm.engine.proof is not None:
@@ -230,12 +212,12 @@ class AsyncLLM:
                 )
             plain = Policy(FixedBudget(0, drafter=None), is_apart=True)
             self.proof = llm.engine.proof = LiveProof(llm.engine, plain, prove_every, on_proof)
-        idle = _Idle(llm, self.proof, give_back_after)
-        self._worker = idle.worker = EngineThread(llm.engine, llm.policy, self._post.send, idle)
+        idle = _idle_work(llm, self.proof, give_back_after)
+        self.worker = EngineThread(llm.engine, llm.policy, partial(_send, self._post), idle)
         if self.proof is not None:
-            self.proof.wake = self._worker.wake
+            self.proof.wake = self.worker.wake
         # Also when the interpreter ends: a thread in the middle of a step would be cut off.
-        self._stop = weakref.finalize(self, _stop, self._worker, llm.engine, self.proof)
+        self._stop = weakref.finalize(self, _stop, self.worker, llm.engine, self.proof)
 
     @classmethod
     def load(
@@ -252,19 +234,9 @@ class AsyncLLM:
     @property
     def is_healthy(self) -> bool:
         """Whether it takes requests and its thread is well."""
-        return self._worker.problem is None
+        return self.worker.problem is None
 
     is_alive = is_healthy
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds that the present step has taken so far; 0 between two steps."""
-        return self._worker.step_seconds
-
-    @property
-    def longest_step(self) -> float:
-        """Seconds of the longest step so far."""
-        return self._worker.longest_step
 
     def stats(self) -> EngineStats:
         """Counters and state of the engine. Never waits."""
@@ -324,7 +296,7 @@ class AsyncLLM:
         **options: Any,
     ) -> EventStream:
         """Submit requests, or none of them, with these options of `Engine.prepare`."""
-        worker, num_replies = self._worker, sum(params.n for _, params in asked)
+        worker, num_replies = self.worker, sum(params.n for _, params in asked)
         worker.enter(num_replies, self.llm.engine.max_batch_size + self._max_waiting)
         try:
             for grammar in {params.grammar for _, params in asked if params.grammar is not None}:
@@ -333,8 +305,9 @@ class AsyncLLM:
                     await asyncio.wrap_future(self.llm.grammars.compile(grammar))
             requests = await asyncio.to_thread(self._prepare, asked, **options)
             ids = [request.request_id for request in requests]
-            stream = EventStream(ids, lambda: self._worker.abort(ids))
-            worker.add(requests, partial(self._post.put, stream._mailbox))
+            mailbox = _Mailbox(self._post)
+            stream = EventStream(ids, mailbox, partial(worker.abort, ids))
+            worker.add(requests, mailbox.put)
         except BaseException:
             worker.leave(num_replies)
             raise
@@ -375,30 +348,17 @@ class AsyncLLM:
             ConfigError: as `open`, or more than one reply is asked for.
         """
         if checked_params(params).n > 1:
-            raise ConfigError("generate gives one reply and n asks for more: use generate_all")
-        return (await self.generate_all(prompt, params, tenant=tenant, priority=priority))[0]
-
-    async def generate_all(
-        self,
-        prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None = None,
-        *,
-        tenant: str | None = None,
-        priority: int = 0,
-    ) -> list[GenerationResult]:
-        """The results of a request, one a reply (`SamplingParams.n`), in the order of ``index``.
-
-        Raises:
-            QueueFullError, EngineStoppedError, PromptError, ConfigError: as `open`.
-        """
+            raise ConfigError("generate gives one reply and n asks for more: use stream")
         async with await self.open(prompt, params, tenant=tenant, priority=priority) as events:
-            results = [event.result async for event in events if event.result is not None]
-        return sorted(results, key=lambda result: result.index)
+            async for event in events:
+                if event.result is not None:
+                    return event.result
+        raise EngineStoppedError("the request has no result")
 
     async def drain(self) -> None:
         """Take no further requests, and wait until those under way are over."""
-        self._worker.refuse("it is being closed")
-        await asyncio.to_thread(self._worker.wait_until_idle)
+        self.worker.refuse("it is being closed")
+        await asyncio.to_thread(self.worker.wait_until_idle)
 
     async def aclose(self, *, drain: bool = True) -> None:
         """Stop the engine's thread.

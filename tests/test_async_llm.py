@@ -283,7 +283,7 @@ def test_a_loop_that_is_gone_does_not_disturb_the_others() -> None:
 
 def test_an_idle_one_that_nobody_holds_ends_its_thread() -> None:
     llm = AsyncLLM(new_llm())
-    thread = llm._worker._thread
+    thread = llm.worker._thread
     del llm
     gc.collect()
     assert not thread.is_alive()

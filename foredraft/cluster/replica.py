@@ -128,7 +128,7 @@ class EngineReplica:
         Raises:
             EngineStoppedError: the engine's thread has failed, or stands still in a step.
         """
-        if self._engine.step_seconds > max(_STUCK, 4 * self._engine.longest_step):
+        if self._engine.worker.step_seconds > max(_STUCK, 4 * self._engine.worker.longest_step):
             raise EngineStoppedError("the engine stands still in a step")
         if not self._engine.is_healthy:
             raise EngineStoppedError("the engine has stopped; the replica's log says why")

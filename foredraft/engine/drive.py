@@ -29,13 +29,13 @@ class EngineThread:
         engine: the engine to step.
         policy: the policy of the requests that it steps; None: the engine's own.
         send: called when mailboxes have received events: after each step, and after each command.
-        idle: does a little background work while no request is live. It returns the seconds after
-            which it wants to be called again; None: only after there was work again.
+        idle: does a little background work while no request is live, and gets the seconds since the
+            last step. It returns those after which it wants to be called again; None: only after
+            there was work again.
 
     Attributes:
         problem: why it takes no more requests; None: it does.
         longest_step: seconds of the longest step so far.
-        last_step: when the last one ended, by `time.monotonic`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EngineThread:
         engine: Engine,
         policy: Policy | None = None,
         send: Command = lambda: None,
-        idle: Callable[[], float | None] = lambda: None,
+        idle: Callable[[float], float | None] = lambda seconds: None,
     ) -> None:
         self._engine, self._policy, self._send, self._idle = engine, policy, send, idle
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # safe in finalizers
@@ -52,7 +52,7 @@ class EngineThread:
         self._num_live = 0  # replies promised and not over
         self._stopping = self._is_over = False
         self.problem: str | None = None
-        self.longest_step, self.last_step = 0.0, time.monotonic()
+        self.longest_step, self._last_step = 0.0, time.monotonic()
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
         self._thread.start()
@@ -116,12 +116,13 @@ class EngineThread:
         fault: EngineStoppedError | None = None
         try:
             while not self._stopping:
-                self._obey(0.0 if self._mailboxes else self._idle())
+                idle_s = time.monotonic() - self._last_step
+                self._obey(0.0 if self._mailboxes else self._idle(idle_s))
                 if self._mailboxes:
                     self._step_began = time.monotonic()
                     self._engine.step(self._policy)
                     self.longest_step = max(self.longest_step, self.step_seconds)
-                    self._step_began, self.last_step = None, time.monotonic()
+                    self._step_began, self._last_step = None, time.monotonic()
                 self._send()
         except BaseException as error:
             _log.critical("the engine's thread has failed: %s", error, exc_info=error)

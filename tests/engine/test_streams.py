@@ -289,11 +289,10 @@ async def test_llm_and_async_llm_give_them_in_order() -> None:
     assert [result.index for result in results] == [0, 1, 2, 3] * 2
     assert [result.token_ids for result in results[:4]] == expected()
     async with AsyncLLM(llm) as served:
-        replies = await served.generate_all(PROMPT, FOUR)
-        assert [reply.token_ids for reply in replies] == expected()
-        with pytest.raises(ConfigError, match="generate_all"):
+        with pytest.raises(ConfigError, match="use stream"):
             await served.generate(PROMPT, FOUR)
         stream = await served.open(PROMPT, FOUR)
         events = [event async for event in stream]
-        assert sorted(event.index for event in events if event.result) == [0, 1, 2, 3]
+        replies = sorted((e.index, e.result.token_ids) for e in events if e.result)
+        assert replies == [*enumerate(expected())]
         assert {event.parent_id for event in events} == {stream.request_ids[0]}

@@ -525,10 +525,10 @@ def test_requests_with_a_prediction_run_in_the_same_engine(tokenizer: Tokenizer)
         predictions = server.context.llm._for_predictions
         assert predictions is not None
         assert "prediction" in predictions.drafters
-        engine._worker.problem = "its thread has failed"
+        engine.worker.problem = "its thread has failed"
         assert client.get("/health").status_code == 503
         assert client.get("/ready").status_code == 503
-        engine._worker.problem = None
+        engine.worker.problem = None
 
 
 def test_metrics_have_the_names_that_operators_graph(client: httpx.Client) -> None:
