@@ -21,7 +21,7 @@ from foredraft.core.noise import gumbel_top_rows
 from foredraft.core.sampling import Law
 
 _GROUP = 256
-"""Group size of the coarse noise bytes; must equal `foredraft.core.noise._GROUP`."""
+"""Tokens whose coarse bytes are one run of philox blocks; see `foredraft.core.noise`."""
 
 
 class NamedTokens:

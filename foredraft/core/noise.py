@@ -17,18 +17,17 @@ index):
 **Same bits everywhere.** Compiled (kernels/gumbel.h) and numpy do the same IEEE +, -, *, / in the
 same order, with a logarithm of our own: libraries differ in the last bit of theirs.
 
-**What is skipped.** The coarse byte bounds the noise: -log u > w >= c / 256, so g < -log(c / 256).
-Hashing one block in 16 tokens shows which few can still win; only those get fine bits and
-logarithms. Nothing that could win is lost to rounding either, because rounding keeps order:
-x <= X and g <= G imply fl(x + g) <= fl(X + G). So neither the order of looking nor the bounds can
-change a result.
+**What compiled code skips.** The coarse byte bounds the noise: -log u > w >= c / 256, so
+g < -log(c / 256). Hashing one block in 16 tokens shows which few can still win; only those get fine
+bits and logarithms. Nothing that could win is lost to rounding either, because rounding keeps
+order: x <= X and g <= G imply fl(x + g) <= fl(X + G). So neither the order of looking nor the
+bounds can change a result. numpy looks at all tokens: it is the specification.
 
 Shape legend: N rows, V vocabulary, M some tokens.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -172,9 +171,6 @@ def _not_finite(logits_V: Array) -> ValueError:
 
 # ---- numpy --------------------------------------------------------------------------------------
 
-_BLOCKS = 16
-_GROUP = 16 * _BLOCKS
-"""Tokens whose coarse bytes are one run of philox blocks."""
 _FINE = 1 << 31
 _LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
 _SQRT_HALF = 0x3FE6A09E667F3BCD
@@ -220,7 +216,7 @@ def _gumbel(rarity_M: Array) -> Array:
 
 def _noise(tokens_M: Array, seed: int, position: int) -> Array:
     """The noise of each token, all of it."""
-    block_M = (tokens_M >> 8) * _BLOCKS + (tokens_M >> 2 & 15)
+    block_M = (tokens_M >> 8) * 16 + (tokens_M >> 2 & 15)
     index = np.concatenate([block_M, tokens_M + _FINE])
     words = np.stack(_philox(index, seed, position)).view(np.int64)
     coarse, fine = words[:, : len(tokens_M)], words[:, len(tokens_M) :]
@@ -229,41 +225,14 @@ def _noise(tokens_M: Array, seed: int, position: int) -> Array:
     return _gumbel(byte_M << 44 | fine[0] << 12 | fine[1] >> 20)
 
 
-def _coarse_bytes(num_tokens: int, seed: int, position: int) -> Array:
-    """The coarse bytes of the first tokens: [V]."""
-    num_groups = -(-num_tokens // _GROUP)
-    words = np.empty((num_groups, 4, _BLOCKS), "<u4")
-    for i, word in enumerate(_philox(np.arange(num_groups * _BLOCKS), seed, position)):
-        words[:, i] = word.reshape(-1, _BLOCKS)
-    return words.view(np.uint8).ravel()[:num_tokens]
-
-
-@functools.cache
-def _bounds() -> tuple[Array, Array]:
-    """Lower and upper bounds of the noise, by coarse byte.
-
-    w is in (c / 256, (c + 1) / 256) and -log(1 - w) > w. The margin is far above all rounding.
-    """
-    first = np.arange(256, dtype=np.int64) << 44
-    at_most = np.append(_gumbel(first[:1]), -_log(np.arange(1, 256) / 256.0)) + 1e-9
-    at_least = _gumbel(first + ((1 << 44) - 1)) - 1e-9
-    return at_least, at_most
-
-
 def _numpy_top(logits_V: Array, count: int, seed: int, position: int, scale: float) -> Scored:
-    """`gumbel_top`: coarse bytes for all tokens, then all bits of those that can still win."""
+    """`gumbel_top` with the noise of all tokens."""
     base = float(logits_V.max())
     if not math.isfinite(base):
         raise _not_finite(logits_V)
-    at_least, at_most = _bounds()
-    coarse_V = _coarse_bytes(len(logits_V), seed, position)
     with np.errstate(over="ignore"):  # far below the largest is -inf, as without a warning in C++
         weight_V = (logits_V.astype(np.float64) - base) * scale
-        floor = -math.inf
-        if count < len(logits_V):
-            floor = np.partition(weight_V + at_least[coarse_V], -count)[-count]
-        can_win_V = (weight_V > -math.inf) & (weight_V + at_most[coarse_V] >= floor)
-        tokens = np.flatnonzero(can_win_V)
-        score = weight_V[tokens] + _noise(tokens, seed, position)
-    order = np.lexsort((tokens, -score))[:count]
+    tokens = np.flatnonzero(weight_V > -math.inf)
+    score = weight_V[tokens] + _noise(tokens, seed, position)
+    order = np.argsort(-score, kind="stable")[:count]  # of equal ones the smallest token first
     return list(zip(tokens[order].tolist(), score[order].tolist(), strict=True))

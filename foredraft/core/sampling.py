@@ -21,7 +21,7 @@ from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.params import SamplingParams
 
 _BLOCK = 128
-"""Numbers per block: `kth_largest` compares the maxima of blocks first."""
+"""Numbers per block: `largest` compares the maxima of blocks first."""
 _NO_FILTERS = SamplingParams()
 
 _COLDEST = {dtype: torch.finfo(dtype).tiny * 16 for dtype in (torch.float32, torch.float64)}
@@ -143,7 +143,7 @@ def _cut(values_V: Array, token: int, params: SamplingParams, scale: float) -> f
     """The smallest logit that passes the filters; -inf if there are no filters."""
     cut = -math.inf
     if 0 < params.top_k < values_V.size:
-        cut = float(kth_largest(values_V, params.top_k))
+        cut = float(np.partition(values_V, -params.top_k)[-params.top_k])
         values_V = np.where(values_V < cut, -math.inf, values_V)
     if params.top_p < 1.0 or params.min_p > 0.0:
         weights_V = _weights(values_V, token, scale)
@@ -266,12 +266,6 @@ def largest(values_V: Array, count: int) -> list[int]:
     candidates = np.flatnonzero(values_V >= _at_most_kth(values_V, count))
     order = np.argsort(-values_V[candidates], kind="stable")[:count]
     return [int(index) for index in candidates[order]]
-
-
-def kth_largest(values_V: Array, k: int) -> Any:
-    """The k-th largest number, 1 <= k <= V."""
-    candidates = values_V[values_V >= _at_most_kth(values_V, k)]
-    return np.partition(candidates, -k)[-k]
 
 
 def _at_most_kth(values_V: Array, k: int) -> Any:
