@@ -214,21 +214,6 @@ def raising(error: type[Exception]) -> Callable[..., None]:
     return raises
 
 
-def test_grows_without_losing_entries_and_shrinks_to_nothing() -> None:
-    probe = KVProbe()
-    slot, other = probe.cache.allocate(), probe.cache.allocate()
-    expected: list[int] = []
-    for start in range(0, 1200, 100):
-        probe.write(slot, range(start, start + 100))
-        probe.cache.keep(slot, 100, ())
-        expected.extend(range(start, start + 100))
-        assert probe.read(slot) == expected
-    assert probe.cache.num_bytes == 19 * 64 * SHAPE.bytes_per_token(torch.float32)
-    probe.cache.free(slot)
-    probe.cache.free(other)
-    assert probe.cache.num_bytes == 0
-
-
 def test_a_store_that_was_given_little_moves_without_losing_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -247,16 +232,6 @@ def test_a_store_that_was_given_little_moves_without_losing_entries(
         probe.cache.keep(slot, 50, ())
     assert probe.read(slot) == [*range(600)]
     assert probe.cache.store.num_blocks < 40
-
-
-def test_short_texts_beside_a_long_one_take_what_their_tokens_need() -> None:
-    probe = KVProbe()
-    long, *short = (probe.cache.allocate() for _ in range(17))
-    probe.write(long, range(1900))
-    for slot in short:
-        probe.write(slot, range(20))
-    assert probe.cache.usage.used == 30 * 64 + 16 * 64
-    assert probe.cache.num_bytes == 46 * 64 * SHAPE.bytes_per_token(torch.float32)
 
 
 def test_reserves_up_to_its_limit_and_not_beyond() -> None:

@@ -37,16 +37,6 @@ def grow(probe: Probe, slot: int, tokens: list[int]) -> None:
     probe.cache.keep(slot, len(tokens), ())
 
 
-def test_holds_what_was_written(probe: Probe) -> None:
-    layers = probe.cache.add_layers(SHAPE, torch.float32)
-    assert layers.shape == SHAPE
-    first, second = probe.cache.allocate(), probe.cache.allocate()
-    write(layers, first, 0, [1, 2, 3])
-    write(layers, second, 0, [7])
-    write(layers, first, 2, [4, 5])  # a guess is overwritten
-    assert (read(layers, first, 4), read(layers, second, 1)) == ([1, 2, 4, 5], [7])
-
-
 def test_layers_may_come_while_a_step_goes_through_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,18 +68,6 @@ def test_a_type_of_its_own(probe: Probe) -> None:
     assert layers.read(0, slot, 1)[0].dtype == torch.bfloat16
 
 
-def test_grows_without_losing_entries(probe: Probe) -> None:
-    layers = probe.cache.add_layers(SHAPE, torch.float32)
-    slots = [probe.cache.allocate()]
-    for start in range(0, 900, 90):
-        write(layers, slots[0], start, [*range(start, start + 90)])
-        if start in (180, 540):
-            slots.append(probe.cache.allocate())
-            write(layers, slots[-1], 0, [5])
-    assert read(layers, slots[0], 900) == [*range(900)]
-    assert [read(layers, slot, 1) for slot in slots[1:]] == [[5], [5]]
-
-
 def test_what_was_not_written_cannot_be_read(probe: Probe) -> None:
     layers = probe.cache.add_layers(SHAPE, torch.float32)
     slot = probe.cache.allocate()
@@ -109,19 +87,6 @@ def test_what_was_not_written_cannot_be_read(probe: Probe) -> None:
         layers.read(0, slot, 2)
 
 
-def test_a_freed_slot_leaves_nothing_to_the_next_user(probe: Probe) -> None:
-    layers, other = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
-    slot = probe.cache.allocate()
-    write(layers, slot, 0, [1, 2])
-    probe.cache.free(slot)
-    with pytest.raises(KeyError, match="not allocated"):
-        layers.read(0, slot, 0)
-    assert probe.cache.allocate() == slot
-    with pytest.raises(ValueError, match="1 entries wanted"):
-        layers.read(0, slot, 1)
-    assert read(layers, other, 0) == []
-
-
 def test_a_fork_is_independent(probe: Probe) -> None:
     layers, slot = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
     grow(probe, slot, [1, 2])
@@ -133,28 +98,6 @@ def test_a_fork_is_independent(probe: Probe) -> None:
     assert (read(layers, copy, 3), read(layers, slot, 3)) == ([1, 2, 3], [1, 2, 90])
     probe.cache.free(slot)
     assert read(layers, copy, 3) == [1, 2, 3]
-
-
-def test_truncating_forgets(probe: Probe) -> None:
-    layers, slot = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
-    grow(probe, slot, [1, 2, 3])
-    write(layers, slot, 0, [1, 2, 3])
-    probe.cache.truncate(slot, 1)
-    assert read(layers, slot, 1) == [1]
-    with pytest.raises(ValueError, match="holds 1"):
-        layers.read(0, slot, 2)
-
-
-def test_covered_are_the_positions_that_all_layers_hold(probe: Probe) -> None:
-    slot = probe.cache.allocate()
-    grow(probe, slot, [1, 2, 3])
-    layers = probe.cache.add_layers(SHAPE, torch.float32)  # the slot was there before
-    assert layers.covered(slot) == 0
-    entry_HTD = torch.zeros(1, 2, 3)
-    layers.write(0, slot, 0, entry_HTD, entry_HTD)
-    assert layers.covered(slot) == 0
-    layers.write(1, slot, 0, entry_HTD, entry_HTD)
-    assert layers.covered(slot) == 2
 
 
 def test_layers_are_gone_with_their_owner(probe: Probe) -> None:

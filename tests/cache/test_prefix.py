@@ -61,14 +61,6 @@ def test_a_long_text_is_found_by_its_blocks_and_by_a_part_of_one(probe: Probe) -
     assert requests.run([4, *TEXT]) == 0
 
 
-def test_something_is_always_left_to_read(probe: Probe) -> None:
-    requests = Requests(probe)
-    requests.run(TEXT)
-    assert requests.run(TEXT[:100]) == 99
-    assert requests.run(TEXT[:128]) == 127
-    assert requests.run(TEXT[:1]) == 0
-
-
 def test_requests_that_run_share_what_is_cached(probe: Probe) -> None:
     requests = Requests(probe)
     requests.run([*TEXT[:129], 1])
@@ -119,17 +111,6 @@ def test_a_hit_is_the_target_s_and_layers_say_how_far_they_cover_it(probe: Probe
     assert num_cached == 180 > layers.covered(longer)  # too many are missing
     assert layers.next_start(longer, 180, 1) == 180
     assert layers.next_start(longer, 180, 76) == 192
-
-
-def test_several_layers_cover_a_text_each_for_itself(probe: Probe) -> None:
-    requests = Requests(probe)
-    one, other = (probe.cache.add_layers(LAYERS, torch.float32) for _ in range(2))
-    slot, _ = requests.begin(TEXT)
-    one.write(0, slot, 0, state(199), state(199))
-    release(requests.cache, slot, TEXT)
-    slot, num_cached = requests.begin(TEXT)
-    assert num_cached == 199
-    assert (one.covered(slot), other.covered(slot)) == (199, 0)
 
 
 def test_layers_begin_right_behind_what_they_lack(probe: Probe) -> None:
@@ -342,36 +323,6 @@ def test_the_common_prefix_of_two_texts() -> None:
 
 
 OWNER = b"somebody"
-
-
-def forked(cache: TokenCache) -> tuple[int, int]:
-    """A slot that holds 6, 2 and one that holds 6 of it, in the same block."""
-    slot, _ = cache.share(OWNER, [])
-    cache.write(slot, [6, 2])
-    cache.keep(slot, 2, ())
-    fork = cache.fork(slot)
-    cache.truncate(fork, 1)
-    return slot, fork
-
-
-def test_a_block_is_named_again_when_more_of_it_is_left_behind() -> None:
-    cache = TokenCache(block_size=2)
-    slot, fork = forked(cache)
-    cache.retire(fork, [6])
-    cache.check()
-    cache.retire(slot, [6, 2])
-    cache.check()
-    assert cache.share(OWNER, [6, 2, 5])[1] == 2
-    cache.check()
-
-
-def test_or_less_of_it() -> None:
-    cache = TokenCache(block_size=2)
-    slot, fork = forked(cache)
-    cache.retire(slot, [6, 2])
-    cache.retire(fork, [6])
-    cache.check()
-    assert cache.share(OWNER, [6, 2, 5])[1] == 2
 
 
 def test_a_beginning_that_another_slot_keeps_is_forgotten_last() -> None:

@@ -30,12 +30,6 @@ def test_generate_streams_the_text(run: Run) -> None:
     assert "12 tokens in 12 steps" in plain.stderr
 
 
-def test_generate_piped_prints_no_empty_lines(run: Run) -> None:
-    result = run("generate", "The ferry", "--max-tokens", "12", "--drafter", "ngram")
-    assert "\n\n" not in result.stderr
-    assert not result.stderr.startswith("\n")
-
-
 def test_it_is_said_why_nothing_was_drafted(run: Run) -> None:
     def said(*options: str) -> str:
         result = run("generate", "The ferry", "--max-tokens", "5", *options)
@@ -182,12 +176,6 @@ def test_doctor_lists_what_is_not_installed(run: Run, monkeypatch: pytest.Monkey
     assert "nothing is missing" not in shown
     monkeypatch.setattr("foredraft.system.machine.package_version", lambda name: "1")
     assert "not installed" not in run("doctor").stdout
-
-
-def test_doctor_describes_the_draft_model(run: Run, checkpoint: Path) -> None:
-    report = json.loads(run("doctor", "--json", "--draft-model", str(checkpoint)).stdout)
-    assert report["drafter"] == "draft_model"
-    assert set(report["models"]) == {"target", "draft model"}
 
 
 def test_models_are_listed_described_and_removed(

@@ -152,11 +152,6 @@ def test_unusable_files_are_explained(
 # ------------------------------------------------------ `foredraft trace`: trees are drawn as trees
 
 
-def test_a_chain_is_one_line() -> None:
-    assert branches([]) == []
-    assert branches([-1, 0, 1]) == [(0, [0, 1, 2])]
-
-
 def test_other_children_begin_lines_of_their_own() -> None:
     #   0 ── 2 ── 4
     #   │    └─ 5

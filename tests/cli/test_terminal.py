@@ -210,36 +210,6 @@ def test_on_a_terminal_the_bar_shows_the_share_of_the_current_stage() -> None:
     assert progress._progress is None
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_nothing_slow_draws_nothing(terminal: bool) -> None:
-    target, out = console(terminal=terminal)
-    with RichProgress(target) as progress:
-        progress.advance(0.5)
-    assert out.getvalue() == ""
-
-
-def test_an_error_passes_and_the_display_ends() -> None:
-    terminal, _ = console(terminal=True)
-    progress = RichProgress(terminal)
-
-    def work() -> None:
-        with progress:
-            progress.stage("fetching")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        work()
-    assert progress._progress is None
-
-
-def test_stdout_stays_clean(capsys: pytest.CaptureFixture[str]) -> None:
-    with RichProgress() as progress:
-        progress.stage("fetching")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "fetching" in captured.err
-
-
 def test_a_bar_says_its_share_into_a_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

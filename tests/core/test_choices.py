@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.core import named
 from foredraft.core.choices import (
     Choice,
     DrawKey,
@@ -51,13 +50,6 @@ def test_accept_honours_its_probability() -> None:
     for probability in (0.03, 0.5, 0.9):
         hits = sum(DrawKey(s, 3).accept(probability, 1) for s in range(COUNT))
         assert within_five_errors(hits, probability)
-
-
-def test_certainties() -> None:
-    for seed in range(200):
-        choices = DrawKey(seed, 3)
-        assert choices.accept(1.0, 0)
-        assert not choices.accept(0.0, 0)
 
 
 def test_draws_honour_their_probabilities() -> None:
@@ -201,9 +193,3 @@ def test_each_is_chosen_as_if_alone(new: Callable[[], Any]) -> None:
     for place, depth in enumerate((0, 1, 2)):
         alone = choices.best(laws.law(place), depth, 3, 0.7)
         assert [choice.token for choice in found[place]] == [choice.token for choice in alone]
-
-
-def test_rows_of_tokens() -> None:
-    tokens = NamedTokens(np.array([4, 9, 700]), VOCAB)
-    assert [tokens.row(token) for token in (4, 9, 700, 0, 5, 999)] == [0, 1, 2, None, None, None]
-    assert named.NamedTokens(np.arange(3), 3).are_all

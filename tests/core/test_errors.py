@@ -19,19 +19,6 @@ def test_nearest(name: str, found: str) -> None:
     assert nearest(name, DRAFTERS) == f"; did you mean {found!r}?"
 
 
-@pytest.mark.parametrize("name", ["", "xyzzy", "?"])
-def test_nothing_near(name: str) -> None:
-    assert nearest(name, DRAFTERS) == ""
-
-
-def test_nothing_to_be_near_to() -> None:
-    assert nearest("ngram", ()) == ""
-
-
-def test_nearest_keeps_the_spelling_of_the_option() -> None:
-    assert nearest("smollm2", ["SmolLM2", "Qwen3"]) == "; did you mean 'SmolLM2'?"
-
-
 def test_unknown_says_what_was_given_what_was_meant_and_what_there_is() -> None:
     error = unknown("drafter", "ngrm", iter(DRAFTERS))
     assert isinstance(error, ConfigError)
@@ -47,11 +34,6 @@ def test_every_error_is_one_of_ours() -> None:
     for error in ours:
         assert issubclass(error, ForedraftError), error
         assert error.__doc__, error
-
-
-@pytest.mark.parametrize("kind", [errors.ConfigError, errors.PromptError])
-def test_bad_input_can_be_caught_as_a_value_error(kind: type[Exception]) -> None:
-    assert issubclass(kind, ValueError)
 
 
 # ----------------------------------------------------------- messages of checks that refuse a value

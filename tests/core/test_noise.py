@@ -152,12 +152,6 @@ def test_the_logarithm_is_within_one_unit_in_the_last_place() -> None:
     assert noise._log(np.ones(1))[0] == 0.0
 
 
-def test_the_ends_of_the_noise() -> None:
-    least, most = noise._gumbel(np.array([2**52 - 1, 0]))
-    assert most == pytest.approx(53 * math.log(2))
-    assert least == pytest.approx(-math.log(53 * math.log(2)))
-
-
 # ---- what can be asked for ----------------------------------------------------------------------
 
 
@@ -256,14 +250,6 @@ def test_the_draw_has_the_law_of_the_softmax(by: str, scale: float) -> None:
     logits_V = np.log([0.5, 0.3, 0.15, 0.04, 0.01])
     law = dict(enumerate(softmax(logits_V, scale).tolist()))
     result = g_test(draws(logits_V, 40_000, scale, by), law)
-    assert not result.rejects, result
-
-
-def test_so_has_a_wide_one() -> None:
-    """A thousand tokens, most of them unlikely."""
-    logits_V = np.random.default_rng(5).normal(0, 2, 1000).astype(np.float32)
-    law = dict(enumerate(softmax(logits_V.astype(np.float64)).tolist()))
-    result = g_test(draws(logits_V, 100_000), law)
     assert not result.rejects, result
 
 

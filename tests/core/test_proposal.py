@@ -15,8 +15,8 @@ import foredraft
 from foredraft.core.choices import DrawnChoices, SharedChoices
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, Draft, DrawnProposal, Proposal, Renaming
-from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+from foredraft.core.proposal import Draft, DrawnProposal, Proposal, Renaming
+from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 
 
@@ -34,17 +34,6 @@ class Scripted:
 
 HALF = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 OTHER = torch.tensor([0.1, 0.1, 0.8], dtype=torch.float64)
-
-
-def test_a_chosen_proposal_has_no_distribution() -> None:
-    proposal = Proposal.chosen(TokenTree.chain([1, 2]))
-    assert not proposal.is_drawn
-    assert not NO_PROPOSAL.is_drawn
-    assert NO_PROPOSAL.tree == EMPTY_TREE
-
-
-def test_a_builder_that_drew_nothing_proposes_nothing() -> None:
-    assert Draft(Scripted([]), replacement=True).build() is NO_PROPOSAL
 
 
 def test_a_drawn_chain() -> None:
@@ -90,13 +79,6 @@ def test_siblings_without_replacement_leave_the_distribution() -> None:
     assert all(torch.equal(row, HALF) for row in proposal.draft_probs_NV), "q before removal"
 
 
-def test_an_exhausted_support_draws_nothing() -> None:
-    two = torch.tensor([0.5, 0.0, 0.5])
-    builder = Draft(DrawnChoices(1, 0), replacement=False)
-    assert [builder.draw(ROOT, two) for _ in range(4)] == [0, 1, None, None]
-    assert sorted(builder.build().tree.tokens) == [0, 2]
-
-
 def test_siblings_must_share_their_distribution() -> None:
     builder = Draft(Scripted([0, 1]), replacement=True)
     builder.draw(ROOT, HALF)
@@ -122,13 +104,6 @@ def test_drawing_leaves_the_distribution_as_it_was() -> None:
     for _ in range(3):
         builder.draw(ROOT, probs_V)
     assert torch.equal(probs_V, HALF)
-
-
-def test_a_drawn_node_needs_an_earlier_parent() -> None:
-    builder = Draft(Scripted([0]), replacement=True)
-    builder.draw(3, HALF)
-    with pytest.raises(MalformedProposalError, match="parent 3"):
-        builder.build()
 
 
 def test_renaming_keeps_shape_probabilities_and_replacement() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -34,13 +33,6 @@ def test_known_answers_of_random123(
     assert philox4x32(counter, key) == answer
 
 
-@given(st.tuples(WORDS, WORDS, WORDS, WORDS), st.tuples(WORDS, WORDS))
-def test_philox_words_stay_32_bits(
-    counter: tuple[int, int, int, int], key: tuple[int, int]
-) -> None:
-    assert all(0 <= word <= ONES for word in philox4x32(counter, key))
-
-
 @given(
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**40),
@@ -68,38 +60,3 @@ def test_every_bit_of_seed_and_position_counts() -> None:
     by_position = {keyed_uniform(0, 1 << bit, Purpose.TARGET) for bit in range(48)}
     assert len(by_seed) == 64
     assert len(by_position) == 48
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-@pytest.mark.parametrize("purpose", Purpose)
-def test_numbers_are_uniform_along_seeds_and_positions(purpose: Purpose) -> None:
-    """Mean and mean square within five standard errors of a uniform's."""
-    count = 4000
-    by_seed = [keyed_uniform(seed, 3, purpose) for seed in range(count)]
-    by_position = [keyed_uniform(3, position, purpose) for position in range(count)]
-    for values in (by_seed, by_position):
-        assert abs(_mean(values) - 1 / 2) < 5 * math.sqrt(1 / 12 / count)
-        assert abs(_mean([u * u for u in values]) - 1 / 3) < 5 * math.sqrt(4 / 45 / count)
-
-
-@pytest.mark.parametrize(("left", "right"), list(itertools.combinations(Purpose, 2)))
-def test_purposes_are_uncorrelated(left: Purpose, right: Purpose) -> None:
-    count = 3000
-    products = [
-        (keyed_uniform(7, i, left) - 0.5) * (keyed_uniform(7, i, right) - 0.5) for i in range(count)
-    ]
-    assert abs(_mean(products)) < 5 / 12 / math.sqrt(count)
-
-
-@pytest.mark.parametrize("lag", [1, 2, 7])
-def test_neighbouring_positions_and_indices_are_uncorrelated(lag: int) -> None:
-    count = 3000
-    for numbers in (
-        [keyed_uniform(7, i, Purpose.DRAFT) for i in range(count + lag)],
-        [keyed_uniform(7, 0, Purpose.DRAFT, i) for i in range(count + lag)],
-    ):
-        products = [(numbers[i] - 0.5) * (numbers[i + lag] - 0.5) for i in range(count)]
-        assert abs(_mean(products)) < 5 / 12 / math.sqrt(count)

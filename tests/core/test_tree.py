@@ -37,41 +37,12 @@ def test_an_example() -> None:
     assert not BRANCHING.is_chain
 
 
-def test_empty_tree() -> None:
-    assert len(EMPTY_TREE) == 0
-    assert EMPTY_TREE.is_chain
-    assert EMPTY_TREE.max_depth == 0
-    assert EMPTY_TREE.children == {}
-    assert EMPTY_TREE.paths == ()
-    assert EMPTY_TREE.child_with_token(ROOT, 0) is None
-
-
-def test_chain() -> None:
-    chain = TokenTree.chain(iter([5, 6, 7]))
-    assert chain == TokenTree((5, 6, 7), (ROOT, 0, 1))
-    assert chain.is_chain
-    assert chain.paths == ((0,), (0, 1), (0, 1, 2))
-
-
-def test_lists_are_taken_as_tuples() -> None:
-    tree: Any = TokenTree
-    assert tree([5, 6], [ROOT, 0]) == TokenTree.chain([5, 6])
-    assert tree([5, 6], [ROOT, 0]).is_chain
-
-
 def test_child_with_token_finds_the_first_of_equals() -> None:
     twins = TokenTree((3, 3, 4), (ROOT, ROOT, 1))
     assert twins.child_with_token(ROOT, 3) == 0
     assert twins.child_with_token(ROOT, 4) is None
     assert twins.child_with_token(1, 4) == 2
     assert twins.child_with_token(2, 4) is None
-
-
-def test_is_path() -> None:
-    assert is_path(BRANCHING, ())
-    assert is_path(BRANCHING, (1, 4))
-    for wrong in [(4,), (0, 4), (2, 0), (5,), (-1,), (0, 2, 3)]:
-        assert not is_path(BRANCHING, wrong), wrong
 
 
 @given(trees())
@@ -94,12 +65,6 @@ def test_children_hold_every_node_once_and_agree_with_parents(tree: TokenTree) -
     for parent, nodes in tree.children.items():
         assert list(nodes) == sorted(nodes)
         assert all(tree.parents[node] == parent for node in nodes)
-
-
-@given(trees())
-def test_a_chain_is_a_tree_without_siblings(tree: TokenTree) -> None:
-    assert tree.is_chain == all(len(nodes) == 1 for nodes in tree.children.values())
-    assert tree.is_chain == (tree.max_depth == len(tree))
 
 
 @given(trees(), st.integers(-1, 12), st.integers(0, 5))

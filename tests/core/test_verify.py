@@ -123,23 +123,6 @@ def test_the_rule_follows_from_the_proposal() -> None:
     assert traversal.indices == [1, 2], "one decision a leaf, and none for the root"
 
 
-def test_the_token_rule_by_hand() -> None:
-    proposal = drawn([2, 0], [ROOT, 0], [Q, FLAT])
-    choices = Scripted([True, False], [2])
-    verdict = verify_token_rule(proposal, rows(P, [0.1, 0.4, 0.5], P), choices)
-    assert verdict == Verdict((0,), 2, "correction")
-    assert choices.probabilities == pytest.approx([0.2 / 0.6, 0.1 / FLAT[0]])
-    residual = [0.0, 0.4 - 1 / 3, 0.5 - 1 / 3]
-    assert choices.drawn_from == [pytest.approx([mass / sum(residual) for mass in residual])]
-
-
-def test_the_token_rule_ends_with_a_bonus() -> None:
-    proposal = drawn([2, 0], [ROOT, 0], [Q, Q])
-    choices = Scripted([True, True], [1])
-    assert verify_token_rule(proposal, rows(P, P, Q), choices) == Verdict((0, 1), 1, "bonus")
-    assert choices.drawn_from == [pytest.approx(Q)]
-
-
 def test_block_verification_by_hand() -> None:
     proposal = drawn([2, 0], [ROOT, 0], [Q, Q])
     target = rows(P, P, FLAT)
@@ -161,27 +144,6 @@ def test_block_verification_can_accept_a_prefix() -> None:
     assert verify_block(proposal, rows(P, P, FLAT), choices) == Verdict((0,), 0, "correction")
     # The first weight is 1 (0.5/0.2 capped), so a prefix of one always succeeds.
     assert choices.probabilities == pytest.approx([0.2 / 0.6, 1.0])
-
-
-def test_recursive_rejection_by_hand() -> None:
-    # After the first rejection the target is (0.75, 0.25, 0), the draft Q or (0.5, 0.5, 0).
-    for replacement, draft in ((True, Q), (False, [0.5, 0.5, 0.0])):
-        proposal = drawn([2, 0], [ROOT, ROOT], [Q, Q], replacement)
-        choices = Scripted([False, False], [1])
-        verdict = verify_recursive(proposal, rows(P, P, P), choices)
-        assert verdict == Verdict((), 1, "correction")
-        assert choices.probabilities == pytest.approx([0.2 / 0.6, 1.0])
-        left = [max(p - q, 0.0) for p, q in zip([0.75, 0.25, 0.0], draft, strict=True)]
-        assert choices.drawn_from == [pytest.approx([mass / sum(left) for mass in left])]
-
-
-def test_recursive_rejection_goes_down_the_accepted_child() -> None:
-    proposal = drawn([2, 0, 1, 1], [ROOT, ROOT, 1, 0], [Q, Q, FLAT, FLAT])
-    choices = Scripted([False, True, True], [0])
-    verdict = verify_recursive(proposal, rows(P, P, P, Q, P), choices)
-    assert verdict == Verdict((1, 2), 0, "bonus")
-    assert choices.indices == [0, 1, 2], "the child of the rejected node is never looked at"
-    assert choices.drawn_from == [pytest.approx(Q)]
 
 
 def test_traversal_judges_the_deepest_node_first() -> None:

@@ -16,7 +16,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.engine.text import Piece, TextAssembler, TokenDecoder
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.drafters.tokenizers import codec
-from tests.engine.helpers import LETTERS, counting_drafter, counting_model, generate, new_engine
+from tests.engine.helpers import counting_model, generate, new_engine
 
 WORDS = ["ab", "c", "abc", "stop", "st", "op", "o", " ", "xx", "é", "\n"]
 
@@ -119,14 +119,6 @@ def token_of(*values: int) -> int:
     return token
 
 
-@pytest.mark.parametrize("text", ["plain", "naïve café", "東京 €5", "🦊🌊 done", "e\u0301"])
-def test_never_hands_out_half_a_character(byte_level: Tokenizer, text: str) -> None:
-    decode = byte_level.new_decoder()
-    got, taken, _ = assemble(bytes_of(text), decode=decode)
-    assert got == text
-    assert "\ufffd" not in "".join(taken)
-
-
 def test_a_split_character_belongs_to_the_token_that_completes_it(byte_level: Tokenizer) -> None:
     half, last = token_of(0xE2, 0x82), token_of(0xAC)
     assembler = TextAssembler(byte_level.new_decoder())
@@ -134,11 +126,6 @@ def test_a_split_character_belongs_to_the_token_that_completes_it(byte_level: To
     assert assembler.take() == []
     assembler.push(last, drafted=True)
     assert assembler.take() == [Piece("€", drafted=True)]
-
-
-def test_bytes_of_an_unfinished_last_character_are_not_text(byte_level: Tokenizer) -> None:
-    decode = byte_level.new_decoder()
-    assert assemble(bytes_of("ok €")[:-1], decode=decode)[0] == "ok "
 
 
 A_HALF, END_AND_FIRST = token_of(ord("a"), 0xE2, 0x82), token_of(0x82, 0xAC, 0xE2)
@@ -222,38 +209,6 @@ def test_words_after_a_stray_byte_keep_their_space(byte_fallback: Tokenizer) -> 
     assert assemble(tokens, decode=decode)[0] == "theA\ufffd ship ship"
 
 
-@pytest.mark.parametrize(
-    ("words", "stop", "text"),
-    [
-        (["xx", "stop", "c"], ["stop"], "xx"),
-        (["xx", "st", "op", "c"], ["stop"], "xx"),
-        (["xx", "st", "o", "xx"], ["stop"], "xxstoxx"),
-        (["abc", "c"], ["b"], "a"),
-        (["ab", "c"], ["abc", "bc"], ""),
-        (["ab", "c"], ["bc", "c"], "a"),
-        (["ab", "ab", "c"], ["abc"], "ab"),
-        (["st", "st", "op"], ["stop"], "st"),
-        (["xx", "\n", "\n", "c"], ["\n\n"], "xx"),
-        (["stop"], ["stop"], ""),
-        (["c", "é", "c"], ["é"], "c"),
-    ],
-)
-def test_cuts_at_the_first_stop_string(words: list[str], stop: list[str], text: str) -> None:
-    got, _, stopped = assemble(ids(*words), stop)
-    assert got == text
-    assert stopped == (text != "".join(words))
-
-
-def test_holds_back_what_may_begin_a_stop_string_and_no_more() -> None:
-    _, taken, _ = assemble(ids("xx", "st", "o", "xx", "st"), ["stop"])
-    assert taken == ["xx", "", "", "stoxx", "", "st"]
-
-
-def test_holds_back_inside_a_piece() -> None:
-    _, taken, _ = assemble(ids("abc", "ab"), ["cd"])
-    assert taken == ["ab", "cab", ""]
-
-
 def test_pieces_say_which_token_was_drafted() -> None:
     assembler = TextAssembler(of_words, ["zz"])
     for word, drafted in (("ab", True), ("c", True), ("xx", False)):
@@ -268,21 +223,6 @@ def test_held_back_text_keeps_its_flags() -> None:
         assert assembler.take() == ([Piece("ab", False)] if word == "ab" else [])
     assembler.push(WORDS.index(" "), True)
     assert assembler.take() == [Piece("c", True), Piece("stop", False), Piece(" ", True)]
-
-
-def test_a_cut_goes_through_several_pieces() -> None:
-    assembler = TextAssembler(of_words, ["bcst"])
-    for word, drafted in (("ab", True), ("c", False), ("st", True)):
-        stopped = assembler.push(WORDS.index(word), drafted)
-    assert stopped
-    assert assembler.take(final=True) == [Piece("a", True)]
-    assert assembler.text == "a"
-
-
-def test_no_decoder_no_text() -> None:
-    assembler = TextAssembler(None)
-    assert not assembler.push(0, drafted=False)
-    assert (assembler.text, assembler.take(final=True)) == ("", [])
 
 
 @settings(max_examples=100)
@@ -378,37 +318,6 @@ def ended(words: list[str], **options: Any) -> tuple[str, str, int]:
 def test_stop_strings(options: dict[str, Any], expected: tuple[str, int]) -> None:
     text, _, count = ended(["ab", "st", "op", "c", "ab", "st", "x"], **options)
     assert (text, count) == expected
-
-
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
-@pytest.mark.parametrize(
-    ("options", "text", "ids"),
-    [
-        ({"stop_token_ids": [4]}, "bcd", 4),
-        ({"stop_token_ids": [4], "include_stop": True}, "bcde", 4),
-        ({"stop": "de"}, "bc", 4),
-        ({"stop": "de", "include_stop": True}, "bcde", 4),
-        ({"stop": "de", "min_tokens": 4}, "bcdefghijabc", 14),
-        ({"stop": "de", "min_tokens": 3}, "bc", 4),
-    ],
-)
-def test_they_stop_drafted_text_where_they_stop_plain_text(
-    options: dict[str, Any], text: str, ids: int, num_draft_tokens: int
-) -> None:
-    engine = new_engine(counting_model(), counting_drafter(), num_draft_tokens=num_draft_tokens)
-    params = SamplingParams(max_tokens=20, **options)
-    (result,) = generate(engine, [[0]], params)
-    assert (result.text, len(result.token_ids), result.finish_reason) == (text, ids, "stop")
-    assert result.stop_string == options.get("stop")
-
-
-@pytest.mark.parametrize("num_draft_tokens", [0, 3])
-def test_nothing_ends_a_reply_before_min_tokens(num_draft_tokens: int) -> None:
-    engine = new_engine(counting_model(), counting_drafter(), num_draft_tokens=num_draft_tokens)
-    params = SamplingParams(max_tokens=9, min_tokens=6, stop_token_ids=[2])
-    (result,) = generate(engine, [[0]], params)
-    assert 2 not in result.token_ids[:6]
-    assert LETTERS[result.token_ids[0]] == "b"
 
 
 def test_min_tokens_yields_to_a_full_context() -> None:

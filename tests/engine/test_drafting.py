@@ -13,7 +13,7 @@ import torch
 from foredraft import speculation
 from foredraft.control.base import Allowance, Row
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep, StepRecord
 from foredraft.core.rules.base import Rules
 from foredraft.core.sampling import Law, law_of
@@ -22,7 +22,6 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine import drafting
-from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
 from foredraft.engine.request import GenerationResult, Request
@@ -30,7 +29,7 @@ from foredraft.engine.turn import Turn
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
-from tests.engine.helpers import counting_drafter, counting_model, drain, limited
+from tests.engine.helpers import counting_model, drain
 
 TARGET = TableModel.random(10, seed=1)
 
@@ -174,16 +173,6 @@ def test_one_that_can_never_draft_leaves_its_budget_to_others() -> None:
     assert setup.step()[0].proposal.tree.tokens == (2, 2)
 
 
-def test_one_that_is_late_now_and_then_stays() -> None:
-    head = NotReady(1)
-    head.steps = [number for number in range(1, 50) if number % 8]
-    setup = Setup(head=head)
-    setup.begin("head", None, None)
-    turns = [setup.step()[0] for _ in range(40)]
-    assert {turn.drafter for turn in turns} == {"head"}
-    assert sum(turn.budget > 0 for turn in turns) == 5, "it counts as asked where it drafted"
-
-
 def test_drafters_see_no_seed() -> None:
     setup = Setup()
     setup.begin("head", "copy", "head")
@@ -286,12 +275,6 @@ def test_what_cannot_come_is_not_scored() -> None:
     assert proposal.tree == TokenTree((2, 4, 6), (ROOT, 0, 1))
 
 
-def test_a_draft_that_may_come_is_left_as_it_is() -> None:
-    inner = Inner(TokenTree.chain((2, 4)))
-    (proposal,) = drafts(inner, ())
-    assert proposal.tree is inner.tree
-
-
 @pytest.mark.parametrize(
     ("chain", "tree", "expected", "asked"),
     [
@@ -325,101 +308,7 @@ def test_who_can_goes_on_behind_them() -> None:
     assert proposal.tree == TokenTree((7, 2, 2, 4), (ROOT, 0, 1, 2))
 
 
-def test_rows_keep_their_own() -> None:
-    proposals = drafts(Inner(TokenTree.chain((4,))), (7, 8), (), (5, 6))
-    assert [proposal.tree.tokens for proposal in proposals] == [(7, 8), (4,), (5, 6)]
-
-
-def test_where_nothing_is_allowed_nothing_is_forced() -> None:
-    (proposal,) = drafts(Inner(TokenTree()), (7, 8), budget=0, num_forced=0)
-    assert not proposal.tree
-
-
 # ---- in an engine -------------------------------------------------------------------------------
-
-
-def test_texts_do_not_depend_on_who_drafts() -> None:
-    """Through the default controller, which changes its mind as it goes."""
-    target = TableModel.random(8, seed=3, order=2)
-    params = SamplingParams(temperature=0.7, seed=4, max_tokens=150)
-    prompts = [[1, 2], [3], [4, 5, 6]]
-
-    def texts(options: LoadOptions) -> list[tuple[int, ...]]:
-        return [result.token_ids for result in LLM(target, None, options).generate(prompts, params)]
-
-    plain = texts(LoadOptions(drafter="none"))
-    assert texts(LoadOptions()) == plain
-    assert texts(LoadOptions(drafter="token_recycling")) == plain
-    assert texts(LoadOptions(drafter="lookahead", max_batch_size=2)) == plain
-
-
-class Slotted(BaseDrafter):
-    """Keeps something for each token, and so cannot join late."""
-
-    def __init__(self, target: TableModel) -> None:
-        from foredraft.cache.base import KVShape
-
-        self.layers = (target.cache.add_layers(KVShape(1, 1, 1), torch.float32),)
-        self.slots: dict[int, int] = {}
-
-    def begin(self, row: DraftRow) -> None:
-        self.slots[row.request_id] = row.slot
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [NO_PROPOSAL for _ in rows]
-
-    def observe(self, observations: Sequence[RowStep]) -> None:
-        for seen in observations:
-            entries = torch.zeros(1, seen.end - seen.context, 1)
-            slot = self.slots[seen.request_id]
-            self.layers[0].write(0, slot, seen.context, entries, entries)
-
-    def end(self, request_id: int) -> None:
-        del self.slots[request_id]
-
-
-def test_a_preempted_request_whose_drafter_joins_late_drafts_again() -> None:
-    """Though another loaded drafter keeps something for each token, and did not follow it."""
-    target = limited(counting_model(), 330)  # the layers take their share
-    wants, copy = Wants(), counting_drafter()
-    drafters = [
-        LoadedDrafter(Slotted(target), target, "head"),
-        LoadedDrafter(copy, target, "copy", joins_late=True),
-    ]
-    wants.first = {0: "copy", 1: "copy"}
-    engine = Engine(target, Policy(wants, drafters), EngineOptions(trace=(steps := []).append))
-    engine._headroom = 0
-    for first in (1, 5):
-        engine.submit([first], SamplingParams(max_tokens=80))
-    results = drain(engine)
-    assert engine.stats().preemptions > 0
-    assert {result.finish_reason for result in results.values()} == {"length"}
-    drafted = [row for step in steps[-20:] for row in step.rows if len(row.proposal.tree)]
-    assert any(row.request_id == 1 for row in drafted)
-
-
-def test_a_request_that_names_its_drafter_waits_for_memory_like_all_others() -> None:
-    """Requests with drafters of their own are rows of one batch, under one authority."""
-    target = limited(counting_model(), 60)
-    llm = LLM(target, None, LoadOptions(drafter="none", max_batch_size=16))
-    mine = llm.with_drafter(LoadOptions(drafter="ngram"))
-    own = llm.with_drafter(LoadOptions(), drafter=counting_drafter())
-    assert mine.engine is own.engine is llm.engine
-    params = SamplingParams(max_tokens=30)
-    ids = [
-        view.engine.submit([first], params, policy=view.policy)
-        for first in range(4)
-        for view in (llm, mine, own)
-    ]
-    results = drain(llm.engine)
-    assert {results[i].finish_reason for i in ids} == {"length"}
-    plain = LLM(counting_model(), None, LoadOptions(drafter="none"))
-    assert [results[i].token_ids for i in ids[::3]] == [
-        plain.generate([first], params)[0].token_ids for first in range(4)
-    ]
-    assert [results[i].token_ids for i in ids[::3]] == [results[i].token_ids for i in ids[1::3]]
-    assert all(results[i].stats.drafted for i in ids[2::3])
-    assert not any(results[i].stats.drafted for i in ids[::3])
 
 
 def test_the_engine_goes_on_while_a_drafter_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,16 +353,3 @@ def test_requests_that_stay_apart_run_in_steps_of_their_own() -> None:
     assert result.finish_reason == "length"
     assert len(next(streams[1]).token_ids) == 1, "it has not moved on"
     assert [len([*stream]) > 0 for stream in streams] == [True, True]
-
-
-def test_requests_that_stay_apart_make_way_for_others_in_time() -> None:
-    """An unread lane must not keep memory from requests that wait for it."""
-    llm = LLM(limited(counting_model(), 100), None, LoadOptions(drafter="none"))
-    apart = llm.with_drafter(LoadOptions(drafter="none"), is_apart=True)
-    stream = apart.stream([1], SamplingParams(max_tokens=90))
-    next(stream)
-    (result,) = llm.generate([[7]], SamplingParams(max_tokens=90))
-    assert result.finish_reason == "length"
-    *_, last = stream
-    assert last.result is not None
-    assert last.result.finish_reason == "length"

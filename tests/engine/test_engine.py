@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from foredraft.core.errors import ConfigError, PromptError
@@ -14,18 +12,14 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.text.ngram import NgramDrafter
-from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from tests.engine.helpers import (
     ScriptedDrafter,
     counting_drafter,
     counting_model,
     drain,
-    finish,
     generate,
-    limited,
     new_engine,
-    noting_model,
 )
 
 PROMPTS = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 9], [0, 1, 2]]
@@ -55,6 +49,10 @@ def drafter(request: pytest.FixtureRequest) -> Drafter:
         ({"stop": "e", "max_tokens": 3}, "stop", (2, 3, 4), "cd"),
         ({}, "stop", (2, 3, 4, 5, 6, 7, 8), "cdefgh"),
         ({"ignore_eos": True, "max_tokens": 8}, "length", (2, 3, 4, 5, 6, 7, 8, 9), "cdefghij"),
+        ({"stop_token_ids": [4], "include_stop": True}, "stop", (2, 3, 4), "cde"),
+        ({"stop": "de", "include_stop": True}, "stop", (2, 3, 4), "cde"),
+        ({"stop": "de", "min_tokens": 4, "max_tokens": 5}, "length", (2, 3, 4, 5, 6), "cdefg"),
+        ({"stop": "de", "min_tokens": 2}, "stop", (2, 3, 4), "c"),
     ],
 )
 def test_what_ends_a_request_cuts_text_ids_and_counts_alike(
@@ -66,6 +64,7 @@ def test_what_ends_a_request_cuts_text_ids_and_counts_alike(
     (result,) = generate(engine, [[1]], params)
     assert (result.finish_reason, result.token_ids, result.text) == (reason, token_ids, text)
     assert result.stats.committed == len(token_ids)
+    assert (result.stop_string is not None) == ("stop" in options and reason == "stop")
 
 
 def test_a_right_guess_saves_steps_and_a_wrong_one_costs_none() -> None:
@@ -74,13 +73,6 @@ def test_a_right_guess_saves_steps_and_a_wrong_one_costs_none() -> None:
     assert (right.stats.steps, right.stats.accepted, right.stats.rejected) == (4, 16, 0)
     wrong = generate(new_engine(counting_model(), counting_drafter(1)), [[1]], params)[0]
     assert (wrong.stats.steps, wrong.stats.accepted) == (20, 0)
-
-
-def test_accepted_tokens_past_the_stop_are_discarded() -> None:
-    params = SamplingParams(stop_token_ids=[3])
-    (result,) = generate(new_engine(counting_model(), counting_drafter()), [[1]], params)
-    assert result.token_ids == (2, 3)
-    assert (result.stats.drafted, result.stats.accepted, result.stats.discarded) == (4, 2, 2)
 
 
 def test_pieces_tell_drafted_text_from_the_targets_own() -> None:
@@ -116,17 +108,6 @@ def test_later_requests_wait_for_room_in_the_order_they_came() -> None:
         assert len(target.cache.slots) <= 2
         ended += [event.request_id for event in events if event.result is not None]
     assert ended == request_ids
-
-
-def test_a_request_joins_a_running_batch() -> None:
-    engine = new_engine(counting_model(), counting_drafter(wrong_every=4))
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=30)
-    alone = generate(new_engine(counting_model()), [[3]], params)[0]
-    engine.submit([7, 7], SamplingParams(max_tokens=60))
-    for _ in range(5):
-        engine.step()
-    late = engine.submit([3], params)
-    assert drain(engine)[late].token_ids == alone.token_ids
 
 
 def test_cancelled_requests_keep_their_tokens_and_free_their_slot() -> None:
@@ -190,57 +171,6 @@ def test_the_batch_size_must_be_a_positive_whole_number(size: object) -> None:
         new_engine(counting_model(), max_batch_size=size)
 
 
-def test_a_session_reads_only_what_is_new() -> None:
-    read: list[int] = []
-    target = noting_model(read)
-    engine = new_engine(target)
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=4)
-
-    def turn(prompt: list[int]) -> tuple[int, ...]:
-        read.clear()
-        request_id = engine.submit(prompt, params)
-        return finish(engine)[request_id].token_ids
-
-    first = turn([1, 2, 3])
-    assert read == [3, 1, 1, 1]
-    prompt = [1, 2, 3, *first, 4, 5]
-    second = turn(prompt)
-    assert read == [3, 1, 1, 1]  # the last token of the first reply, and the two new ones
-    assert second == generate(new_engine(noting_model([])), [prompt], params)[0].token_ids
-    turn([1, 2, 9])
-    assert read[0] == 1  # two tokens in common
-    turn([1, 2, 9])
-    assert read[0] == 1  # the last prompt token is always read again
-    assert target.cache.slots == []
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_conversation_does_not_change_the_text(drafter: Drafter, temperature: float) -> None:
-    target = counting_model()
-    engine = new_engine(target, drafter)
-    prompt = [3, 4]
-    for turn in range(4):
-        params = SamplingParams(temperature=temperature, seed=turn, max_tokens=7)
-        request_id = engine.submit(prompt, params)
-        reply = finish(engine)[request_id].token_ids
-        assert reply == generate(new_engine(target), [prompt], params)[0].token_ids
-        prompt = [*prompt, *reply, turn]
-    assert target.cache.slots == []
-
-
-def test_a_conversation_survives_a_cancelled_reply() -> None:
-    target = counting_model()
-    engine = new_engine(target, counting_drafter(wrong_every=3))
-    request_id = engine.submit([1, 2], SamplingParams(max_tokens=50))
-    engine.step()
-    engine.step()
-    cancelled = engine.cancel(request_id)
-    assert cancelled is not None
-    prompt = [1, 2, *cancelled.token_ids, 5]
-    request_id = engine.submit(prompt, SamplingParams(max_tokens=3))
-    assert finish(engine)[request_id].token_ids == (6, 7, 8)
-
-
 def test_the_trace_sees_every_step() -> None:
     steps: list[StepRecord] = []
     engine = new_engine(counting_model(), counting_drafter(wrong_every=3), trace=steps.append)
@@ -271,15 +201,6 @@ def test_a_long_prompt_is_read_in_chunks_and_others_decode_meanwhile() -> None:
         assert decoding.committed
 
 
-@pytest.mark.parametrize("max_step_tokens", [1, 2, 5, 512])
-def test_chunks_change_no_text(max_step_tokens: int) -> None:
-    target, prompts = TableModel.random(10, seed=3), [[1] * 9, [2, 7, 3], [5]]
-    params = SamplingParams(temperature=0.9, seed=4, max_tokens=12)
-    whole = [r.token_ids for r in generate(new_engine(target), prompts, params)]
-    engine = new_engine(target, counting_drafter(), max_step_tokens=max_step_tokens)
-    assert [r.token_ids for r in generate(engine, prompts, params)] == whole
-
-
 def test_a_branching_draft_follows_the_path_that_the_target_takes() -> None:
     def two_branches(row: DraftRow) -> Proposal:
         if row.budget < 4:
@@ -304,20 +225,3 @@ def test_every_token_of_a_prompt_is_counted(drafter: Drafter, max_step_tokens: i
     prompts = [[1], [2, 3], [9, 8, 7, 6, 5, 4, 3]]
     generate(engine, prompts, SamplingParams(max_tokens=6))
     assert engine.stats().prompt_tokens == sum(map(len, prompts))
-
-
-def test_what_is_read_again_is_counted_as_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, num_read = limited(counting_model(), 140), 0
-    score = target.score
-
-    def counting(rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        nonlocal num_read
-        num_read += sum(len(row.pending) for row in rows)
-        return score(rows, taps)
-
-    monkeypatch.setattr(target, "score", counting)
-    engine = new_engine(target, prefix_caching=False)
-    results = generate(engine, [[1], [5]], SamplingParams(max_tokens=80, ignore_eos=True))
-    assert engine.stats().preemptions > 0
-    num_new = sum(len(result.token_ids) - 1 for result in results)  # the last is not read
-    assert engine.stats().prompt_tokens == num_read - num_new > 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +14,13 @@ import torch
 from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.record import RowStep, StepRecord
-from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.core.proposal import Proposal
+from foredraft.core.record import StepRecord
+from foredraft.drafters.base import DraftRow
 from foredraft.engine.engine import Engine
-from foredraft.engine.request import Event
 from foredraft.engine.turn import Turn
 from foredraft.models.base import ScoreRow, Scores
-from foredraft.models.table import TableModel, TokenCache
+from foredraft.models.table import TableModel
 from tests.engine.helpers import (
     LETTERS,
     FaultyTarget,
@@ -31,7 +29,6 @@ from tests.engine.helpers import (
     counting_model,
     drain,
     engine_of,
-    finish,
     generate,
     letters,
     new_engine,
@@ -122,42 +119,6 @@ def test_a_forward_of_several_rows_that_fails_is_tried_row_by_row(raise_at: int)
         assert (result.finish_reason, result.token_ids) == ("length", plain(prompt))
 
 
-class Poisoned(TableModel):
-    """Entries that one bad forward has written are NaN for all readers."""
-
-    is_bad = False
-
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        scores = super().score(rows, taps)
-        bad: set[int] = self.__dict__.setdefault("bad_blocks", set())
-        for row, wanted in zip(rows, scores.row_wanted, strict=True):
-            table = self.cache.table(row.slot)
-            bad.update(table if self.is_bad else ())
-            if bad.intersection(table):
-                scores.logits_NV[wanted.start : wanted.stop] = torch.nan
-        return scores
-
-
-def test_bad_entries_of_a_row_that_made_way_cost_one_request() -> None:
-    """They were cached for its return, and are not found once they are known to be bad."""
-    target = Poisoned(len(LETTERS), counting_model().probs)
-    target.cache = TokenCache(block_size=4)
-    engine = new_engine(target, max_step_tokens=8)
-    prompt = [i % len(LETTERS) for i in range(40)]
-    engine.submit(prompt, PARAMS)
-    target.is_bad = True
-    engine.step()  # a chunk of its prompt
-    target.is_bad = False
-    engine._preempt(engine._scheduler.running[0])
-    engine._is_full = False
-    (broken,) = drain(engine).values()
-    assert broken.finish_reason == "error"
-    assert "logits" in str(broken.error)
-    target.__dict__["bad_blocks"].clear()  # blocks that are handed out anew are written anew
-    (later,) = generate(engine, [prompt], PARAMS)
-    assert (later.num_cached_tokens, later.token_ids) == (0, plain(prompt))
-
-
 def test_held_back_text_comes_out_when_a_request_fails() -> None:
     target = faulty_target()
     target.raise_at = 3
@@ -195,42 +156,6 @@ def test_the_engine_stays_usable_when_every_new_request_fails(
         (failed,) = generate(engine, [[1]], PARAMS)
     assert failed.finish_reason == "error"
     assert generate(engine, [[1]], PARAMS)[0].token_ids == plain([1])
-
-
-def test_a_conversation_reads_everything_again_after_an_error() -> None:
-    target = faulty_target()
-    engine = new_engine(target)
-    target.raise_at = 3
-    request_id = engine.submit([1], PARAMS)
-    failed = finish(engine)[request_id]
-    assert (failed.finish_reason, failed.token_ids) == ("error", (2, 3))
-    prompt = [1, *failed.token_ids, 7]
-    request_id = engine.submit(prompt, PARAMS)
-    assert finish(engine)[request_id].token_ids == plain(prompt)
-    assert target.cache.slots == []
-
-
-class RaisingController(FixedBudget):
-    """Raises after a step was committed, when its events are not out yet."""
-
-    observed = 0
-
-    def observe(self, record: StepRecord) -> None:
-        self.observed += 1
-        if self.observed == 2:
-            raise ZeroDivisionError("no rows accepted")
-
-
-def test_a_controller_that_fails_to_observe_costs_nobody_anything(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    target = counting_model()
-    controller = RaisingController(4)
-    engine = engine_of(target, counting_drafter(), controller, new_decoder=letters)
-    (result,) = generate(engine, [[1]], PARAMS)
-    assert (result.finish_reason, result.token_ids) == ("length", plain([1]))
-    assert "no rows accepted" in caplog.text
-    assert target.cache.slots == []
 
 
 Allow = Callable[[Sequence[Row], Sequence[Row]], Any]
@@ -352,85 +277,6 @@ def test_an_interrupted_step_never_gives_wrong_text() -> None:
     assert target.cache.slots == []
 
 
-def test_a_request_interrupted_before_its_first_step_goes_on() -> None:
-    target = counting_model()
-    engine = new_engine(target)
-    request_id = engine.submit([1], PARAMS)
-    interrupt(engine, target.cache, "allocate")
-    assert finish(engine)[request_id].token_ids == plain([1])
-
-
-def test_a_conversation_interrupted_in_its_step_can_be_continued() -> None:
-    target = counting_model()
-    engine = new_engine(target, counting_drafter(wrong_every=3))
-    request_id = engine.submit([1], PARAMS)
-    engine.step()
-    interrupt(engine, target.cache, "keep")
-    cancelled = engine.cancel(request_id)
-    assert cancelled is not None
-    prompt = [1, *cancelled.token_ids]
-    request_id = engine.submit(prompt, PARAMS)
-    assert finish(engine)[request_id].token_ids == plain(prompt)
-
-
-class Following(BaseDrafter):
-    """Drafts nothing; notes what it has seen of each text that it follows."""
-
-    def __init__(self) -> None:
-        self.num_seen: dict[int, int] = {}
-
-    def begin(self, row: DraftRow) -> None:
-        self.num_seen[row.request_id] = len(row.tokens)
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        for row in rows:
-            assert self.num_seen[row.request_id] == len(row.tokens), "it has missed a step"
-        return [NO_PROPOSAL for _ in rows]
-
-    def observe(self, observations: Sequence[RowStep]) -> None:
-        for seen in observations:
-            self.num_seen[seen.request_id] += len(seen.committed)
-
-    def end(self, request_id: int) -> None:
-        self.num_seen.pop(request_id, None)
-
-
-@pytest.mark.parametrize("place", ["begin", "propose", "observe", "end"])
-@pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_an_interrupt_costs_no_place_and_no_event(
-    monkeypatch: pytest.MonkeyPatch, place: str, num_steps: int
-) -> None:
-    """Wherever it comes; and no drafter goes on with a text that it has not seen all of."""
-    target, drafter, events = counting_model(), Following(), list[Event]()
-    engine = new_engine(target, drafter)
-    engine.add(engine.prepare([1], replace(PARAMS, max_tokens=5)), events.append)
-    for _ in range(num_steps):
-        engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(drafter, place, _interrupt)
-        with suppress(Interrupted):
-            engine.step()
-    drain(engine)
-    assert tuple(token for event in events for token in event.token_ids) == plain([1])[:5]
-    assert [event for event in events if event.result is not None] == events[-1:]
-    assert not target.cache.slots
-    assert not drafter.num_seen
-    assert engine._policy.num_faults == 0
-
-
-def test_a_reply_does_not_begin_with_a_prompt_that_was_interrupted() -> None:
-    """Its leader counts more of the prompt than the cache holds."""
-    target = counting_model()
-    engine = new_engine(target, max_batch_size=1)
-    prompt, params = [1, 2, 3], replace(PARAMS, n=2, temperature=1.0, seed=5)
-    engine.submit(prompt, params)
-    interrupt(engine, target.cache, "keep")
-    engine._scheduler._max_batch_size = 2  # the second comes while the first is still there
-    results = drain(engine)
-    assert sorted(result.finish_reason for result in results.values()) == ["error", "length"]
-    assert target.cache.slots == []
-
-
 class Forgetting(FixedBudget):
     """Remembers which requests are over, and may fail at it."""
 
@@ -455,15 +301,6 @@ def test_the_controller_hears_of_every_end() -> None:
     assert controller.ended == [waited, stopped]
     drain(engine)
     assert controller.ended == [waited, stopped, ran]
-
-
-def test_a_controller_that_fails_at_an_end_costs_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = engine_of(counting_model(), counting_drafter(), Forgetting(fails=True))
-    request_id = engine.submit([1], PARAMS)
-    assert finish(engine)[request_id].token_ids == plain([1])
-    assert "the controller failed to end a request: lost" in caplog.text
 
 
 def test_a_row_that_cannot_be_committed_costs_no_other_row(

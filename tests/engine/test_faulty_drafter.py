@@ -99,18 +99,6 @@ def test_a_drafter_is_switched_off_for_a_while_after_three_faults(
     assert caplog.text.count("Traceback") == 3
 
 
-def test_a_drafter_that_recovers_drafts_again() -> None:
-    drafter = Faulty("propose")
-    engine = new_engine(TARGET, drafter)
-    params = SamplingParams(max_tokens=15)
-    for _ in range(3 + 8):
-        generate(engine, PROMPTS[:1], params)
-    assert engine._policy.num_faults == 3
-    drafter._method = "nothing"
-    assert generate(engine, PROMPTS[:1], params)[0].stats.drafted > 0
-    assert engine._policy.num_faults == 3
-
-
 def test_pauses_grow_while_it_keeps_failing() -> None:
     drafter = Faulty("propose")
     engine = new_engine(TARGET, drafter)
@@ -150,30 +138,6 @@ def test_a_fault_costs_the_request_that_it_happened_in() -> None:
     for _ in range(4):
         drafted = [r.stats.drafted > 0 for r in generate(engine, PROMPTS, params)]
         assert drafted == [True, False, True]
-
-
-def test_a_fault_in_begin_ends_what_was_begun() -> None:
-    class Leaky(ScriptedDrafter):
-        def begin(self, row: DraftRow) -> None:
-            live.add(row.request_id)
-            raise MemoryError("no room for a second slot")
-
-        def end(self, request_id: int) -> None:
-            live.remove(request_id)
-
-    live: set[int] = set()
-    drafter = Leaky(lambda row: NO_PROPOSAL)
-    generate(new_engine(TARGET, drafter), PROMPTS, SamplingParams(max_tokens=3))
-    assert live == set()
-
-
-def test_requests_that_saw_a_fault_go_on_plainly_and_new_ones_get_another_chance() -> None:
-    drafter = Faulty("observe")
-    engine = new_engine(TARGET, drafter, max_batch_size=1)
-    params = SamplingParams(max_tokens=15)
-    first, second = (generate(engine, PROMPTS[:1], params)[0] for _ in range(2))
-    assert 0 < first.stats.drafted <= 8  # two steps, and no draft after the fault in the second
-    assert 0 < second.stats.drafted <= 4
 
 
 def chain(*tokens: int) -> Proposal:
@@ -288,21 +252,6 @@ def test_the_wrong_number_of_proposals(returned: Any, caplog: pytest.LogCaptureF
     assert len(warnings(caplog)) == len(PROMPTS) + 1
 
 
-def test_one_malformed_row_is_left_to_plain_decoding_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    good = counting_drafter()
-
-    def propose(row: DraftRow) -> Proposal:
-        return chain(V + 7) if row.tokens[0] == 5 else good.propose([row])[0]
-
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12)
-    results = generate(new_engine(TARGET, ScriptedDrafter(propose)), PROMPTS, params)
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain(params)]
-    assert [r.stats.drafted > 0 for r in results] == [True, False, True]
-    assert len(warnings(caplog)) == 1
-
-
 def test_a_branching_draft_needs_a_target_with_tree_attention(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -331,10 +280,3 @@ def test_draft_probs_need_not_be_normalised() -> None:
         return [r.token_ids for r in results]
 
     assert draws(1 / 32, torch.float32) == draws(8.0, torch.float32) == draws(1.0, torch.bfloat16)
-
-
-def test_a_sound_drafter_is_not_complained_of(caplog: pytest.LogCaptureFixture) -> None:
-    drafter = Faulty("nothing")
-    generate(new_engine(TARGET, drafter), PROMPTS, SamplingParams(max_tokens=12))
-    assert warnings(caplog) == []
-    assert (drafter.calls["begin"], drafter.calls["end"]) == (3, 3)

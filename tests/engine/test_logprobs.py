@@ -59,15 +59,6 @@ def test_what_a_stop_cuts_off_has_none() -> None:
     assert [p.token for p in result.logprobs or ()] == [5, 6, 7] == list(result.token_ids)
 
 
-def test_events_carry_those_of_their_tokens() -> None:
-    engine = new_engine(counting_model(), counting_drafter(), num_draft_tokens=3)
-    engine.submit(PROMPT, SamplingParams(logprobs=1, max_tokens=10))
-    engine.submit(PROMPT, SamplingParams(max_tokens=10))
-    for event in engine.run():
-        ids = list(event.token_ids) if event.request_id == 0 else []
-        assert [p.token for p in event.logprobs] == ids
-
-
 @pytest.mark.parametrize("length", [1, 2, 6, 64, 65, 66, 150])
 def test_prompts(length: int) -> None:
     """Read in chunks, beside rows that decode; the reply is the same."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from types import FrameType
 
 import pytest
 
-from foredraft.core.errors import CacheFullError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
+from foredraft.drafters.base import Drafter
 from foredraft.drafters.text.ngram import NgramDrafter
-from foredraft.engine.slots import HEADROOM
 from tests.engine.helpers import (
     counting_drafter,
     counting_model,
-    drain,
     generate,
     limited,
     new_engine,
@@ -100,40 +93,6 @@ def test_one_that_does_not_fit_now_lets_nobody_pass() -> None:
     assert ended == [first, large, small]
 
 
-class Recorder(BaseDrafter):
-    """Records its calls."""
-
-    def __init__(self, fails_in: int | None = None) -> None:
-        self.told: list[tuple[str, int]] = []
-        self._fails_in = fails_in
-
-    def begin(self, row: DraftRow) -> None:
-        self.told.append(("begin", row.request_id))
-        assert row.num_cached == 0
-
-    def end(self, request_id: int) -> None:
-        self.told.append(("end", request_id))
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        self.told += [("propose", row.request_id) for row in rows]
-        if any(row.request_id == self._fails_in for row in rows):
-            raise ValueError("no idea")
-        return counting_drafter().propose(rows)
-
-
-def test_a_drafter_hears_of_it_and_a_failed_one_is_not_asked_again() -> None:
-    drafter = Recorder()
-    engine = new_engine(limited(counting_model(), 160), drafter)
-    assert len(generate(engine, PROMPTS[:2], PARAMS)) == 2
-    second = [what for what, number in drafter.told if number == 1 and what != "propose"]
-    assert second == ["begin", "end", "begin", "end"]
-    failing = Recorder(fails_in=1)
-    engine = new_engine(limited(counting_model(), 160), failing)
-    generate(engine, PROMPTS[:2], PARAMS)
-    assert engine.stats().preemptions > 0
-    assert [what for what, number in failing.told if number == 1].count("begin") == 1
-
-
 def test_steps_tell_how_many_gave_way_for_them() -> None:
     steps: list[StepRecord] = []
     engine = new_engine(limited(counting_model(), 160), trace=steps.append)
@@ -143,20 +102,6 @@ def test_steps_tell_how_many_gave_way_for_them() -> None:
     for step, before in zip(steps[1:], steps, strict=False):
         if step.num_preempted:
             assert len(step.rows) < len(before.rows)
-
-
-def test_aborted_while_it_waits_for_memory() -> None:
-    target = limited(counting_model(), 160)
-    engine = new_engine(target)
-    first, second = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
-    while not engine.stats().preemptions:
-        engine.step()
-    cancelled = engine.cancel(second)
-    assert cancelled is not None
-    assert cancelled.token_ids == alone(PROMPTS[1])[: len(cancelled.token_ids)]
-    assert len(cancelled.token_ids) > 50
-    assert drain(engine)[first].token_ids == alone(PROMPTS[0])
-    assert target.cache.slots == []
 
 
 def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
@@ -175,61 +120,3 @@ def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
             engine.submit([5], replace(params, max_tokens=1), priority=1)
         engine.step()
     assert not engine.is_live(low)
-
-
-def test_prompts_get_on_however_many_rows_decode() -> None:
-    engine = new_engine(counting_model(), max_batch_size=40, max_step_tokens=16)
-    for _ in range(30):
-        engine.submit([1], SamplingParams(max_tokens=200))
-    engine.step()
-    late = engine.submit([2] * 20, SamplingParams(max_tokens=1))
-    for _ in range(10):
-        engine.step()
-    assert not engine.is_live(late)
-
-
-def test_headroom_is_no_more_than_the_reply_may_hold() -> None:
-    assert HEADROOM == 64
-    engine = new_engine(limited(counting_model(), 12))
-    (result,) = generate(engine, [[1] * 10], SamplingParams(max_tokens=2))
-    assert result.finish_reason == "length"
-
-
-def test_cancelling_one_that_never_ran_makes_no_room() -> None:
-    """After a refusal of memory no row is admitted until another has ended."""
-    engine = new_engine(limited(counting_model(), 160))
-    first, second = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
-    while not engine.stats().preemptions:
-        engine.step()
-    engine.cancel(engine.submit([1], PARAMS))
-    engine.step()
-    assert engine.stats().waiting == 1, "the row that gave way does not come straight back"
-    results = drain(engine)
-    assert [results[number].token_ids for number in (first, second)] == [*map(alone, PROMPTS[:2])]
-
-
-def test_many_rows_give_way_without_a_call_inside_each_other() -> None:
-    depths: list[int] = []
-
-    def deep(frame: FrameType | None) -> int:
-        return 0 if frame is None else 1 + deep(frame.f_back)
-
-    target = limited(counting_model(), 10_000)
-    engine = new_engine(target, max_batch_size=120, prefix_caching=False)
-    for number in range(120):
-        engine.submit([1, number % 9], SamplingParams(max_tokens=4))
-    engine.step()
-    reserve = target.cache.reserve
-
-    def refuse(slot: int, num_tokens: int) -> None:
-        depths.append(deep(sys._getframe()))
-        if len(target.cache.slots) > 2:
-            raise CacheFullError("none is left")
-        reserve(slot, num_tokens)
-
-    target.cache.reserve = refuse  # type: ignore[method-assign]
-    engine.step()
-    assert engine.stats().preemptions == 118
-    assert max(depths) < min(depths) + 5
-    target.cache.reserve = reserve  # type: ignore[method-assign]
-    assert len(drain(engine)) == 120

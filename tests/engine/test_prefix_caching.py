@@ -94,14 +94,6 @@ def test_drafts_cost_no_hits(drafter: str, temperature: float) -> None:
     assert drafted > 20, "there was something that could cost hits"
 
 
-def test_switched_off_every_prompt_is_read() -> None:
-    target = blocked(None)
-    engine = new_engine(target, prefix_caching=False)
-    found = generate(engine, [*prompts(), *prompts()], PARAMS)
-    assert not any(result.num_cached_tokens for result in found)
-    assert target.cache.usage.cached == 0
-
-
 def test_tenants_do_not_find_each_other_s_texts() -> None:
     engine = new_engine(blocked(None))
     prompt = prompts()[0]
@@ -135,20 +127,6 @@ def test_every_decoder_goes_on_from_shared_blocks(decoder: str) -> None:
         target.cache.check()
     assert texts[1] == texts[0]
     assert texts[2] == texts[0]
-
-
-def test_memory_is_what_the_tokens_need() -> None:
-    """Sixteen short requests and a long one."""
-    target, most = blocked(None, block_size=64), 0
-    engine = new_engine(target, max_batch_size=17, prefix_caching=False)
-    engine.submit([1] * 2000, PARAMS)
-    for _ in range(16):
-        engine.submit([2] * 20, PARAMS)
-    while engine.has_work:
-        engine.step()
-        most = max(most, target.cache.usage.used)
-    assert most <= 2048 + 64 + 16 * 64
-    assert target.cache.usage.used == 0
 
 
 # ----------------------------------------------------------------------- requests that run together

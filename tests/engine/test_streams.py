@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from tests.engine.helpers import (
     counting_model,
     finish,
     generate,
-    limited,
     new_engine,
     noting_model,
 )
@@ -61,15 +59,6 @@ def test_streams_read_in_turns_lose_nothing() -> None:
         expected = generate(new_engine(counting_model()), [prompt], PARAMS)[0]
         assert result is not None
         assert result.token_ids == expected.token_ids
-
-
-def test_one_reader_may_run_to_the_end_before_another_goes_on() -> None:
-    engine = new_engine(counting_model())
-    first = engine.stream([[1]], PARAMS)
-    begun = next(first)
-    others = list(engine.stream([[5], [6]], PARAMS))
-    assert sum(event.result is not None for event in others) == 2
-    last_of([begun, *first])
 
 
 def test_closing_a_stream_cancels_its_request_only() -> None:
@@ -114,10 +103,6 @@ def test_a_request_cancelled_behind_its_stream_ends_it() -> None:
     result = last_of([begun, *stream]).result
     assert result is not None
     assert result.finish_reason == "cancelled"
-
-
-def test_no_prompts_no_events() -> None:
-    assert list(new_engine(counting_model()).stream([], PARAMS)) == []
 
 
 def test_preparing_a_request_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,17 +159,6 @@ def test_a_stream_closed_from_within_a_step_ends_after_it() -> None:
     engine.submit([1], SAMPLED)
     engine.step()
     assert not engine.has_work
-
-
-def test_a_conversation_that_nobody_holds_gives_its_slot_back() -> None:
-    target = counting_model()
-    engine = new_engine(target)
-    request_id = engine.submit([1, 2], SAMPLED)
-    finish(engine)
-    assert not engine.is_live(request_id)
-    gc.collect()
-    generate(engine, [[3]], SAMPLED)
-    assert target.cache.slots == []
 
 
 OPEN_STREAM = """
@@ -265,22 +239,6 @@ def test_the_others_go_on_without_the_first(num_steps: int) -> None:
     results = [event.result for event in engine.run() if event.result is not None]
     assert {r.index: r.token_ids for r in results} == dict(enumerate(expected()[1:], start=1))
     assert target.cache.slots == []
-
-
-def test_with_little_memory_all_of_them_end() -> None:
-    target = limited(counting_model(), 40)
-    engine = new_engine(target)
-    engine.submit(PROMPT, FOUR)
-    results = sorted(finish(engine).values(), key=lambda result: result.index)
-    assert [result.token_ids for result in results] == expected()
-
-
-def test_a_drawn_seed_is_reported_for_each() -> None:
-    engine = new_engine(counting_model())
-    engine.submit(PROMPT, replace(FOUR, seed=None))
-    seeds = [result.seed for result in finish(engine).values()]
-    assert len(set(seeds)) == 4
-    assert (max(seeds) - min(seeds)) in (3, *range(2**64 - 4, 2**64))
 
 
 async def test_llm_and_async_llm_give_them_in_order() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -26,7 +24,7 @@ from foredraft.engine.slots import open_slot
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import KINDS
-from tests.engine.helpers import counting_model, drain, engine_of, generate, new_engine
+from tests.engine.helpers import counting_model, drain, engine_of, new_engine
 
 PROMPT = [1, 2, 3, 4, 3, 4, 5]
 
@@ -155,17 +153,6 @@ def test_drafters_that_share_a_target_do_not_spoil_each_other_s_conversations() 
     plain, keeping = new_engine(target), new_engine(target, Keeping(target))
     assert two_turns(plain) == len(PROMPT) + 2
     assert two_turns(keeping) == len(PROMPT) + 3  # it finds what the other one read
-
-
-def test_a_drafter_that_is_gone_takes_its_layers_along() -> None:
-    target = counting_model()
-    drafter = Keeping(target)
-    engine, alive = new_engine(target, drafter), weakref.ref(drafter.layers[0])
-    generate(engine, [PROMPT], SamplingParams(max_tokens=3))
-    del drafter, engine
-    gc.collect()
-    assert alive() is None
-    assert two_turns(new_engine(target)) == len(PROMPT) + 2
 
 
 @pytest.mark.parametrize("second", [[1, 2, 3, 4, 9], [1, 2, 3, 4, 3, 4], [7, 8], PROMPT])
