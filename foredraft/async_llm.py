@@ -270,8 +270,8 @@ class AsyncLLM:
                 be continued.
         """
         asked = [(prompt, checked_params(params))]
-        return await self._open(
-            asked, policy=policy, tenant=tenant, priority=priority, so_far=so_far
+        return await self.open_all(
+            asked, tenant=tenant, priority=priority, policy=policy, so_far=so_far
         )
 
     async def open_all(
@@ -281,21 +281,16 @@ class AsyncLLM:
         tenant: str | None = None,
         priority: int = 0,
         session: str | None = None,
+        **options: Any,
     ) -> EventStream:
         """Submit several requests, or none of them; raises as `open`.
 
         Args:
             asked: prompts, each with its parameters.
             session: without effect: there is one engine (see `ServedEngine.open_all`).
+            **options: others of `Engine.prepare`.
         """
-        return await self._open(asked, tenant=tenant, priority=priority)
-
-    async def _open(
-        self,
-        asked: Sequence[tuple[Prompt | Sequence[Message], SamplingParams]],
-        **options: Any,
-    ) -> EventStream:
-        """Submit requests, or none of them, with these options of `Engine.prepare`."""
+        options |= {"tenant": tenant, "priority": priority}
         worker, num_replies = self.worker, sum(params.n for _, params in asked)
         worker.enter(num_replies, self.llm.engine.max_batch_size + self._max_waiting)
         try:

@@ -353,17 +353,18 @@ class LLM:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
         tenant: str | None = None,
         so_far: ReplySoFar | None = None,
     ) -> Iterator[Event]:
-        """Generate one prompt, an event a step; the last one carries the result.
+        """Generate one prompt or reply, an event a step; the last one carries the result.
 
         Closing the iterator early cancels the request. Several streams may be read in turns;
         whoever reads moves all of them on.
 
         Args:
+            prompt: text, token ids, or the messages of a conversation.
             tenant: whose request it is; nothing of one's text drafts for another.
             so_far: what another LLM has committed of the reply, which goes on behind it. ``params``
                 are those that it began with, and name its seed.
@@ -372,7 +373,10 @@ class LLM:
             PromptError: the prompt is empty or too long.
             ConfigError: the reply cannot go on (with the first event).
         """
-        return self._stream(self._encode(prompt), params, tenant, so_far)
+        params = checked_params(params).by(self.sampling_defaults)
+        token_ids = self.encode(prompt)
+        self.engine.check_prompt(token_ids)  # now, and not when the first event is asked for
+        return self.engine.stream([token_ids], params, self.policy_for(params), tenant, so_far)
 
     def stream_chat(
         self,
@@ -380,7 +384,7 @@ class LLM:
         params: SamplingParams | None = None,
     ) -> Iterator[Event]:
         """Like `chat`, streamed."""
-        return self._stream(self._tokenizer().encode_chat(messages), params)
+        return self.stream(self._tokenizer().encode_chat(messages), params)
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """The token ids of a text, of ids, or of the messages of a conversation.
@@ -395,24 +399,10 @@ class LLM:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[GenerationResult]:
-        params = self._params(params)
+        params = checked_params(params).by(self.sampling_defaults)
         events = self.engine.stream(prompts, params, self.policy_for(params))
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.request_id)
-
-    def _params(self, params: SamplingParams | None) -> SamplingParams:
-        return checked_params(params).by(self.sampling_defaults)
-
-    def _stream(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams | None,
-        tenant: str | None = None,
-        so_far: ReplySoFar | None = None,
-    ) -> Iterator[Event]:
-        params = self._params(params)
-        self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
-        return self.engine.stream([prompt], params, self.policy_for(params), tenant, so_far)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, lambda text: self._tokenizer().encode(text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +26,6 @@ _OF_MODEL = 4
 _ENOUGH = 1 << 30
 """Which any model may take."""
 _LEAST = 64 << 20
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?)b?\s*", re.IGNORECASE)
 
 
 class CacheMemory:
@@ -78,12 +75,12 @@ def checked_memory(name: str, value: object) -> int | None:
     """
     if value is None:
         return None
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
     num_bytes = 0
-    if type(value) is int:
-        num_bytes = value
-    elif isinstance(value, str) and (found := _SIZE.fullmatch(value)):
-        factor = _UNITS.get(found[2].lower())
-        num_bytes = int(float(found[1]) * factor) if factor else 0
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        with suppress(ValidationError):
+            num_bytes = int(TypeAdapter(ByteSize).validate_python(value))
     if num_bytes <= 0:
         raise ConfigError(
             f"{name} is {value!r}; it must be a number of bytes, or a size such as '2GB' or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from weakref import WeakSet
@@ -13,7 +14,7 @@ from foredraft.cache.blocks import BLOCK, BlockPool
 from foredraft.cache.index import NamedBlock
 from foredraft.cache.layers import StoredLayers
 from foredraft.cache.memory import CacheMemory
-from foredraft.cache.slots import Slot, Slots
+from foredraft.cache.slots import Slot
 from foredraft.cache.store import BlockStore
 from foredraft.core.errors import CacheFullError
 
@@ -45,7 +46,8 @@ class Cache:
         self._max_length, self._device = max_length, device
         self.rewinds = 0
         self.memory, self.block_size = memory, block_size
-        self._slots = Slots()
+        self._slots: dict[int, Slot] = {}
+        self._revisions = itertools.count()
         self._layers: WeakSet[StoredLayers] = WeakSet()
         self.pool = BlockPool(self._most_blocks, block_size)
 
@@ -100,8 +102,10 @@ class Cache:
         return self._slots[number]
 
     def allocate(self) -> int:
-        """A new empty slot, whose text is never shared."""
-        return self._slots.add()
+        """A new empty slot, of the lowest free number, whose text is never shared."""
+        number = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
+        self._slots[number] = Slot(next(self._revisions))
+        return number
 
     def length(self, slot: int) -> int:
         """Number of valid entries of ``slot``."""
@@ -133,7 +137,7 @@ class Cache:
         Entries that an earlier forward wrote there and that were not kept become invalid.
         """
         state = self._slots[slot]
-        state.revision, state.written = self._slots.next_revision(), num_tokens
+        state.revision, state.written = next(self._revisions), num_tokens
         state.dirty = max(state.dirty, state.length + num_tokens)
 
     def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
@@ -272,7 +276,7 @@ class Cache:
 
     def free(self, slot: int) -> None:
         """Give the slot back; its number may be handed out again."""
-        self.pool.give_back(self._slots.remove(slot).table)
+        self.pool.give_back(self._slots.pop(slot).table)
         self._release_if_idle()
 
     def forget(self) -> None:
@@ -335,7 +339,7 @@ class Cache:
 
     def _set_length(self, state: Slot, length: int) -> None:
         state.length, state.written = length, 0
-        state.revision = self._slots.next_revision()
+        state.revision = next(self._revisions)
 
     def _cut_notes(self, state: Slot, index: int) -> None:
         """After copy-on-write: trim the block's valid length to the slot's."""

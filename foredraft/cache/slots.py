@@ -73,27 +73,3 @@ class Slot:
     dirty: int = 0
     names: list[bytes] = field(default_factory=list)
     runs: WeakKeyDictionary[StoredLayers, EntryRun] = field(default_factory=WeakKeyDictionary)
-
-
-class Slots(dict[int, Slot]):
-    """The slots of a cache by number; the lowest free number is used first."""
-
-    _num_changes = 0
-
-    def add(self) -> int:
-        """A new slot."""
-        number = next(i for i in range(len(self) + 1) if i not in self)
-        self[number] = Slot(self.next_revision())
-        return number
-
-    def next_revision(self) -> int:
-        self._num_changes += 1
-        return self._num_changes
-
-    def remove(self, number: int) -> Slot:
-        slot = self[number]
-        del self[number]
-        return slot
-
-    def __missing__(self, number: int) -> Slot:
-        raise KeyError(f"cache slot {number} is not allocated")

@@ -125,7 +125,7 @@ def test_a_slot_that_is_not_allocated_is_an_error(probe: Probe) -> None:
         lambda: cache.fork(slot),
         lambda: cache.free(slot),
     ):
-        with pytest.raises(KeyError, match="not allocated"):
+        with pytest.raises(KeyError):
             use()
 
 

