@@ -145,7 +145,6 @@ def _wake(mailboxes: Sequence[_Mailbox]) -> None:
 def _idle_work(
     llm: LLM, proof: LiveProof | None, give_back_after: float | None
 ) -> Callable[[float], float | None]:
-    """The work of an engine's thread while there are no requests; see `EngineThread`."""
     has_given_back = False
 
     def work(seconds: float) -> float | None:

@@ -303,7 +303,6 @@ class LLM:
     def _new_policy(
         self, options: LoadOptions, experience: Experience, drafter: Drafter | None = None
     ) -> tuple[str, Policy]:
-        """The name of the drafter that ``options`` mean, and what they ask for."""
         name = resolve_drafter(options, self._draft is not None, self.target)
         context, cost = self.drafter_context, self.cost
         policy = policy_for(name, options, context, cost, experience, drafter)
@@ -414,12 +413,10 @@ class LLM:
 
 
 def _prompt_tokens(cost: CostModel | None) -> int:
-    """Most prompt tokens of a step on this machine."""
     return MAX_STEP_TOKENS if cost is None else cost.prompt_tokens(MAX_STEP_TOKENS)
 
 
 def _rules_for(target: Target, tokenizer: Tokenizer | None, grammars: Grammars | None) -> NewRules:
-    """The rules that requests to this model may ask for."""
     encoder = target.capabilities.encoder
     bans = encoder.bans if encoder is not None else None
     vocab_size = tokenizer.num_ids(target.vocab_size) if tokenizer else target.vocab_size

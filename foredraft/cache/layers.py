@@ -231,7 +231,6 @@ class StoredLayers:
         return run
 
     def _note(self, slot: int) -> None:
-        """Note for each block which leading entries the slot's run holds by now."""
         run, state, size = self._run(slot), self._cache.slot(slot), self.store.block_size
         end = min(run.end, state.length)  # entries of guesses are not valid
         border = -(-run.first // size) * size

@@ -350,7 +350,6 @@ class Cache:
         return self.memory.num_tokens // self.block_size
 
     def _new_blocks(self, to_copy: Sequence[int], num_empty: int) -> list[int]:
-        """Copies of some blocks, then empty ones."""
         blocks = self.pool.take(len(to_copy) + num_empty)
         try:
             for layers in self._layers:

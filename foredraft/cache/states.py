@@ -238,7 +238,6 @@ class StateCache(KVCache):
     def _saves(
         self, slot: int, row: Recurrence, start: int, num_pending: int
     ) -> tuple[list[State], Recurrence]:
-        """States that a forward is to make, and the slot's recurrence behind it."""
         length, first = self._slots[slot].length, row.state.position
         if start > length:  # of tokens that are never committed
             return [], row
@@ -413,7 +412,6 @@ class StateCache(KVCache):
 
 
 def _taken(log_LTW: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Some tokens' entries."""
     first = tokens[0] if tokens else 0
     if list(tokens) == [*range(first, first + len(tokens))]:
         return log_LTW[:, first : first + len(tokens)]

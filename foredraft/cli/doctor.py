@@ -154,7 +154,6 @@ def show_facts(facts: Mapping[str, Any], indent: str = "") -> None:
 
 
 def _of_replies(plan: ModelPlan, options: LoadOptions) -> dict[str, Any]:
-    """The form of its thoughts and tool calls, and the sampling defaults of its makers."""
     from foredraft.models.text.tokenizer import Tokenizer
     from foredraft.server.formats import format_of, takes_tools
 
@@ -181,7 +180,6 @@ def _most_tokens_per_s(plan: ModelPlan) -> float | None:
 
 
 def _draft_offers(plan: ModelPlan) -> list[str]:
-    """The smallest model that is here and could draft for this one, in a sentence."""
     from foredraft.models.files.local import draft_models_for
 
     if plan.checkpoint is None or plan.backend != "native":

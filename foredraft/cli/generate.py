@@ -126,7 +126,6 @@ def _read_input() -> str:
 
 
 def _show(llm: LLM, events: Iterator[Event], num_prompt_tokens: int) -> None:
-    """Print the text as it comes, then its figures; Ctrl-C ends it between two steps."""
     from foredraft.bench.measure import measure
 
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)

@@ -119,7 +119,6 @@ def measure(
 
 
 def _acceptance(load: LoadOptions, params: SamplingParams, contest: Contest) -> Report:
-    """Acceptance lengths of the named drafters, or of those that suit most texts."""
     from foredraft.bench.acceptance import (
         CAP,
         acceptance_report,
@@ -187,7 +186,6 @@ def _named(contest: Contest) -> list[Setting]:
 
 
 def _usable(llm: LLM, wanted: str | None) -> list[Setting]:
-    """Drafters that can run here: a few that suit most texts, or all."""
     from foredraft.bench.record import AUTO, PLAIN, Setting
     from foredraft.drafters import ready_drafters
 

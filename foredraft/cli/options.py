@@ -236,7 +236,6 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
 def _assigned(
     settable: Mapping[str, _Field], options: Container[str], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """What ``--set`` says, by field; ``options`` are fields with options of their own."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -402,14 +401,12 @@ class _Field:
 
 
 def _shown_default(default: Any) -> str | bool:
-    """A default as the help shows it; False where there is nothing to show."""
     if isinstance(default, str | int | float) and default is not False and default != "":
         return "on" if default is True else str(default)
     return False
 
 
 def _class_of(hint: Any) -> tuple[type[Any] | None, Derived]:
-    """The class whose fields are options, if the annotation names one."""
     derived = next((a for a in get_args(hint)[1:] if isinstance(a, Derived)), Derived())
     cls = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     is_class = isinstance(cls, type) and (is_dataclass(cls) or hasattr(cls, "model_fields"))

@@ -105,7 +105,6 @@ def run_batch_file(
 def _server(
     cluster: ClusterAsked, load: LoadOptions, settings: ServerSettings
 ) -> Iterator[tuple[NewApp, int]]:
-    """A function that makes the server, and the number of concurrent requests."""
     if cluster.ray:
         with cluster.asked_from_here(load, settings) as found:
             yield found
@@ -119,7 +118,6 @@ def _server(
 def _answer(
     new_app: NewApp, concurrency: int, file: Path, answers: AnswerFile, missing: int
 ) -> BatchSummary:
-    """Run the requests without an answer, with a progress bar."""
     start = time.perf_counter()
     with progress_bar(missing) as advance:
 

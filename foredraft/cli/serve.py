@@ -101,7 +101,6 @@ def serve(
 
 
 def _run(load: LoadModel, settings: ServerSettings) -> None:
-    """Serve until the server is stopped."""
     from foredraft.server.app import create_app
     from foredraft.server.run import bind, new_server
 

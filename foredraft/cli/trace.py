@@ -58,7 +58,6 @@ def trace(
 
 
 def _only(trace: Trace, request: int) -> Trace:
-    """The steps of one request."""
     if request not in trace.request_ids:
         raise ConfigError(
             f"the trace has no request {request}; it has {', '.join(map(str, trace.request_ids))}"
@@ -71,7 +70,6 @@ def _only(trace: Trace, request: int) -> Trace:
 
 
 def _show(console: Console, trace: Trace) -> None:
-    """The text of each request, and a line a step."""
     run = trace.run
     named = dict.fromkeys(row.drafter or run.drafter for step in trace.steps for row in step.rows)
     drafters = ", ".join(filter(None, named))
@@ -148,7 +146,6 @@ def _line(row: TracedRow, depth: int, nodes: Sequence[int]) -> Text:
 
 
 def _then(committed: Sequence[Committed]) -> Text:
-    """The target's own token at the end of a step."""
     if not committed or committed[-1].by == "draft":
         return Text("")
     return Text(_shown(committed[-1].text), style=_STYLES[committed[-1].by])

@@ -299,7 +299,6 @@ def tune_self_draft(
 
 
 def _tuned_copies(llm: LLM, tokens: int) -> list[dict[str, Any]]:
-    """Make the copy; how well all there are draft."""
     from foredraft.cli.display import progress_bar
     from foredraft.drafters.model.self_draft import copy_figures, low_bit_target
     from foredraft.models.base import offered
@@ -315,7 +314,6 @@ def _tuned_copies(llm: LLM, tokens: int) -> list[dict[str, Any]]:
 
 
 def _drawn_texts(llm: LLM, tokens: int) -> list[list[int]]:
-    """Replies of the model to the built-in prompts, drawn at temperature 1."""
     from foredraft.bench.prompts import load_prompts, prompt_ids
     from foredraft.cli.display import progress_bar
     from foredraft.core.params import SamplingParams
@@ -369,7 +367,6 @@ def _move_aside(out: Path) -> None:
 
 
 def _check_stop(display: TrainingDisplay, out: Path) -> None:
-    """End here if a signal has asked for it."""
     if display.wants_stop():
         display.say(f"{out}: stopped; the same command goes on")
         raise typer.Exit(130)

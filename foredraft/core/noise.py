@@ -209,7 +209,6 @@ def _log(x_M: Array) -> Array:
 
 
 def _gumbel(rarity_M: Array) -> Array:
-    """The noise of r; see the head of this file."""
     w_M = (2 * rarity_M + 1).astype(np.float64) * 2.0**-53
     return -_log(-_log(1.0 - w_M))
 
@@ -226,7 +225,6 @@ def _noise(tokens_M: Array, seed: int, position: int) -> Array:
 
 
 def _numpy_top(logits_V: Array, count: int, seed: int, position: int, scale: float) -> Scored:
-    """`gumbel_top` with the noise of all tokens."""
     base = float(logits_V.max())
     if not math.isfinite(base):
         raise _not_finite(logits_V)

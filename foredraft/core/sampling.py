@@ -140,7 +140,6 @@ def _likeliest_and_cut(logits_V: Tensor, params: SamplingParams, scale: float) -
 
 
 def _cut(values_V: Array, token: int, params: SamplingParams, scale: float) -> float:
-    """The smallest logit that passes the filters; -inf if there are no filters."""
     cut = -math.inf
     if 0 < params.top_k < values_V.size:
         cut = float(np.partition(values_V, -params.top_k)[-params.top_k])
@@ -183,7 +182,6 @@ def check_finite(best: float, num_logits: int) -> None:
 
 
 def _top_p_threshold(weights_V: Array, top_p: float) -> float:
-    """The weight of the last token of the nucleus."""
     total = float(weights_V.sum(dtype=np.float64))
     # Those below this are too few in all to complete the nucleus, so they need no sorting.
     least = 0.5 * (1.0 - top_p) * total / weights_V.size

@@ -208,7 +208,6 @@ def forget(request: Request) -> None:
 
 
 def _room(request: Request) -> int:
-    """The most nodes that a request may draft now."""
     if request.params.speculation == "off":
         return 0
     # The last token a step commits is the target's own, so one fewer can be drafted.
@@ -270,7 +269,6 @@ def _loaded(request: Request) -> LoadedDrafter:
 def _by_drafter(
     batch: Sequence[Turn], takes_part: Callable[[Turn, LoadedDrafter], bool]
 ) -> dict[LoadedDrafter, list[Turn]]:
-    """The rows that a drafter drafts for and that take part, by drafter."""
     groups: dict[LoadedDrafter, list[Turn]] = {}
     for turn in batch:
         if turn.request.drafter is not None:
@@ -281,7 +279,6 @@ def _by_drafter(
 
 
 def _why_plain(request: Request, allowance: Allowance) -> str:
-    """Why nothing is drafted for a request, if nothing is."""
     if request.params.speculation == "off" or request.params.max_draft_tokens == 0:
         return "plain decoding was asked for"
     if not request.room:
@@ -303,7 +300,6 @@ def _is_asked(request: Request, allowed: int, num_forced: int) -> bool:
 
 
 def _goes_on(turn: Turn) -> bool:
-    """Whether the drafter that is asked goes on behind forced tokens."""
     return bool(turn.forced) and _loaded(turn.request).traits.continues
 
 

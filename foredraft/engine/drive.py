@@ -166,7 +166,6 @@ class EngineThread:
                 self._engine.cancel(request_id)
 
     def _end(self, fault: EngineStoppedError | None) -> None:
-        """Refuse the queued commands and cancel the live requests."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

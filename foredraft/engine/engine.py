@@ -394,7 +394,6 @@ class Engine:
     def _new_request(
         self, prompt: list[int], params: SamplingParams, policy: Policy, **more: Any
     ) -> Request:
-        """One of the replies to a prompt, with these further fields."""
         assert params.seed is not None
         new_decoder, eos = self._options.new_decoder, self._eos_token_ids
         shown = {} if params.skip_special_tokens else {"skip_special_tokens": False}
@@ -498,14 +497,12 @@ class Engine:
         self._was_interrupted = False
 
     def _open(self, request: Request) -> None:
-        """Give a request its slot."""
         slots.begin(self.target.cache, request, self._headroom)
         if request.shares or request.num_cached:
             self._stats.prefix_tokens += len(request.tokens)
             self._stats.prefix_cached_tokens += request.num_cached
 
     def _close(self, request: Request) -> None:
-        """Detach a request's drafter and free its slot."""
         drafting.end(request)
         slots.end(self.target.cache, request)
 
@@ -603,7 +600,6 @@ def _check_resumable(params: SamplingParams) -> None:
 
 
 def _check_speculation(params: SamplingParams, policy: Policy) -> None:
-    """Raises a `ConfigError` if the request names a drafter that is not loaded."""
     known = ("auto", "off", *policy.drafters)
     if params.speculation not in known:
         hint = nearest(params.speculation, known)

@@ -168,7 +168,6 @@ class LiveProof:
 
 
 def _can_be_proven(turn: Turn) -> bool:
-    """Whether plain decoding must commit the same tokens as a step."""
     proposal = turn.proposal
     return (
         len(proposal.tree) > 0

@@ -438,7 +438,6 @@ class Request:
         )
 
     def _result(self) -> GenerationResult:
-        """The result so far."""
         assert self.finish_reason is not None
         return GenerationResult(
             request_id=self.request_id,

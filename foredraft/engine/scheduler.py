@@ -194,7 +194,6 @@ def _apart(request: Request) -> Policy | None:
 
 
 def _head_start(request: Request) -> int:
-    """The rounds that a request's priority is worth."""
     return PRIORITY_ROUNDS * max(-MAX_PRIORITY, min(request.priority, MAX_PRIORITY))
 
 

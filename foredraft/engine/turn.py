@@ -190,7 +190,6 @@ class Turn:
         return rule(proposal, laws, self.key)
 
     def _tokens_of(self, verdict: Verdict) -> tuple[int, ...]:
-        """The accepted tokens and the next one, if there is one."""
         tokens = self.proposal.tree.tokens
         own = () if verdict.next_token is None else (verdict.next_token,)
         return (*[tokens[node] for node in verdict.path], *own) if verdict.path else own
@@ -204,7 +203,6 @@ class Turn:
         return [TokenLogprobs.of(scores.logits_NV[node + 1], token, count) for node, token in nodes]
 
     def _append(self, tokens: Sequence[int], num_drafted: int) -> int:
-        """Append tokens until one ends the request; returns how many were taken."""
         request = self.request
         for num_taken, token in enumerate(tokens, start=1):
             request.tokens.append(token)
@@ -222,7 +220,6 @@ class Turn:
         return len(tokens)
 
     def _count(self, num_verified: int, num_committed: int) -> None:
-        """In the request's statistics."""
         request, num_drafted, forced = self.request, len(self.proposal.tree), self.num_forced
         counts = ("rules", forced), (self.drafter or "rules", num_drafted - forced)
         request.drafts = tuple((drafter, count) for drafter, count in counts if count)

@@ -95,7 +95,6 @@ class RowRules:
         return len(text) - self.num_prompt + len(drafted)
 
     def _names(self) -> list[str]:
-        """Names of the parameters that ban tokens."""
         given = {
             "grammar": self.grammar,
             "allowed_token_ids": self.params.allowed_token_ids,
