@@ -154,25 +154,6 @@ def test_what_was_not_written_cannot_be_kept(
     assert probe.read(slot) == [1, 7, 8, 51, 54]
 
 
-@pytest.mark.parametrize("event", ["keep", "truncate", "fork", "free"])
-def test_entries_are_kept_once(probe: Probe, event: str) -> None:
-    """Entries behind the valid ones are gone after any change."""
-    slot = probe.cache.allocate()
-    probe.write(slot, [7, 8, 9])
-    probe.cache.keep(slot, 1, ())
-    if event == "truncate":
-        probe.write(slot, [8])
-        probe.cache.truncate(slot, 1)
-    elif event == "fork":
-        probe.write(slot, [8])
-        slot = probe.cache.fork(slot)
-    elif event == "free":
-        probe.cache.free(slot)
-        assert probe.cache.allocate() == slot
-    with pytest.raises(ValueError, match="cannot keep 1 pending tokens of 0 written"):
-        probe.cache.keep(slot, 1, ())
-
-
 @pytest.mark.parametrize("new", [TokenProbe, KVProbe])
 def test_without_memory_nothing_changes(new: Callable[..., Probe]) -> None:
     probe = new(max_tokens=200)
@@ -192,26 +173,6 @@ def test_without_memory_nothing_changes(new: Callable[..., Probe]) -> None:
     probe.write(copy, [3])
     probe.cache.keep(copy, 1, ())
     assert (probe.read(slot), probe.read(copy)) == ([1, 2], [1, 2, 3])
-
-
-def test_where_the_system_gives_no_memory_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = KVProbe()
-    slot = probe.cache.allocate()
-    with monkeypatch.context() as patched:
-        patched.setattr(probe.cache.store, "_resize", raising(MemoryError))
-        with pytest.raises(MemoryError):
-            probe.cache.reserve(slot, 10)
-    probe.cache.check()
-    probe.write(slot, [1, 2])
-    probe.cache.keep(slot, 2, ())
-    assert probe.read(slot) == [1, 2]
-
-
-def raising(error: type[Exception]) -> Callable[..., None]:
-    def raises(*args: object) -> None:
-        raise error
-
-    return raises
 
 
 def test_a_store_that_was_given_little_moves_without_losing_entries(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from foredraft.cache.base import KVShape
-from foredraft.cache.index import common_prefix
 from foredraft.core.errors import CacheFullError
 from foredraft.engine.slots import check, open_slot, release
 from foredraft.models.table import TokenCache
@@ -237,13 +236,6 @@ def test_what_is_distrusted_is_found_no_more(probe: Probe) -> None:
     assert requests.run(TEXT) == len(TEXT) - 1
 
 
-def test_a_conversation_keeps_its_last_turn_only() -> None:
-    requests = Requests(TokenProbe())
-    for length in range(65, 120):
-        requests.run(TEXT[:length])
-    assert requests.cache.usage.cached == 128
-
-
 def test_the_least_recently_used_text_goes_and_its_end_first() -> None:
     requests = Requests(TokenProbe(max_tokens=6 * 64))
     other, third = [*range(130)], [*range(500, 630)]
@@ -311,12 +303,6 @@ def test_a_fault_in_the_accounts_is_found(caplog: pytest.LogCaptureFixture) -> N
         check(cache, must_be_right=True)
     check(cache, must_be_right=False)
     assert caplog.text.count("please report it") == 1
-
-
-def test_the_common_prefix_of_two_texts() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2], [1, 2, 4]) == common_prefix([1, 2, 4], [1, 2]) == 2
-    assert common_prefix([], [1]) == 0
 
 
 # ------------------------------------------------- slots that were forked name the same block twice

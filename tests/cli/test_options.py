@@ -95,11 +95,6 @@ def test_a_command_decides_some_itself() -> None:
     assert made("--guest", "Ann", derived=derived)[1].exit_code == 2
 
 
-def test_names_and_parsers() -> None:
-    derived = o.Derived(names={"minutes": "--wait"}, parsers={"minutes": lambda text: 60.0})
-    assert made("--wait", "an hour", derived=derived)[0] == Tea(minutes=60.0)
-
-
 def test_a_mapping_is_explained() -> None:
     assert isinstance(made("--extra", "sugar")[1].exception, ConfigError)
     assert "--extra 'sugar' is not NAME=VALUE" in str(made("--extra", "sugar")[1].exception)
@@ -149,12 +144,6 @@ def reachable(name: str) -> set[str]:
     """Fields that an option or ``--set`` of a command sets."""
     command = all_leaves()[name]
     return {each.name for each in command.params} | {*command.callback.settable}
-
-
-def test_every_load_option_can_be_set_in_generate_and_serve() -> None:
-    names = {each.name for each in fields(LoadOptions)}
-    assert names - reachable("generate") == {"max_batch_size"}
-    assert not names - reachable("serve")
 
 
 def test_every_setting_of_the_server_can_be_set_in_serve_but_its_key() -> None:

@@ -98,14 +98,6 @@ def test_a_reused_buffer_does_not_change_what_was_recorded() -> None:
     assert torch.equal(proposal.draft_probs_NV, torch.stack([HALF, OTHER]))
 
 
-def test_drawing_leaves_the_distribution_as_it_was() -> None:
-    probs_V = HALF.clone()
-    builder = Draft(DrawnChoices(1, 0), replacement=False)
-    for _ in range(3):
-        builder.draw(ROOT, probs_V)
-    assert torch.equal(probs_V, HALF)
-
-
 def test_renaming_keeps_shape_probabilities_and_replacement() -> None:
     builder = Draft(Scripted([2, 0]), replacement=False)
     for _ in range(2):
@@ -151,15 +143,6 @@ def test_the_noise_of_the_target_draws_nothing(choices: SharedChoices) -> None:
     with pytest.raises(AssertionError, match="draws nothing"):
         Draft(choices, RULES, (1,)).draw(ROOT, LOGITS.softmax(0))
     assert not Draft(choices, RULES, (1,)).build().is_drawn
-
-
-def test_what_the_numbers_of_drawn_drafts_append_is_drawn() -> None:
-    draft = Draft(DrawnChoices(3, 0), RULES, (1,))
-    draft.extend(ROOT, LOGITS, 2)
-    assert draft.draw_key(ROOT) is None
-    built = draft.build()
-    assert isinstance(built, DrawnProposal)
-    assert len(built.draft_probs_NV) == len(built.tree) == 2
 
 
 def test_a_draft_is_chosen_or_drawn() -> None:

@@ -37,14 +37,6 @@ def test_an_example() -> None:
     assert not BRANCHING.is_chain
 
 
-def test_child_with_token_finds_the_first_of_equals() -> None:
-    twins = TokenTree((3, 3, 4), (ROOT, ROOT, 1))
-    assert twins.child_with_token(ROOT, 3) == 0
-    assert twins.child_with_token(ROOT, 4) is None
-    assert twins.child_with_token(1, 4) == 2
-    assert twins.child_with_token(2, 4) is None
-
-
 @given(trees())
 def test_parents_come_first_and_paths_end_at_their_node(tree: TokenTree) -> None:
     for node, (parent, path, depth) in enumerate(
@@ -56,15 +48,6 @@ def test_parents_come_first_and_paths_end_at_their_node(tree: TokenTree) -> None
         assert list(path) == sorted(path)
         assert [tree.parents[i] for i in path] == [ROOT, *path[:-1]]
         assert is_path(tree, path)
-
-
-@given(trees())
-def test_children_hold_every_node_once_and_agree_with_parents(tree: TokenTree) -> None:
-    listed = [node for nodes in tree.children.values() for node in nodes]
-    assert sorted(listed) == list(range(len(tree)))
-    for parent, nodes in tree.children.items():
-        assert list(nodes) == sorted(nodes)
-        assert all(tree.parents[node] == parent for node in nodes)
 
 
 @given(trees(), st.integers(-1, 12), st.integers(0, 5))

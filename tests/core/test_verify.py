@@ -138,14 +138,6 @@ def test_block_verification_by_hand() -> None:
     assert none.drawn_from == [pytest.approx([0.75, 0.25, 0.0])], "the residual of P and Q"
 
 
-def test_block_verification_can_accept_a_prefix() -> None:
-    proposal = drawn([0, 2], [ROOT, 0], [Q, Q])
-    choices = Scripted([False, True], [0])
-    assert verify_block(proposal, rows(P, P, FLAT), choices) == Verdict((0,), 0, "correction")
-    # The first weight is 1 (0.5/0.2 capped), so a prefix of one always succeeds.
-    assert choices.probabilities == pytest.approx([0.2 / 0.6, 1.0])
-
-
 def test_traversal_judges_the_deepest_node_first() -> None:
     #  root ─ 0:token 2 ─ 2:token 0
     #       └ 1:token 0
@@ -163,31 +155,11 @@ def test_traversal_judges_the_deepest_node_first() -> None:
     assert whole.drawn_from == [pytest.approx(FLAT)]
 
 
-def test_traversal_can_end_at_an_inner_node() -> None:
-    proposal = drawn([0, 2, 1], [ROOT, 0, 0], [Q, Q, Q])
-    choices = Scripted([False, False, True], [0])
-    verdict = verify_traversal(proposal, rows(P, P, FLAT, FLAT), choices)
-    assert verdict == Verdict((0,), 0, "correction")
-    # Node 0 has weight 1 (0.5/0.2 capped) and keeps it; its target becomes (0.75, 0.25, 0) and,
-    # after the second rejection, (0.55, 0.05, 0) normalised.
-    assert choices.probabilities == pytest.approx([0.2 / 0.6, 1.0, 1.0])
-    assert choices.drawn_from == [pytest.approx([0.55 / 0.6, 0.05 / 0.6, 0.0])]
-
-
 def test_traversal_without_replacement_takes_the_rejected_token_out_of_the_draft() -> None:
     proposal = drawn([2, 0], [ROOT, ROOT], [Q, Q], replacement=False)
     choices = Scripted([False, False], [1])
     verify_traversal(proposal, rows(P, P, P), choices)
     assert choices.drawn_from == [pytest.approx([1.0, 0.0, 0.0])], "(0.75, 0.25, 0) - (0.5, 0.5, 0)"
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_weights_need_no_normalising(rule: Rule) -> None:
-    scaled = drawn([2], [ROOT], [[2.0, 2.0, 6.0]])
-    choices = Scripted([False], [0])
-    rule(scaled, rows([5.0, 3.0, 2.0], P), choices)
-    assert choices.probabilities == pytest.approx([0.2 / 0.6])
-    assert choices.drawn_from == [pytest.approx([0.75, 0.25, 0.0])]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -43,18 +43,6 @@ def test_the_walk_goes_in_the_order_of_the_code() -> None:
     assert told == sorted(told)
 
 
-def test_the_walk_begins_with_the_files_in_their_order() -> None:
-    opening = PAGE.read_text().split("```")[0]
-    found = re.findall(r"\((?:\.\./)+foredraft/[\w/]*?(\w+)(?:/__init__)?\.py\)", opening)
-    assert tuple(found) == ("request", "scheduler", "step", "drafting", "base", "verify")
-
-
-def test_every_file_of_the_engine_that_a_token_passes_is_linked() -> None:
-    linked = {target for _, target in links(PAGE)}
-    for name in ("request", "scheduler", "turn", "step", "drafting", "guard", "policy", "text"):
-        assert f"../../foredraft/engine/{name}.py" in linked, name
-
-
 # ------------------------------------------------------------- the notebook runs from top to bottom
 
 
@@ -131,11 +119,6 @@ def test_every_rule_is_linked() -> None:
 
 
 # --------------------------- the runner of the readme's commands reads the readme as a person would
-
-
-def test_comments_go_and_continued_lines_are_one() -> None:
-    block = "make demo      # installs\n# only a comment\n$ foredraft generate \\\n  'x'\n"
-    assert newcomer.commands(block) == ["make demo", "foredraft generate    'x'"]
 
 
 def test_the_readme_installs_then_generates_chats_and_serves() -> None:

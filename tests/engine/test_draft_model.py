@@ -21,7 +21,7 @@ from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
-from tests.engine.helpers import counting_model, drain, limited
+from tests.engine.helpers import counting_model, limited
 
 MOST_READ, BUDGET = 64, 3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40)
@@ -153,16 +153,6 @@ def test_several_replies_read_their_prompt_once() -> None:
     assert sum(record.times.num_read for record in running.steps) == 204
 
 
-def test_the_next_turn_reads_what_is_new() -> None:
-    running = watch()
-    first = running.submit(prompt_of(200))
-    result = drain(running.engine)[first]
-    running.model.num_read.clear()
-    running.submit([*prompt_of(200), *result.token_ids, 5, 5, 5, 5])
-    running.step()
-    assert sum(running.model.num_read) <= 40
-
-
 def test_another_tenant_reads_for_itself() -> None:
     running = watch()
     running.submit(prompt_of(60), tenant="a")
@@ -171,18 +161,6 @@ def test_another_tenant_reads_for_itself() -> None:
     running.submit(prompt_of(60), tenant="b")
     running.step()
     assert sum(running.model.num_read) >= 60
-
-
-def test_who_shares_nothing_leaves_nothing() -> None:
-    running = watch()
-    running.engine._policy.prefix_caching = False
-    for _ in range(2):
-        running.model.num_read.clear()
-        running.submit(prompt_of(60))
-        running.step()
-        assert sum(running.model.num_read) >= 60
-        running.run()
-    assert running.model.cache.usage.cached == 0
 
 
 def test_it_joins_a_running_text() -> None:

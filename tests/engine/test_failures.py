@@ -119,14 +119,6 @@ def test_a_forward_of_several_rows_that_fails_is_tried_row_by_row(raise_at: int)
         assert (result.finish_reason, result.token_ids) == ("length", plain(prompt))
 
 
-def test_held_back_text_comes_out_when_a_request_fails() -> None:
-    target = faulty_target()
-    target.raise_at = 3
-    params = SamplingParams(max_tokens=12, stop="defg")
-    (result,) = generate(new_engine(target), [[2]], params)
-    assert (result.finish_reason, result.text) == ("error", "de")
-
-
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_request_without_memory_for_its_cache_waits_for_others(
     monkeypatch: pytest.MonkeyPatch, most: int
@@ -144,18 +136,6 @@ def test_a_request_without_memory_for_its_cache_waits_for_others(
     prompts = [[1], [5], [3]]
     assert [r.token_ids for r in generate(engine, prompts, PARAMS)] == [plain(p) for p in prompts]
     assert target.cache.slots == []
-
-
-def test_the_engine_stays_usable_when_every_new_request_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = counting_model()
-    engine = new_engine(target)
-    with monkeypatch.context() as patch:
-        patch.setattr(target.cache, "allocate", lambda: 1 // 0)
-        (failed,) = generate(engine, [[1]], PARAMS)
-    assert failed.finish_reason == "error"
-    assert generate(engine, [[1]], PARAMS)[0].token_ids == plain([1])
 
 
 Allow = Callable[[Sequence[Row], Sequence[Row]], Any]

@@ -38,21 +38,6 @@ def test_texts_are_the_same_with_little_memory(num_tokens: int, drafter: Drafter
     assert (engine.stats().preemptions > 0) == (134 <= num_tokens < 1000)
 
 
-def test_the_last_to_come_gives_way_and_the_first_is_never_held_up() -> None:
-    engine = new_engine(limited(counting_model(), 160))
-    steps: dict[int, int] = {}
-    for prompt in PROMPTS:
-        engine.submit(prompt, PARAMS)
-    num_steps = 0
-    while engine.has_work:
-        num_steps += 1
-        for event in engine.step():
-            if event.result is not None:
-                steps[event.request_id] = num_steps
-    assert list(steps) == sorted(steps)
-    assert steps[0] == PARAMS.max_tokens
-
-
 def test_drafts_give_way_before_any_row_does() -> None:
     """Two rows of 71 tokens each fit, their drafts beside them do not."""
     params = SamplingParams(max_tokens=70)

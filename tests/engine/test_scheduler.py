@@ -94,20 +94,6 @@ def test_nobody_waits_longer_than_a_priority_is_worth(
         assert steps < most - 1, "it starves"
 
 
-def test_of_equals_the_first_to_come_goes_first() -> None:
-    scheduler = Scheduler(2)
-    rows = [row_of(number, 1, 0) for number in range(4)]
-    for row in rows:
-        scheduler.add(row)
-    scheduler.start(rows[0])
-    scheduler.start(rows[1])
-    assert scheduler.next_waiting() is None
-    scheduler.preempt(rows[0])
-    assert scheduler.next_waiting() is rows[0]
-    scheduler.remove(rows[0])
-    assert scheduler.next_waiting() is rows[2]
-
-
 def test_no_priority_is_a_right_to_go_first_for_ever() -> None:
     """A request that has waited for the longest head start goes before all new ones."""
     scheduler = Scheduler(max_batch_size=1)

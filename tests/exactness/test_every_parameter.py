@@ -335,28 +335,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(case: str) -> None:
     assert not engine.has_work
 
 
-def test_rules_that_leave_nothing_end_their_own_request_only() -> None:
-    """A grammar that is complete, and an end that may not come yet."""
-    target = kind_of("table").new_target()
-    engine = engine_of(
-        target,
-        NoDrafter(),
-        FixedBudget(0),
-        eos_token_ids=(END,),
-        new_rules=rules_for("table"),
-    )
-    stuck = SamplingParams(allowed_token_ids=[0], bad_words=["a"], max_tokens=5)
-    engine.submit(PROMPTS[0], stuck)
-    engine.submit(PROMPTS[0], replace(stuck, bad_words=(), ignore_eos=True))
-    results = [event.result for event in engine.run() if event.result is not None]
-    by_id = {result.request_id: result for result in results}
-    assert by_id[0].finish_reason == "error"
-    assert "leave no token after 0 tokens of the reply (allowed_token_ids, bad_words)" in str(
-        by_id[0].error
-    )
-    assert by_id[1].token_ids == (0,) * 5
-
-
 def test_the_documentation_has_them_all() -> None:
     page = (Path(__file__).parents[2] / "docs" / "start" / "sampling.md").read_text()
     table = page[page.index("## Parameters") : page.index("Refused")]

@@ -136,22 +136,8 @@ def test_the_statistic_by_hand() -> None:
     assert result.p_value == pytest.approx(math.exp(-result.statistic / 2))
 
 
-def test_small_cells_are_pooled() -> None:
-    law: dict[str, float] = {"a": 0.5, "b": 0.46, "c": 0.02, "d": 0.01, "e": 0.01}
-    counts = Counter({"a": 50, "b": 46, "c": 2, "d": 1, "e": 1})
-    assert g_test(counts, law).dof == 1, "c, d and e expect four together, so b takes them in"
-
-
-def test_an_impossible_outcome_rejects() -> None:
-    assert g_test(Counter({"a": 500, "z": 1}), LAW).rejects
-
-
 def test_right_counts_are_seldom_unlikely() -> None:
     """p-values of correct counts are uniform: about one in ten is below a tenth."""
     p_values = [g_test(counts_of(LAW, 500, seed), LAW).p_value for seed in range(400)]
     assert 20 <= sum(p < 0.1 for p in p_values) <= 60
     assert min(p_values) > ALPHA
-
-
-def test_wrong_counts_are_rejected() -> None:
-    assert g_test(counts_of({"a": 0.45, "b": 0.35, "c": 0.2}, 8000), LAW).rejects

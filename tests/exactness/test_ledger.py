@@ -70,22 +70,6 @@ def test_keyed_choices_of_the_engine() -> None:
     assert law(run) == pytest.approx(shared), "one key is one number, two purposes are two"
 
 
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [-0.1, 1.1], [math.nan, 1.0], [math.inf, 1.0]])
-def test_what_is_no_distribution_fails(weights: list[float]) -> None:
-    with pytest.raises(AssertionError, match="no probabilities"):
-        Ledger().decide(weights)
-
-
-@pytest.mark.parametrize("probability", [-0.1, 1.1, math.nan])
-def test_what_is_no_probability_fails(probability: float) -> None:
-    with pytest.raises(AssertionError, match="no probability"):
-        LedgerChoices(Ledger()).accept(probability, 0)
-
-
-def test_total_variation() -> None:
-    assert total_variation({"a": 0.5, "b": 0.5}, {"b": 0.25, "c": 0.75}) == 0.75
-
-
 # ------------------------------------------------------------------- the exactness tests have teeth
 
 

@@ -15,7 +15,6 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.growth import Growth, GrowthLimits
-from foredraft.drafters.guide import best_first
 from foredraft.drafters.none import NoDrafter
 from tests.exactness.engine_runs import generate, texts
 from tests.exactness.worlds import Tokens, world
@@ -64,25 +63,6 @@ class WildDrafter(BaseDrafter):
         return growth.build()
 
 
-class WildWeigher(BaseDrafter):
-    """Copies, with chances from nowhere."""
-
-    def __init__(self, wild: Wild) -> None:
-        self._wild = wild
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [
-            Proposal.chosen(
-                best_first(len(row.tokens), self._successors, replace(row, prices=FREE))
-            )
-            for row in rows
-        ]
-
-    def _successors(self, place: int) -> list[tuple[int, float, int]]:
-        probs = self._wild.logits(place).softmax(0).tolist()
-        return [(token, prob, place + 1) for token, prob in enumerate(probs) if prob > 0.0]
-
-
 wilds = st.builds(
     Wild,
     seed=st.integers(0, 2**32),
@@ -118,9 +98,3 @@ def test_any_logits_in_any_tree(
     wild: Wild, limits: GrowthLimits, num_draft_tokens: int, params: SamplingParams
 ) -> None:
     assert_same_text(WildDrafter(wild, limits), num_draft_tokens, params)
-
-
-@settings(max_examples=60)
-@given(wilds, st.integers(0, 9), sampling)
-def test_any_chances_of_copies(wild: Wild, num_draft_tokens: int, params: SamplingParams) -> None:
-    assert_same_text(WildWeigher(wild), num_draft_tokens, params)
