@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -41,6 +41,26 @@ def say(text: str, *, stderr: bool = False, style: str | None = None) -> None:
 
 def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
+
+
+def show_facts(facts: Mapping[str, Any], indent: str = "") -> None:
+    """Print a line for each fact; those of a mapping stand below its name."""
+    for name, value in facts.items():
+        label = name.removesuffix("_bytes").replace("_", " ")
+        if value and isinstance(value, Mapping):
+            say(f"{indent}{label}")
+            show_facts(value, f"{indent}  ")
+            continue
+        shown = value
+        if value in (None, [], {}):
+            shown = "none"
+        elif isinstance(value, bool):
+            shown = "yes" if value else "no"
+        elif isinstance(value, list):
+            shown = ", ".join(value)
+        elif name.endswith("_bytes"):
+            shown = megabytes(value)
+        say(f"{indent}{label:<19}  {shown}")
 
 
 def show_pieces(console: Console, pieces: Iterable[Piece]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from foredraft.cache.memory import available_memory, default_memory
 from foredraft.cli import config
 from foredraft.cli import options as o
-from foredraft.cli.display import megabytes, say
+from foredraft.cli.display import RichProgress, say, show_facts
 from foredraft.options import LoadOptions
 from foredraft.system.extras import EXTRAS, install_command
 
@@ -71,7 +70,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     budget = options.num_draft_tokens
-    with o.progress() as progress:
+    with RichProgress() as progress:
         plan, draft_plan = plan_models(options, progress, with_weights=False)
     name = resolve_drafter(options, target=plan)
     spec = drafter_spec(name)
@@ -131,26 +130,6 @@ def model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[str
         "notes": list(plan.notes),
         "remarks": [*plan.remarks, *(() if options.draft_model else _draft_offers(plan))],
     }
-
-
-def show_facts(facts: Mapping[str, Any], indent: str = "") -> None:
-    """Print a line for each fact; those of a mapping stand below its name."""
-    for name, value in facts.items():
-        label = name.removesuffix("_bytes").replace("_", " ")
-        if value and isinstance(value, Mapping):
-            say(f"{indent}{label}")
-            show_facts(value, f"{indent}  ")
-            continue
-        shown = value
-        if value in (None, [], {}):
-            shown = "none"
-        elif isinstance(value, bool):
-            shown = "yes" if value else "no"
-        elif isinstance(value, list):
-            shown = ", ".join(value)
-        elif name.endswith("_bytes"):
-            shown = megabytes(value)
-        say(f"{indent}{label:<19}  {shown}")
 
 
 def _of_replies(plan: ModelPlan, options: LoadOptions) -> dict[str, Any]:

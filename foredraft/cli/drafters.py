@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from foredraft.cli import options as o
-from foredraft.cli.display import say
+from foredraft.cli.display import RichProgress, say, show_facts
 from foredraft.core.errors import ConfigError
 from foredraft.options import DEFAULT_MODEL
 
@@ -51,15 +51,24 @@ def list_drafters(
     as_json: o.Json = False,
 ) -> None:
     """List the drafters, other packages' included, or show the options of one."""
+    from foredraft.bench.report import Report, Table
     from foredraft.drafters import drafter_key, drafter_spec, usable_specs
 
-    specs = usable_specs() if name is None else {drafter_key(name): drafter_spec(name)}
+    key = None if name is None else drafter_key(name)
+    specs = usable_specs() if key is None else {key: drafter_spec(key)}
+    found = {each: described(each, spec) for each, spec in specs.items()}
     if as_json:
-        typer.echo(json.dumps({name: described(name, spec) for name, spec in specs.items()}))
-    elif name is None:
-        _show_all(specs)
+        typer.echo(json.dumps(found))
+    elif key is not None:
+        _show_one(key, found[key])
     else:
-        _show_one(drafter_key(name), specs[drafter_key(name)])
+        rows = [
+            {"name": each, "summary": said["summary"], "needs": "; ".join(said["needs"])}
+            for each, said in found.items()
+        ]
+        columns = {"drafter": "{name}", "what it does": "{summary}", "what it needs": "{needs}"}
+        more = "\nforedraft drafters NAME shows the options of one."
+        Report([Table("", rows, columns)], lines=[more]).show()
 
 
 def described(name: str, spec: DrafterSpec) -> dict[str, Any]:
@@ -91,30 +100,13 @@ def needs_of(spec: DrafterSpec) -> list[str]:
     return needs
 
 
-def _show_all(specs: dict[str, DrafterSpec]) -> None:
+def _show_one(name: str, said: Mapping[str, Any]) -> None:
     from foredraft.bench.report import Report, Table
 
-    rows = [
-        {"name": name, "summary": spec.summary, "needs": "; ".join(needs_of(spec))}
-        for name, spec in specs.items()
-    ]
-    columns = {"drafter": "{name}", "what it does": "{summary}", "what it needs": "{needs}"}
-    more = "\nforedraft drafters NAME shows the options of one."
-    Report([Table("", rows, columns)], lines=[more]).show()
-
-
-def _show_one(name: str, spec: DrafterSpec) -> None:
-    from foredraft.bench.report import Report, Table
-
-    say(f"{name}: {spec.summary}")
-    for need in needs_of(spec):
-        say(f"needs {need}")
-    say(f"drafts up to {spec.num_draft_tokens} tokens a step")
-    if (options := described(name, spec)["trainable"]) is not None:
-        say(f"learns by `foredraft train {name}` (--option: {', '.join(options) or 'none'})")
-    say("")
-    if spec.options:
-        rows = [{"option": option, "text": text} for option, text in spec.options.items()]
+    facts = {"drafter": name} | {key: value for key, value in said.items() if key != "options"}
+    show_facts(facts)
+    if options := said["options"]:
+        rows = [{"option": option, "text": text} for option, text in options.items()]
         columns = {"option": "{option}", "what it sets (default)": "{text}"}
         how = f"\n--drafter {name} --drafter-option NAME=VALUE"
         Report([Table("", rows, columns)], lines=[how]).show()
@@ -146,7 +138,7 @@ def build_retrieval_index(
     if output.is_dir() or (output.exists() and not replace):
         raise ConfigError(f"{output} is there already; --replace replaces a file")
     paths = _text_files(files)
-    with o.progress() as progress:
+    with RichProgress() as progress:
         tokenizer = Tokenizer(resolve_model(model, progress=progress))
         documents = _documents(paths, tokenizer, progress)
         vocab_size = tokenizer.vocab_size

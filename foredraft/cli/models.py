@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from foredraft.cli import options as o
-from foredraft.cli.display import megabytes, say
+from foredraft.cli.display import RichProgress, megabytes, say, show_facts
 from foredraft.system.paths import cache_root
 
 app = typer.Typer(no_args_is_help=True)
@@ -28,7 +28,7 @@ def pull(
     """Download a model, or the rest of one whose download was cut. A model that is here stays."""
     from foredraft.models.files.store import resolve_model
 
-    with o.progress() as progress:
+    with RichProgress() as progress:
         directory = resolve_model(model, revision=revision, progress=progress)
     say(f"{model} is here: {directory}")
 
@@ -66,11 +66,11 @@ def show(
     as_json: o.Json = False,
 ) -> None:
     """Describe a model, without its weights if these are not here: will it fit, and how fast."""
-    from foredraft.cli.doctor import model_report, show_facts
+    from foredraft.cli.doctor import model_report
     from foredraft.load import plan_models
     from foredraft.options import LoadOptions
 
-    with o.progress() as progress:
+    with RichProgress() as progress:
         options = LoadOptions(model=model, drafter="none")
         plan, _ = plan_models(options, progress, with_weights=False)
     about = model_report(plan, options, context)

@@ -36,11 +36,11 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from foredraft.cli import config
+from foredraft.cli.display import RichProgress
 from foredraft.core.errors import ConfigError, nearest
 from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
-    from foredraft.cli.display import RichProgress
     from foredraft.engine.policy import Trace
     from foredraft.llm import LLM
     from foredraft.server.context import StepFeed
@@ -557,13 +557,6 @@ def tracing(path: Path | None, **about: Any) -> Iterator[Callable[..., LLM]]:
         yield load
 
 
-def progress() -> RichProgress:
-    """Shows the stages of slow work on the terminal."""
-    from foredraft.cli.display import RichProgress
-
-    return RichProgress()
-
-
 def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = False) -> LLM:
     """Load a model, and show slow stages on the terminal.
 
@@ -573,7 +566,7 @@ def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = 
     """
     gc.disable()  # a million objects that stay would be looked at again and again, and at exit
     try:
-        with progress() as display:
+        with RichProgress() as display:
             display.stage(f"Loading {options.model}")
             from foredraft.llm import LLM  # takes its part of the time
 

@@ -30,8 +30,8 @@ from foredraft.models.base import Target, check_taps
 
 _log = logging.getLogger("foredraft")
 _MAX_FAULTS = 3
-_FIRST_PAUSE = 8
-_LONGEST_PAUSE = 1024
+_PAUSE = 64
+"""Requests that a drafter is left out of after so many faults."""
 Result = TypeVar("Result")
 
 
@@ -47,11 +47,11 @@ def guarded(call: Callable[[], Result], fallback: Result, problem: str) -> Resul
 class LoadedDrafter:
     """A drafter whose exceptions and malformed proposals end drafting for one request only.
 
-    After three faulty requests in a row the drafter is suspended for the next few requests, then
-    tried again, with longer pauses while it keeps failing; a lack of memory does not count. Each
-    fault and suspension is logged. Texts of seeded requests are unaffected. For drawn ones a fault
-    that depends on which token was drawn discards a draft after seeing it, which bends that
-    request's distribution; nothing can undo that after the draw.
+    After three faulty requests in a row the drafter is suspended for the next 64 requests, then
+    tried again; a lack of memory does not count. Each fault and suspension is logged. Texts of
+    seeded requests are unaffected. For drawn ones a fault that depends on which token was drawn
+    discards a draft after seeing it, which bends that request's distribution; nothing can undo that
+    after the draw.
 
     Args:
         drafter: the drafter itself.
@@ -87,7 +87,7 @@ class LoadedDrafter:
         )
         self.layers = tuple(drafter.layers)
         self.num_faults, self.times, self._clock = 0, NO_TIMES, clock
-        self._faults_in_a_row, self._pause, self._num_left_out = 0, _FIRST_PAUSE, 0
+        self._faults_in_a_row = self._num_left_out = 0
         self._observes_alone = False
 
     @contextmanager
@@ -178,7 +178,7 @@ class LoadedDrafter:
         except Exception as error:
             self._count_fault(request_id, "end", error)
         else:
-            self._faults_in_a_row, self._pause = 0, _FIRST_PAUSE
+            self._faults_in_a_row = 0
 
     def _asked(
         self,
@@ -233,14 +233,13 @@ class LoadedDrafter:
             exc_info=error,
         )
         if self._faults_in_a_row >= _MAX_FAULTS:
-            self._num_left_out = self._pause
+            self._num_left_out = _PAUSE
             _log.warning(
                 "drafter switched off for the next %d requests: it failed in %d in a row",
                 self._num_left_out,
                 self._faults_in_a_row,
             )
             self._faults_in_a_row = _MAX_FAULTS - 1
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
 def check_proposal(proposal: Proposal, row: DraftRow, target: Target) -> None:

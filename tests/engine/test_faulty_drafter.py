@@ -95,20 +95,8 @@ def test_a_drafter_is_switched_off_for_a_while_after_three_faults(
         generate(engine, PROMPTS[:1], params)
     assert drafter.calls["propose"] == 1 + 3  # the first call is a good one
     assert drafter.calls["begin"] == 3
-    assert warnings(caplog)[-1].startswith("drafter switched off for the next 8 requests")
+    assert warnings(caplog)[-1].startswith("drafter switched off for the next 64 requests")
     assert caplog.text.count("Traceback") == 3
-
-
-def test_pauses_grow_while_it_keeps_failing() -> None:
-    drafter = Faulty("propose")
-    engine = new_engine(TARGET, drafter)
-    begun: list[int] = []
-    for number in range(60):
-        before = drafter.calls.get("begin", 0)
-        generate(engine, PROMPTS[:1], SamplingParams(max_tokens=8))
-        if drafter.calls["begin"] > before:
-            begun.append(number)
-    assert begun == [0, 1, 2, 11, 28]  # pauses of 8, 16, then 32 requests
 
 
 def test_a_lack_of_memory_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,7 +203,7 @@ def run_malformed(
         assert [r.token_ids for r in results] == [r.token_ids for r in plain(params)]
         assert sum(r.stats.drafted for r in results) == 0
     said = [text for text in warnings(caplog) if not text.startswith("drafter switched off")]
-    assert len(said) == 4  # three requests at once, and the first one after the pause
+    assert len(said) == 3  # then it is switched off
     assert all("drafter failed in propose" in text for text in said)
 
 
