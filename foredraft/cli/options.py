@@ -326,7 +326,7 @@ class _Group:
         name, value = ".".join(map(str, first["loc"])), first.get("input")
         where = f"{self._cls.model_config.get('env_prefix', '')}{name}".upper()
         if name in given:
-            where = self._derived.names.get(name) or "--" + name.replace("_", "-")
+            where = self._derived.names.get(name) or (self._fields | self.settable)[name].flag
         known = re.findall(r"'(\w+)'", str(first.get("ctx", {}).get("expected", "")))
         problem = f"{where} is {value!r:.100}: {first['msg'].lower()}"
         return ConfigError(problem + nearest(str(value), known))
@@ -570,7 +570,8 @@ def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = 
             display.stage(f"Loading {options.model}")
             from foredraft.llm import LLM  # takes its part of the time
 
-            return LLM.load(**vars(options), progress=display, trace=trace, keeps_evidence=evidence)
-    finally:
+            llm = LLM.load(**vars(options), progress=display, trace=trace, keeps_evidence=evidence)
         gc.freeze()
+        return llm
+    finally:
         gc.enable()
