@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
+from foredraft.engine.request import Event, GenerationResult
+from foredraft.engine.text import Piece
 from foredraft.server.context import ServerContext
 from foredraft.server.errors import ApiError, as_api_error
-from foredraft.server.generation import GenerationRequest, ReplyState
+from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.resume import StreamPlace
 from foredraft.server.usage import speculation_of
 from foredraft.server.wire import JsonResponse, SseResponse, data_event, until_gone
@@ -65,28 +67,79 @@ def now() -> int:
 
 
 class AnswerWriter(ABC):
-    """Writes the answer to one request in the form of its API."""
+    """Writes the answer to one request in the form of its API.
+
+    A stream is written as it comes. A whole answer is written at the end, as if each reply had come
+    in one step.
+    """
 
     def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
         self.context, self.request = context, request
         self.tokenizer = context.tokenizer  # a server that drains has none for new requests
 
-    @abstractmethod
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer at the end."""
+    def begin(self, generation: Generation) -> Iterable[bytes]:
+        """The events of a stream that is accepted."""
+        return ()
 
     @abstractmethod
-    def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as a stream, an event a step."""
+    def step(self, generation: Generation, index: int, event: Event) -> Iterable[bytes]:
+        """The events for a step of a reply."""
+
+    def end(self, generation: Generation) -> Iterable[bytes]:
+        """The events behind the last step."""
+        return ()
+
+    @abstractmethod
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        """The whole answer."""
+
+    async def whole(self) -> dict[str, Any]:
+        async with self.context.generation(self.request) as generation:
+            async for _ in generation:
+                pass
+            # Of a long reply with log probabilities it is a million numbers.
+            return await asyncio.to_thread(self.answer, generation)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The first event is empty, and comes as soon as the request is accepted."""
+        async with self.context.generation(self.request) as generation:
+            yield b""
+            for written in self.begin(generation):
+                yield written
+            async for index, event in generation:
+                for written in await self._made(self.step(generation, index, event)):
+                    yield written
+            for written in await self._made(self.end(generation)):
+                yield written
+
+    async def _made(self, events: Iterable[bytes]) -> Iterable[bytes]:
+        """The same; those with log probabilities are made on a thread, for there may be many."""
+        if self.request.params.logprobs is None:
+            return events
+        return await asyncio.to_thread(lambda: [*events])
 
     def error_event(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""
         return data_event(error.for_openai)
 
-    def metrics(self, replies: Sequence[ReplyState]) -> dict[str, Any]:
+    def metrics(self, generation: Generation) -> dict[str, Any]:
         """The field ``metrics`` of an answer, where it has one."""
-        figures = speculation_of(replies, self.context.settings.request_metrics)
+        figures = speculation_of(generation.replies, self.context.settings.request_metrics)
         return {"metrics": figures} if figures else {}
+
+
+def in_one_step(result: GenerationResult | None) -> Event:
+    """A reply that is over, as one event."""
+    assert result is not None
+    return Event(
+        result.request_id,
+        result.token_ids,
+        num_accepted=0,
+        pieces=(Piece(result.text, drafted=False),),
+        logprobs=result.logprobs or (),
+        prompt_logprobs=result.prompt_logprobs,
+        result=result,
+    )
 
 
 async def respond(writer: AnswerWriter, is_stream: bool | None, http: Request) -> Response:
@@ -165,33 +218,17 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait((working,))
 
 
-class ErrorDetail(BaseModel):
-    """What is wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
+class ErrorBody(TypedDict):
     """OpenAI's shape of an error."""
 
-    error: ErrorDetail
+    error: dict[str, str | None]
 
 
-class AnthropicErrorDetail(BaseModel):
-    """What is wrong."""
-
-    type: str
-    message: str
-
-
-class AnthropicErrorBody(BaseModel):
+class AnthropicErrorBody(TypedDict):
     """Anthropic's shape of an error."""
 
     type: str
-    error: AnthropicErrorDetail
+    error: dict[str, str]
 
 
 _TEXTS = {
@@ -208,12 +245,12 @@ _TEXTS = {
 }
 
 
-def error_responses(model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+def error_responses(model: type = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """The error answers of a route, for the OpenAPI document."""
     return {status: {"model": model, "description": text} for status, text in _TEXTS.items()}
 
 
-def streamed(description: str, model: type[BaseModel]) -> dict[str, Any]:
+def streamed(description: str, model: type) -> dict[str, Any]:
     """The good answer of a route that may stream, for the OpenAPI document."""
     text = {"type": "string"}
     event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}

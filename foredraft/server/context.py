@@ -253,7 +253,7 @@ class ServerContext:
         ):
             engine = self.engine
             stream = await engine.open_all(
-                request.asked(self.llm),
+                [(prompt, request.params) for prompt in request.prompts],
                 tenant=request.tenant,
                 priority=request.priority,
                 session=request.session,

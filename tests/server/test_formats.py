@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -113,12 +112,16 @@ FREE = {name: text for name, text in TWICE.items() if name != "gpt_oss"}
 
 def told(form: Format, steps: list[str], **options: Any) -> list[tuple[str, int, str]]:
     parser = ReplyParser(form, **{"tools": TOOLS} | options)
-    parts = [part for step in steps for part in parser.feed(step)] + parser.close()
-    assert sum(part.kind == "call" for part in parts) <= parser.num_calls
-    return [
-        (kind, index, "".join(part.text for part in group))
-        for (kind, index), group in groupby(parts, lambda part: (part.kind, part.index))
-    ]
+    changes = [each for step in steps for each in parser.feed(step)] + parser.feed("", True)
+    found: list[tuple[str, int, str]] = []
+    for block in parser.blocks:
+        grown = [each.text for each in changes if each.block is block and each.kind == "delta"]
+        assert "".join(grown) == block.text
+        kind = {"text": "content", "call": "arguments"}.get(block.kind, block.kind)
+        found += [("call", block.call, block.name)] * (block.kind == "call")
+        found += [(kind, block.call, block.text)] * bool(block.text)
+    assert sum(block.kind == "call" for block in parser.blocks) <= parser.num_calls
+    return found
 
 
 def everywhere(form: Format, text: str, **options: Any) -> list[tuple[str, int, str]]:
@@ -318,9 +321,9 @@ def test_parts_say_where_they_are() -> None:
     for size in (1, 2, 5, 20, 400):
         parser = ReplyParser(FORMS["hermes"], TOOLS, True)
         steps = (text[at : at + size] for at in range(0, len(text), size))
-        found = [part for step in steps for part in parser.feed(step)] + parser.close()
-        verbatim = [part for part in found if part.kind in ("content", "reasoning")]
-        assert all(text[part.at : part.end] == part.text for part in verbatim)
+        found = [each for step in steps for each in parser.feed(step)] + parser.feed("", True)
+        verbatim = [each for each in found if each.kind == "delta" and each.block.kind != "call"]
+        assert all(text[each.at : each.end] == each.text for each in verbatim)
 
 
 def test_calls_in_other_forms() -> None:

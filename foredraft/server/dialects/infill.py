@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
-from foredraft.engine.request import GenerationResult
+from foredraft.engine.request import Event
 from foredraft.models.text.infill import required_infill
 from foredraft.server.answers import (
     AnswerWriter,
     Called,
     Context,
     error_responses,
+    in_one_step,
     respond,
     streamed,
 )
@@ -27,7 +29,7 @@ from foredraft.server.bodies import ParsedRoute
 from foredraft.server.dialects.fields import Items, Sets, entries
 from foredraft.server.dialects.request import read_prompts
 from foredraft.server.dialects.sampling import Ignored, SamplingFields, Stops
-from foredraft.server.generation import ReplyState
+from foredraft.server.generation import Generation, ReplyState
 from foredraft.server.wire import data_event
 
 router = APIRouter(route_class=ParsedRoute)
@@ -71,10 +73,8 @@ class InfillRequest(SamplingFields):
         return found
 
 
-class Filled(BaseModel):
+class Filled(TypedDict):
     """The text of the hole."""
-
-    model_config = ConfigDict(extra="allow")
 
     content: str
     stop: bool
@@ -109,26 +109,19 @@ async def infill(
 class InfillWriter(AnswerWriter):
     """Writes the answer to an infill request."""
 
-    async def whole(self) -> dict[str, Any]:
-        async with self.context.generation(self.request) as generation:
-            async for _ in generation:
-                pass
-            reply = generation.replies[0]
-            assert reply.result is not None
-            return _said(reply, reply.result.text, reply.result)
+    def step(self, generation: Generation, index: int, event: Event) -> Iterator[bytes]:
+        yield data_event(_said(generation.replies[0], event))
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        async with self.context.generation(self.request) as generation:
-            yield b""
-            async for _, event in generation:
-                text = "".join(piece.text for piece in event.pieces)
-                yield data_event(_said(generation.replies[0], text, event.result))
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        reply = generation.replies[0]
+        return _said(reply, in_one_step(reply.result))
 
 
-def _said(reply: ReplyState, text: str, result: GenerationResult | None) -> dict[str, Any]:
+def _said(reply: ReplyState, event: Event) -> dict[str, Any]:
+    result = event.result
     is_cut = result is not None and result.finish_reason == "length"
     return {
-        "content": text,
+        "content": "".join(piece.text for piece in event.pieces),
         "stop": result is not None,
         "stop_type": "none" if result is None else "limit" if is_cut else "eos",
         "tokens_predicted": reply.num_tokens,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
+from foredraft.engine.request import Event
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnswerWriter,
@@ -22,6 +24,7 @@ from foredraft.server.answers import (
     Called,
     Context,
     error_responses,
+    in_one_step,
     respond,
     streamed,
 )
@@ -42,9 +45,8 @@ from foredraft.server.dialects.sampling import (
     response_grammar,
 )
 from foredraft.server.errors import ApiError
-from foredraft.server.formats.reading import Part
-from foredraft.server.generation import GenerationRequest, ReplyState, finish_reason
-from foredraft.server.replies import Block, BlockBuilder, Change
+from foredraft.server.generation import Generation, GenerationRequest, ReplyState, finish_reason
+from foredraft.server.replies import Block, Change
 from foredraft.server.settings import ServerSettings
 from foredraft.server.thinking import Thinking
 from foredraft.server.tools import read_tools
@@ -204,10 +206,8 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     return {"tool_choice": chosen, "parallel_tool_calls": parallel}
 
 
-class MessageAnswer(BaseModel):
+class MessageAnswer(TypedDict):
     """A reply."""
-
-    model_config = ConfigDict(extra="allow")
 
     id: str
     type: Literal["message"]
@@ -219,7 +219,7 @@ class MessageAnswer(BaseModel):
     usage: dict[str, Any]
 
 
-class TokenCount(BaseModel):
+class TokenCount(TypedDict):
     """How long a conversation is."""
 
     input_tokens: int
@@ -255,65 +255,73 @@ class MessagesWriter(AnswerWriter):
 
     def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
         super().__init__(context, request)
-        self._blocks = BlockBuilder(request.reply_id)
+        self._parser = request.new_parser()
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer: the sum of a stream's events."""
-        async for _ in self.stream():
-            pass
-        return self._message
+    def begin(self, generation: Generation) -> Iterator[bytes]:
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        message["usage"] = _usage(generation.replies[0])
+        yield named_event({"type": "message_start", "message": message})
+
+    def step(self, generation: Generation, index: int, event: Event) -> Iterator[bytes]:
+        for change in self._parser.take(event):
+            yield named_event(self._event(change))
+
+    def end(self, generation: Generation) -> Iterator[bytes]:
+        delta, usage = self._delta(generation)
+        yield named_event({"type": "message_delta", "delta": delta, "usage": usage})
+        yield named_event({"type": "message_stop"})
+
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        self._parser.take(in_one_step(generation.replies[0].result))
+        content = [self._content(block) for block in self._parser.blocks]
+        delta, usage = self._delta(generation)
+        return {
+            **self._head,
+            "content": content,
+            **delta,
+            "usage": usage,
+            **self.metrics(generation),
+        }
 
     def error_event(self, error: ApiError) -> bytes:
         return named_event(error.for_anthropic)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        parser = self.request.new_parser()
-        async with self.context.generation(self.request) as generation:
-            reply = generation.replies[0]
-            self._message = self._begun(reply)
-            yield named_event({"type": "message_start", "message": self._message})
-            async for _, event in generation:
-                for change in self._blocks.add(parser.take(event)):
-                    yield self._event(*change)
-            for change in self._blocks.close():
-                yield self._event(*change)
-            for event_of_end in self._end(reply, parser.num_calls):
-                yield named_event(event_of_end)
-
-    def _end(self, reply: ReplyState, num_calls: int) -> Iterator[dict[str, Any]]:
-        result = reply.result
-        assert result is not None
-        stop = result.stop_string
-        reason = _REASONS[finish_reason(result, num_calls)]
-        delta = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
-        usage = _usage(reply)
-        self._message |= delta | {"usage": usage} | self.metrics([reply])
-        self._message["content"] = [_content(block) for block in self._blocks.all]
-        yield {"type": "message_delta", "delta": delta, "usage": usage}
-        yield {"type": "message_stop"}
-
-    def _begun(self, reply: ReplyState) -> dict[str, Any]:
+    @property
+    def _head(self) -> dict[str, Any]:
         return {
             "id": f"msg_{self.request.reply_id}",
             "type": "message",
             "role": "assistant",
             "model": self.request.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(reply),
         }
 
-    def _event(self, change: Change, block: Block, part: Part | None) -> bytes:
-        event: dict[str, Any] = {"index": block.number}
-        if change == "open":
-            event |= {"type": "content_block_start", "content_block": _content(block)}
-        elif change == "close":
-            event |= {"type": "content_block_stop"}
+    def _delta(self, generation: Generation) -> tuple[dict[str, Any], dict[str, int]]:
+        """How the reply has ended, and its usage."""
+        reply = generation.replies[0]
+        assert reply.result is not None
+        stop = reply.result.stop_string
+        reason = _REASONS[finish_reason(reply.result, self._parser.num_calls)]
+        reason = "stop_sequence" if stop else reason
+        return {"stop_reason": reason, "stop_sequence": stop}, _usage(reply)
+
+    def _event(self, change: Change) -> dict[str, Any]:
+        block = change.block
+        if change.kind == "open":
+            begun = replace(block, text="")
+            kind = {"type": "content_block_start", "content_block": self._content(begun)}
+        elif change.kind == "close":
+            kind = {"type": "content_block_stop"}
         else:
-            text = part.text if part else ""
-            event |= {"type": "content_block_delta", "delta": _delta(block, text)}
-        return named_event(event)
+            kind = {"type": "content_block_delta", "delta": _delta(block, change.text)}
+        return {"index": block.number, **kind}
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        if block.kind == "call":
+            call_id = f"toolu_{self.request.reply_id}{block.number:x}"
+            return {"type": "tool_use", "id": call_id, "name": block.name, "input": _input(block)}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {"type": "text", "text": block.text}
 
 
 def _delta(block: Block, text: str) -> dict[str, str]:
@@ -322,19 +330,6 @@ def _delta(block: Block, text: str) -> dict[str, str]:
     if block.kind == "reasoning":
         return {"type": "thinking_delta", "thinking": text}
     return {"type": "text_delta", "text": text}
-
-
-def _content(block: Block) -> dict[str, Any]:
-    if block.kind == "call":
-        return {
-            "type": "tool_use",
-            "id": f"toolu_{block.id}",
-            "name": block.name,
-            "input": _input(block),
-        }
-    if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "text", "text": block.text}
 
 
 def _input(block: Block) -> dict[str, Any]:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.logprobs import TokenLogprobs
+from foredraft.engine.request import Event
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnswerWriter,
     Called,
     Context,
     error_responses,
+    in_one_step,
     now,
     respond,
     streamed,
@@ -38,11 +40,10 @@ from foredraft.server.dialects.sampling import (
     Tools,
     format_grammar,
 )
-from foredraft.server.errors import ApiError, as_api_error
-from foredraft.server.formats.reading import Part
+from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation, GenerationRequest, ReplyState
 from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
-from foredraft.server.replies import Block, BlockBuilder, Change
+from foredraft.server.replies import Block, Change
 from foredraft.server.thinking import Thinking
 from foredraft.server.usage import num_cached, num_reasoning
 from foredraft.server.wire import named_event
@@ -186,10 +187,8 @@ def _allowed(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> list[dic
     return [tool for tool in tools if tool["function"].get("name") in names]
 
 
-class ResponseObject(BaseModel):
+class ResponseObject(TypedDict):
     """A reply."""
-
-    model_config = ConfigDict(extra="allow")
 
     id: str
     object: Literal["response"]
@@ -220,135 +219,114 @@ class ResponsesWriter(AnswerWriter):
     ) -> None:
         super().__init__(context, request)
         self._numbers = itertools.count()
-        self._blocks = BlockBuilder(request.reply_id)
-        self._is_cut = False
+        self._parser = request.new_parser()
+        self._is_over = self._is_cut = False
         self._entries = ReplyLogprobs(  # of text to come
             context.tokenizer, request.prompts[0], request.params.skip_special_tokens
         )
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of text that has come, by block
-        self._has_ended = False
         self._response = _begun(request, body)
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer: the sum of a stream's events."""
-        async with self.context.generation(self.request) as generation:
-            async for _ in self._events(generation):
-                pass
-        return self._response
+    def begin(self, generation: Generation) -> Iterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._numbered({"type": kind, "response": self._response})
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        async with self.context.generation(self.request) as generation:
-            events = self._events(generation)
-            try:
-                async for event in events:
-                    if self._logprobs and not event["type"].endswith(".delta"):
-                        yield await asyncio.to_thread(self._numbered, event)  # with all of them
-                    else:
-                        yield self._numbered(event)
-            except Exception as error:
-                known = as_api_error(error).in_words_of(self.request.names)
-                code = "server_error" if known.status >= 500 else "invalid_prompt"
-                failed = {"code": code, "message": known.message}
-                response = self._response | {"status": "failed", "error": failed}
-                yield self._numbered({"type": "response.failed", "response": response})
-                raise known from error
+    def step(self, generation: Generation, index: int, event: Event) -> Iterator[bytes]:
+        self._is_over = event.result is not None
+        self._is_cut = event.result is not None and event.result.finish_reason == "length"
+        self._entries.add(event.logprobs)
+        for change in self._parser.take(event):
+            yield from map(self._numbered, self._changed(change))
+
+    def end(self, generation: Generation) -> Iterator[bytes]:
+        response = self._finished(generation)
+        yield self._numbered({"type": f"response.{response['status']}", "response": response})
+
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        for _ in self.step(generation, 0, in_one_step(generation.replies[0].result)):
+            pass
+        return self._finished(generation)
 
     def error_event(self, error: ApiError) -> bytes:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        failed = {"status": "failed", "error": {"code": code, "message": error.message}}
         named = {"code": error.code, "message": error.message, "param": error.param}
-        return self._numbered({"type": "error", **named})
+        last = self._numbered({"type": "response.failed", "response": self._response | failed})
+        return last + self._numbered({"type": "error", **named})
 
     def _numbered(self, event: Mapping[str, Any]) -> bytes:
         return named_event({**event, "sequence_number": next(self._numbers)})
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
-        parser = self.request.new_parser()
-        for kind in ("response.created", "response.in_progress"):
-            yield {"type": kind, "response": self._response}
-        async for _, event in generation:
-            self._entries.add(event.logprobs)
-            for change in self._blocks.add(parser.take(event)):
-                for each in self._changed(*change):
-                    yield each
+    def _finished(self, generation: Generation) -> dict[str, Any]:
         reply = generation.replies[0]
-        assert reply.result is not None
-        self._is_cut = reply.result.finish_reason == "length"
-        self._has_ended = True
-        for change in self._blocks.close():
-            for each in self._changed(*change):
-                yield each
-        self._finish(reply)
-        yield {"type": f"response.{self._response['status']}", "response": self._response}
-
-    def _finish(self, reply: ReplyState) -> None:
-        self._response |= {
+        return self._response | {
             "status": "incomplete" if self._is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
             "completed_at": None if self._is_cut else now(),
-            "output": [self._item(block, is_over=True) for block in self._blocks.all],
+            "output": [self._item(block, is_over=True) for block in self._parser.blocks],
             "usage": _usage(reply, num_reasoning(reply, self.request, self.tokenizer)),
-            **self.metrics([reply]),
+            **self.metrics(generation),
         }
 
-    def _changed(self, change: Change, block: Block, part: Part | None) -> Iterator[dict[str, Any]]:
+    def _changed(self, change: Change) -> Iterator[dict[str, Any]]:
+        block, is_over = change.block, change.kind == "close"
         at: dict[str, Any] = {"output_index": block.number, "item_id": self._item_id(block)}
-        is_over = change == "close"
-        item = {"output_index": block.number, "item": self._item(block, is_over)}
-        if change == "open":
-            yield {"type": "response.output_item.added", **item}
+        if change.kind == "open":
+            item = self._item(replace(block, text=""), False)
+            yield {"type": "response.output_item.added", "output_index": block.number, "item": item}
         if block.kind != "call":
-            yield from self._part_events(change, block, part, at | {"content_index": 0})
-        elif part is not None:
-            yield {"type": f"{_ARGUMENTS}.delta", **at, "delta": part.text}
+            yield from self._part_events(change, at | {"content_index": 0})
+        elif change.kind == "delta":
+            yield {"type": f"{_ARGUMENTS}.delta", **at, "delta": change.text}
         elif is_over:
             done = {"name": block.name, "arguments": block.text}
             yield {"type": f"{_ARGUMENTS}.done", **at, **done}
         if is_over:
-            yield {"type": "response.output_item.done", **item}
+            item = self._item(block, True)
+            yield {"type": "response.output_item.done", "output_index": block.number, "item": item}
 
-    def _part_events(
-        self, change: Change, block: Block, part: Part | None, at: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
+    def _part_events(self, change: Change, at: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        block, extra = change.block, dict[str, Any]()
         kind = "output_text" if block.kind == "text" else "reasoning_text"
-        extra: dict[str, Any] = {}
         if block.kind == "text":
-            extra = {"logprobs": self._formatted(self._entries_of(change, block, part))}
-        if change == "open":
-            yield {"type": "response.content_part.added", **at, "part": self._part(block, False)}
-        elif part is not None:
-            yield {"type": f"response.{kind}.delta", **at, "delta": part.text, **extra}
+            extra = {"logprobs": self._formatted(self._entries_of(change))}
+        if change.kind == "open":
+            part = self._part(replace(block, text=""), False)
+            yield {"type": "response.content_part.added", **at, "part": part}
+        elif change.kind == "delta":
+            yield {"type": f"response.{kind}.delta", **at, "delta": change.text, **extra}
         else:
             yield {"type": f"response.{kind}.done", **at, "text": block.text, **extra}
             yield {"type": "response.content_part.done", **at, "part": self._part(block, True)}
 
-    def _entries_of(
-        self, change: Change, block: Block, part: Part | None
-    ) -> Sequence[TokenLogprobs]:
-        """Log probabilities for an event of a text: of the part that came, at its end of all.
+    def _entries_of(self, change: Change) -> Sequence[TokenLogprobs]:
+        """Log probabilities for an event of a text: of its new part, at its end of all.
 
         They are those of the tokens that begin in it; behind the last text of a reply come those
         of tokens without text.
         """
-        if self.request.params.logprobs is None:
+        if self.request.params.logprobs is None or change.kind == "open":
             return ()
+        block = change.block
         entries = self._logprobs.setdefault(block.number, [])
-        if part is not None:
-            new = self._entries.take(part.at, part.end)
+        if change.kind == "delta":
+            new = self._entries.take(change.at, change.end)
             entries += new
             return new
-        if change == "close" and self._has_ended:
+        if self._is_over and block is self._parser.blocks[-1]:
             entries += self._entries.take(0)
-        return entries if change == "close" else ()
+        return entries
 
     def _formatted(self, entries: Sequence[TokenLogprobs]) -> Any:
         return chat_logprobs(self.tokenizer, entries)["content"]
 
     def _item_id(self, block: Block) -> str:
-        prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
-        return prefix + block.id
+        prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
+        return f"{prefix}_{self.request.reply_id}{block.number:x}"
 
     def _item(self, block: Block, is_over: bool) -> dict[str, Any]:
         status = "completed" if is_over else "in_progress"
-        if self._is_cut and block is self._blocks.all[-1]:
+        if self._is_cut and block is self._parser.blocks[-1]:
             status = "incomplete"
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         content = [self._part(block, is_over)] if is_over else []
@@ -356,7 +334,8 @@ class ResponsesWriter(AnswerWriter):
             return item | {"type": "message", "role": "assistant", "content": content}
         if block.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": content}
-        named = {"call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
+        call_id = f"call_{self.request.reply_id}{block.number:x}"
+        named = {"call_id": call_id, "name": block.name, "arguments": block.text}
         return item | {"type": "function_call", **named}
 
     def _part(self, block: Block, is_over: bool) -> dict[str, Any]:
