@@ -34,7 +34,7 @@ except ImportError as error:
 
     raise ConfigError(f"clusters need Ray: pip install 'foredraft[ray]' ({error})") from error
 
-from foredraft.cluster.remote import FailOvers, RemoteEngine, Sessions
+from foredraft.cluster.remote import FailOvers, RemoteEngine
 from foredraft.cluster.replica import EngineReplica, RemoteModel
 from foredraft.cluster.watch import EngineWatch, RayActors
 from foredraft.core.errors import ConfigError
@@ -138,7 +138,6 @@ class GateReplica:
 
         await asyncio.wait((describing,), timeout=_AT_ONCE)  # a new gate misses no request
         app = api_app(connect, self._settings, salt=self._salt)
-        app.add_middleware(Sessions)
         self._context: ServerContext = app.state.context
         return app
 

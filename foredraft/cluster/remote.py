@@ -8,7 +8,7 @@ import logging
 import secrets
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextvars import Context, ContextVar
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Self
@@ -17,8 +17,6 @@ from prometheus_client import Counter
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foredraft.cluster.replica import AskedReply, RemoteModel
 from foredraft.cluster.watch import EngineWatch
@@ -38,28 +36,13 @@ _PAUSE = 0.2
 """Seconds before another replica is asked, times the number of lost ones."""
 _LOST = (RayError, EngineStoppedError)
 """Errors that mean that a replica is gone or unusable."""
-_SESSION: ContextVar[str | None] = ContextVar("session", default=None)
-
-
-class Sessions:
-    """Middleware that notes the header ``x-session-id``: requests of a session share a replica."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            _SESSION.set(Headers(scope=scope).get("x-session-id"))
-        await self._app(scope, receive, send)
 
 
 def affinity_key(prompt: Sequence[int], tenant: str | None, session: str | None = None) -> str:
     """Equal for requests that should meet in one replica, where what they share is cached.
 
-    It is the session that the client names, by a header or as ``session``; else the beginning of
-    the prompt, which stays the same as a chat grows.
+    It is the session, or else the beginning of the prompt, which stays the same as a chat grows.
     """
-    session = _SESSION.get() or session
     text = array("q", prompt[:_KEY_TOKENS]).tobytes() if session is None else session.encode()
     return blake2b((tenant or "").encode() + b"\0" + text, digest_size=16).hexdigest()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -43,19 +44,18 @@ class Caller:
         key_id: of the key that the request was let in with.
         arrived: when its headers had come, in seconds of `time.perf_counter`.
         size: of its body, in bytes.
-        last_event: id of the last event that the client has, from a stream that broke.
+        headers: that came.
     """
 
     key_id: str | None
     arrived: float
     size: int
-    last_event: str | None
+    headers: Headers
 
 
 async def caller_of(request: Request) -> Caller:
     state = request.state
-    size, last_event = len(await request.body()), request.headers.get("last-event-id")
-    return Caller(state.key_id, state.arrived, size, last_event)
+    return Caller(state.key_id, state.arrived, len(await request.body()), request.headers)
 
 
 Context = Annotated[ServerContext, Depends(context_of)]

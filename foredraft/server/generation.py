@@ -50,6 +50,7 @@ class GenerationRequest:
         in_thoughts: whether the prompt has opened them.
         scores_only: whether the prompts are only scored: the one token of each reply is not shown.
         place: in the stream of one reply; None: it cannot be resumed.
+        headers: of the HTTP request.
         reply_id: a part of the ids of the answer.
     """
 
@@ -71,6 +72,7 @@ class GenerationRequest:
     in_thoughts: bool = False
     scores_only: bool = False
     place: StreamPlace | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def reply_id(self) -> str:

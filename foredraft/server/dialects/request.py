@@ -136,7 +136,7 @@ def read_conversation(
     return _asked(
         *(context, body, caller, model, (prompt,), params),
         operation="chat",
-        session=body.prompt_cache_key or _opening(messages),
+        opening=_opening(messages),
         names=names,
         model_defaults=given.left_to(defaults),
         ignored=(*body.ignored(), *((thinking.field,) if thinking.unheeded(known) else ())),
@@ -219,7 +219,6 @@ def read_prompts(
     return _asked(
         *(context, body, caller, model, encoded, params),
         operation="text_completion",
-        session=body.prompt_cache_key,
         names=names,
         model_defaults=given.left_to(defaults or {}),
         ignored=tuple(body.ignored()),
@@ -233,12 +232,17 @@ def _asked(
     model: str,
     prompts: tuple[list[int], ...],
     params: SamplingParams,
+    opening: str | None = None,
     **more: Any,
 ) -> GenerationRequest:
-    """The request with what all APIs say alike."""
-    place = None
+    """The request with what all APIs say alike.
+
+    Args:
+        opening: names the session where the client does not.
+    """
+    place, headers = None, caller.headers
     if body.stream:
-        params, place = placed(params, prompts, caller.last_event)
+        params, place = placed(params, prompts, headers.get("last-event-id"))
     tenant, priority = context.tenant(caller.key_id, body.cache_salt), _priority(context, body)
     expected = context.tokenizer.encode(params.prediction, False) if params.prediction else []
     return GenerationRequest(
@@ -247,9 +251,11 @@ def _asked(
         params=params,
         tenant=tenant,
         priority=priority,
+        session=headers.get("x-session-id") or body.prompt_cache_key or opening,
         arrived=caller.arrived,
         prediction=Counter(expected),
         place=place,
+        headers=headers,
         **more,
     )
 
