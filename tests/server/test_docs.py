@@ -54,8 +54,6 @@ def refusal_rows() -> Iterator[str]:
                 where.append(api)
     for name, mark, where in sorted(rows, key=lambda row: row[0]):
         values = [f"`{json.dumps(value)}`" for value in mark.harmless]
-        values += [f"`{json.dumps(value)}` (listed)" for value in mark.listed]
-        values += [f"that of `{mark.same_as}`"] if mark.same_as else []
         yield f"| `{name}` | {', '.join(where)} | {mark.why} | {', '.join(values) or 'none'} |"
 
 

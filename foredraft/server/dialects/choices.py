@@ -13,7 +13,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
 from foredraft.server.answers import AnswerWriter, in_one_step, now
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.fields import Refused, Sets, at_most
+from foredraft.server.dialects.fields import Limit, Refused, Sets
 from foredraft.server.dialects.sampling import OpenAIFields, Schema, response_grammar
 from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.usage import usage_of
@@ -41,7 +41,7 @@ class StreamOptions(BaseModel):
 class ChoicesFields(OpenAIFields):
     """The fields of chat and completions alike."""
 
-    n: Annotated[int | None, Field(ge=1), at_most("max_n")] = None
+    n: Annotated[int | None, Field(ge=1), Limit("max_n")] = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
     stream_options: StreamOptions | None = None
@@ -54,7 +54,7 @@ class ChoicesFields(OpenAIFields):
     functions: Annotated[Any, Refused("use tools")] = None
     function_call: Annotated[Any, Refused("use tool_choice", "none", "auto")] = None
     store: Annotated[Any, Refused("nothing is stored", False)] = None
-    best_of: Annotated[Any, Refused("ask for n replies and choose yourself", 1, same_as="n")] = None
+    best_of: Annotated[Any, Refused("ask for n replies and choose yourself", 1)] = None
     use_beam_search: Annotated[Any, Refused(_NO_BEAMS, False)] = None
     beam_width: Annotated[Any, Refused(_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Refused(_NO_BEAMS, 1, 1.0)] = None

@@ -74,6 +74,7 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     reasoning: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: Ignored = None
     stream_options: Ignored = None
     context_management: Ignored = None
@@ -83,9 +84,6 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
     conversation: Annotated[Any, Refused(_STATELESS)] = None
     background: Annotated[Any, Refused("a reply lasts as long as its connection", False)] = None
     prompt: Annotated[Any, Refused("there are no stored prompts")] = None
-    truncation: Annotated[
-        Any, Refused("shorten the input yourself", "disabled", listed=("auto",))
-    ] = None
     max_tool_calls: Annotated[Any, Refused("the client runs the tools")] = None
     moderation: Annotated[Any, Refused("there is none")] = None
 
@@ -127,6 +125,7 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
         hosted = [i for i, tool in enumerate(self.tools or ()) if not _is_function(tool)]
         items = self.input if isinstance(self.input, list) else []
         unread = [f"input[{i}]" for i, item in enumerate(items) if _is_unread(item)]
+        unread += ["truncation"] * (self.truncation == "auto")
         return sorted([*super().ignored(), *unread, *(f"tools[{number}]" for number in hosted)])
 
 
