@@ -34,7 +34,7 @@ except ImportError as error:
 
     raise ConfigError(f"clusters need Ray: pip install 'foredraft[ray]' ({error})") from error
 
-from foredraft.cluster.remote import FailOvers, RemoteEngine
+from foredraft.cluster.remote import RemoteEngine
 from foredraft.cluster.replica import EngineReplica, RemoteModel
 from foredraft.cluster.watch import EngineWatch, RayActors
 from foredraft.core.errors import ConfigError
@@ -162,15 +162,10 @@ def connected(
     Args:
         silence: see `ClusterOptions.engine_timeout`.
     """
-    counter = context.metrics.counter
-    context.metrics.leave_steps_out()
     _ = model.tokenizer  # read now, and not by the first request
-    fail_overs = FailOvers(
-        counter("resumed", "How often a reply went on in another replica."),
-        counter("lost", "Replies that ended as their replica died."),
-    )
     watch = EngineWatch(RayActors(application, _ENGINE), silence)
-    return RemoteEngine(engines, model, fail_overs, context.settings.request_timeout, watch)
+    patience = context.settings.request_timeout
+    return RemoteEngine(engines, model, context.metrics, patience, watch)
 
 
 def engine_application(

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Self
 
-from prometheus_client import Counter
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -25,6 +24,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rng import SEED_BITS
 from foredraft.engine.request import Event, ReplySoFar
 from foredraft.engine.stats import EngineStats
+from foredraft.server.metrics import Metrics
 
 _log = logging.getLogger("foredraft.cluster")
 _KEY_TOKENS = 256
@@ -45,19 +45,6 @@ def affinity_key(prompt: Sequence[int], tenant: str | None, session: str | None 
     """
     text = array("q", prompt[:_KEY_TOKENS]).tobytes() if session is None else session.encode()
     return blake2b((tenant or "").encode() + b"\0" + text, digest_size=16).hexdigest()
-
-
-@dataclass(frozen=True)
-class FailOvers:
-    """Counters.
-
-    Attributes:
-        resumed: replies that were continued in another replica.
-        lost: replies that could not.
-    """
-
-    resumed: Counter
-    lost: Counter
 
 
 @dataclass(eq=False)
@@ -164,7 +151,7 @@ class RemoteEngine:
     Args:
         handle: of the deployment of `EngineReplica`.
         model: what the engines run.
-        fail_overs: counters.
+        metrics: of the gate, which counts fail-overs in place of an engine's steps.
         patience: seconds that a request may wait for an engine.
         watch: of the engines.
 
@@ -180,12 +167,15 @@ class RemoteEngine:
         self,
         handle: DeploymentHandle,
         model: RemoteModel,
-        fail_overs: FailOvers,
+        metrics: Metrics,
         patience: float,
         watch: EngineWatch,
     ) -> None:
-        self._handle, self.llm, self._fail_overs = handle, model, fail_overs
+        self._handle, self.llm = handle, model
         self._patience, self.watch = patience, watch
+        metrics.leave_steps_out()
+        self._resumed = metrics.counter("resumed", "How often a reply went on in another replica.")
+        self._lost = metrics.counter("lost", "Replies that ended as their replica died.")
         self._ids = itertools.count()
         self._live: set[_Reply] = set()
 
@@ -272,7 +262,7 @@ class RemoteEngine:
             if not reply.accepted.done():
                 reply.accepted.set_exception(error)
                 return
-            self._fail_overs.lost.inc()
+            self._lost.inc()
             _log.error("a reply is lost after %d events: %s", len(reply.events), error)
             put(EngineStoppedError(f"the reply could not be brought to its end: {error}"))
         finally:
@@ -297,7 +287,7 @@ class RemoteEngine:
                 num_lost = 1 if len(reply.events) > num_events else num_lost + 1
                 if num_lost > _MOST_LOST:
                     raise EngineStoppedError(f"{num_lost} replicas were lost: {error}") from error
-                self._fail_overs.resumed.inc()
+                self._resumed.inc()
                 _log.warning("a replica is lost; its reply goes on elsewhere: %s", error)
             await asyncio.sleep(_PAUSE * num_lost)
 
