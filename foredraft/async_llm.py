@@ -54,11 +54,16 @@ class EventStream:
             raise StopAsyncIteration
         try:
             event = await self._mailbox.take()
-        except EngineStoppedError:
-            self._num_live = 0
+        except Exception:
+            self._close()
             raise
         self._num_live -= event.result is not None
         return event
+
+    def put(self, item: Event | Exception) -> None:
+        """Add an event, or the error that ends the stream. To be called in its loop."""
+        self._mailbox.add(item)
+        self._mailbox.wake()
 
     async def cut(self) -> None:
         """End unfinished replies. Their last events come, with finish reason "cancelled"."""
@@ -96,9 +101,9 @@ class _Mailbox:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._events: deque[Event | EngineStoppedError] = deque()
+        self._events: deque[Event | Exception] = deque()
 
-    def add(self, event: Event | EngineStoppedError) -> None:
+    def add(self, event: Event | Exception) -> None:
         """Keep an event, from any thread; its reader is woken by `wake`."""
         self._events.append(event)
 
@@ -113,7 +118,7 @@ class _Mailbox:
             self._arrived.clear()
             await self._arrived.wait()
         event = self._events.popleft()
-        if isinstance(event, EngineStoppedError):
+        if isinstance(event, Exception):
             raise event
         return event
 

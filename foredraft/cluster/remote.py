@@ -7,16 +7,17 @@ import itertools
 import logging
 import secrets
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from foredraft.async_llm import EventStream
 from foredraft.cluster.replica import AskedReply, RemoteModel
 from foredraft.cluster.watch import EngineWatch
 from foredraft.core.errors import EngineStoppedError, ForedraftError, QueueFullError
@@ -83,51 +84,17 @@ class _Reply:
         return event._replace(request_id=number, parent_id=parent, result=result)
 
 
-class RemoteReplies(AsyncIterator[Event]):
-    """The events of replies as they come: see `ServedReplies`.
+def _new_stream(request_ids: Sequence[int]) -> tuple[EventStream, list[asyncio.Task[None]]]:
+    """A stream, and the tasks that bring its events, which are cancelled when it is closed."""
+    tasks: list[asyncio.Task[None]] = []
 
-    Attributes:
-        request_ids: of the replies.
-    """
-
-    def __init__(self, request_ids: Sequence[int]) -> None:
-        self.request_ids = request_ids
-        self._num_live = len(request_ids)
-        self._mailbox: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def run(self, task: asyncio.Task[None]) -> None:
-        """Set the task that brings the events of a reply; closing this cancels it."""
-        self._tasks.append(task)
-
-    def put(self, item: Event | Exception) -> None:
-        """Pass on an event, or the error that ends the reply."""
-        self._mailbox.put_nowait(item)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Event:
-        item = await self._mailbox.get() if self._num_live else None
-        if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, Exception):
-            await self.aclose()
-            raise item
-        self._num_live -= item.result is not None
-        return item
-
-    async def cut(self) -> None:
-        """As `aclose`: an engine elsewhere sends no result of a reply that is cancelled."""
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Abort unfinished replies."""
-        if self._num_live:
-            self._num_live = 0
-            self._mailbox.put_nowait(None)  # a reader may be waiting
-        for task in self._tasks:
+    def abort() -> None:
+        stream.put(StopAsyncIteration())  # an engine elsewhere sends no result of what is cancelled
+        for task in tasks:
             task.cancel()
+
+    stream = EventStream(request_ids, abort)
+    return stream, tasks
 
 
 async def _all_taken(
@@ -196,29 +163,29 @@ class RemoteEngine:
         tenant: str | None = None,
         priority: int = 0,
         session: str | None = None,
-    ) -> RemoteReplies:
+    ) -> EventStream:
         """Submit several requests, or none of them; see `ServedEngine.open_all`."""
         replies = [
             reply
             for prompt, params in asked
             for reply in self._replies(prompt, params, tenant, priority, session)
         ]
-        stream = RemoteReplies([reply.number for reply in replies])
+        stream, tasks = _new_stream([reply.number for reply in replies])
         for reply in replies:
             # Ray takes the id of a call from the context, and its router holds calls apart by their
             # ids: those of one HTTP request need contexts of their own.
             bringing = self._run(reply, stream.put)
-            stream.run(asyncio.create_task(bringing, context=Context()))
+            tasks.append(asyncio.create_task(bringing, context=Context()))
         try:
             waiting = await _all_taken((reply.accepted for reply in replies), _AT_ONCE)
         except BaseException:
             await stream.aclose()
             raise
         if waiting:  # the client gets headers, and hears later what comes of it
-            stream.run(asyncio.create_task(self._wait(waiting, stream)))
+            tasks.append(asyncio.create_task(self._wait(waiting, stream)))
         return stream
 
-    async def _wait(self, waiting: Iterable[asyncio.Future[None]], stream: RemoteReplies) -> None:
+    async def _wait(self, waiting: Iterable[asyncio.Future[None]], stream: EventStream) -> None:
         """Pass on that an engine refuses a reply, or that none has room in time."""
         try:
             if await _all_taken(waiting, self._patience):

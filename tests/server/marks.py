@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from foredraft.server.dialects.fields import Hint, Refused, RequestBody, marks_of
+from foredraft.server.dialects.fields import Refused, RequestBody, marks_of
 
 
 def honoured(model: type[RequestBody]) -> set[str]:
     """The fields that have an effect."""
-    return model.model_fields.keys() - marks_of(model, Hint).keys() - refusals(model).keys()
-
-
-def hints(model: type[RequestBody]) -> set[str]:
-    """The fields that are accepted without effect."""
-    return {*marks_of(model, Hint)}
+    return model.model_fields.keys() - refusals(model).keys()
 
 
 def refusals(model: type[RequestBody]) -> dict[str, Refused]:

@@ -421,4 +421,3 @@ def test_a_stream_without_drafts_has_a_token_an_event(client: httpx.Client) -> N
         sizes.append({len(each["content"]) for each in told if each})
     assert max(sizes[0]) > 1
     assert sizes[1] == {1}
-    assert client.post(PATH, json=body | {"paced_stream": True}).status_code == 400

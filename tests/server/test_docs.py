@@ -23,7 +23,7 @@ from foredraft.server.dialects.messages import MessagesRequest
 from foredraft.server.dialects.responses import ResponsesRequest
 from foredraft.server.settings import ServerSettings
 from foredraft.version import __version__
-from tests.server.marks import hints, honoured, refusals
+from tests.server.marks import honoured, refusals
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "operate" / "server.md"
@@ -60,13 +60,9 @@ def refusal_rows() -> Iterator[str]:
 def fields() -> str:
     by_api = {api: set(honoured(model)) for api, model in MODELS.items()}
     everywhere = set.intersection(*by_api.values())
-    no_effect = {api: set(hints(model)) for api, model in MODELS.items()}
     lines = [f"**All** honour {names(everywhere)}."]
     for api in MODELS:
-        lines.append(
-            f"**{api.capitalize()}** also {names(by_api[api] - everywhere)}. "
-            f"Without effect: {names(no_effect[api])}."
-        )
+        lines.append(f"**{api.capitalize()}** also {names(by_api[api] - everywhere)}.")
     head = "| refused | in | because | values that are accepted |\n|---|---|---|---|\n"
     return "\n\n".join([*lines, head + "\n".join(refusal_rows())])
 

@@ -1,4 +1,4 @@
-"""The effect of each request field: honoured, a hint without effect, or refused with a reason.
+"""The effect of each request field: honoured, or refused with a reason. Others have none.
 
 The annotation of each field in an API's input model declares its effect. The checks, the answers
 with status 400, the response header that names ignored fields, and the lists in the docs follow
@@ -94,10 +94,6 @@ def json_characters(setting: str) -> Limit:
     return Limit(setting, lambda value: len(json.dumps(value)), "characters")
 
 
-class Hint:
-    """The field is accepted and cannot change a reply here. The response header names it."""
-
-
 class Refused:
     """The field would change a reply and cannot be honoured.
 
@@ -129,15 +125,14 @@ class Refused:
 class RequestBody(BaseModel):
     """A request. Types are strict; null is the same as leaving a field out.
 
-    Fields that are not declared are accepted without effect, as a hint is.
+    Fields that are not declared are accepted without effect.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     def ignored(self) -> list[str]:
         """The fields that were sent and have no effect, in order of their names."""
-        known, hints = type(self).model_fields, marks_of(type(self), Hint)
-        return sorted(n for n in self.model_fields_set if n not in known or n in hints)
+        return sorted(self.model_extra or {})
 
     def check_limits(self, settings: ServerSettings) -> None:
         """Refuse a request with a field over its limit.

@@ -28,7 +28,7 @@ from foredraft.server.answers import (
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.dialects.fields import Items, Sets, entries
 from foredraft.server.dialects.request import read_prompts
-from foredraft.server.dialects.sampling import Ignored, SamplingFields, Stops
+from foredraft.server.dialects.sampling import SamplingFields, Stops
 from foredraft.server.generation import Generation, ReplyState
 from foredraft.server.wire import data_event
 
@@ -48,12 +48,6 @@ class InfillRequest(SamplingFields):
     input_extra: Annotated[Items[dict[str, Any]] | None, entries("max_messages")] = None
     n_predict: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
     stop: Stops = None
-
-    cache_prompt: Ignored = None
-    n_indent: Ignored = None
-    samplers: Ignored = None
-    t_max_prompt_ms: Ignored = None
-    t_max_predict_ms: Ignored = None
 
     def files(self) -> list[tuple[str, str]]:
         """Names and texts of other files.

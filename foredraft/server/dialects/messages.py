@@ -37,7 +37,6 @@ from foredraft.server.dialects.request import (
     read_conversation,
 )
 from foredraft.server.dialects.sampling import (
-    Ignored,
     Schema,
     Tools,
     Words,
@@ -100,12 +99,6 @@ class MessagesRequest(CountRequest, ConversationFields):
     output_format: Annotated[Schema, Sets("grammar", response_grammar)] = None
 
     thinking: dict[str, Any] | None = None
-
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    context_management: Ignored = None
-    speed: Ignored = None
-    cache_control: Ignored = None
 
     container: Annotated[Any, Refused("nothing is kept between requests")] = None
     mcp_servers: Annotated[Any, Refused("this server makes no requests of its own", [])] = None

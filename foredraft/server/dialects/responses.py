@@ -34,7 +34,6 @@ from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
 from foredraft.server.dialects.request import ConversationFields, read_conversation
 from foredraft.server.dialects.sampling import (
-    Ignored,
     OpenAIFields,
     Schema,
     Tools,
@@ -75,10 +74,6 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
 
     reasoning: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    store: Ignored = None
-    stream_options: Ignored = None
-    context_management: Ignored = None
-    client_metadata: Ignored = None
 
     previous_response_id: Annotated[Any, Refused(_STATELESS)] = None
     conversation: Annotated[Any, Refused(_STATELESS)] = None
@@ -350,7 +345,7 @@ class ResponsesWriter(AnswerWriter):
 
 
 def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]:
-    params = request.params
+    params, extra = request.params, body.model_extra or {}
     return {
         "id": f"resp_{request.reply_id}",
         "object": "response",
@@ -374,8 +369,8 @@ def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": body.user,
-        "metadata": body.metadata or {},
+        "user": extra.get("user"),
+        "metadata": extra.get("metadata") or {},
     }
 
 
