@@ -13,7 +13,6 @@ from fastapi import Depends
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from foredraft.engine.request import Event, GenerationResult
 from foredraft.engine.text import Piece
@@ -218,41 +217,28 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait((working,))
 
 
-class ErrorBody(TypedDict):
-    """OpenAI's shape of an error."""
-
-    error: dict[str, str | None]
+_TYPES = {str: "string", int: "integer", bool: "boolean", list: "array", dict: "object"}
 
 
-class AnthropicErrorBody(TypedDict):
-    """Anthropic's shape of an error."""
-
-    type: str
-    error: dict[str, str]
-
-
-_TEXTS = {
-    400: "a field cannot be used as given",
-    401: "the API key is missing or unknown",
-    403: "the server was called by a name that is not its own",
-    404: "no such model or route",
-    408: "the body or the reply took too long",
-    413: "the body is too large",
-    415: "the body is not declared as JSON",
-    429: "too many requests wait; Retry-After says when to come again",
-    500: "the reply failed",
-    503: "the server is loading or shutting down",
-}
+def json_answer(description: str, **fields: type) -> dict[str, Any]:
+    """An answer for the OpenAPI document: an object with these fields, and others."""
+    properties = {name: {"type": _TYPES[kind]} for name, kind in fields.items()}
+    schema = {"type": "object", "properties": properties, "required": [*fields]}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-def error_responses(model: type = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a route, for the OpenAPI document."""
-    return {status: {"model": model, "description": text} for status, text in _TEXTS.items()}
-
-
-def streamed(description: str, model: type) -> dict[str, Any]:
+def streamed(description: str, **fields: type) -> dict[str, Any]:
     """The good answer of a route that may stream, for the OpenAPI document."""
-    text = {"type": "string"}
-    event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
-    content = {"text/event-stream": {"schema": event}}
-    return {"description": description, "content": content, "model": model}
+    answer = json_answer(description, **fields)
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    answer["content"]["text/event-stream"] = {"schema": event}
+    return answer
+
+
+def error_responses(**fields: type) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route, for the OpenAPI document; OpenAI's unless fields are given."""
+    fields = fields or {"error": dict}
+    return {
+        "4XX": json_answer("the request cannot be answered as it is: `error` says why", **fields),
+        "5XX": json_answer("the server cannot answer, or the reply failed", **fields),
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +25,7 @@ from foredraft.server.dialects.chat import ChatRequest
 from foredraft.server.dialects.completions import CompletionRequest
 from foredraft.server.dialects.fields import RequestBody
 from foredraft.server.dialects.messages import MessagesRequest
-from foredraft.server.dialects.responses import ResponsesRequest, _messages
+from foredraft.server.dialects.responses import ResponsesRequest
 from foredraft.server.dialects.tokenize import DetokenizeRequest
 from foredraft.server.metrics import Metrics
 from foredraft.server.wire import FEW, Made
@@ -281,14 +280,6 @@ def test_a_conversation_of_items(client: httpx.Client) -> None:
     items = [*USER, {"type": "reasoning", "summary": []}, call, result]
     body = {"input": items, "instructions": "Be brief.", "max_output_tokens": 3, **COMMON}
     assert client.post("/v1/responses", json=body).status_code == 200
-
-
-def test_calls_of_tools_with_free_text_are_read() -> None:
-    call = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "a\nb"}
-    output = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
-    said, done = _messages([call, output])
-    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"input": "a\nb"}
-    assert (done["role"], done["content"], done["tool_call_id"]) == ("tool", "done", "c1")
 
 
 def test_text_and_its_calls_are_one_message_in_every_dialect(client: httpx.Client) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -18,7 +18,7 @@ from foredraft.server.answers import Called, Context, error_responses, respond, 
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import (
-    ChoicesAnswer,
+    ANSWER,
     ChoicesFields,
     ChoicesWriter,
     StreamOptions,
@@ -72,15 +72,9 @@ class ChatRequest(ChoicesFields, ConversationFields):
         }
 
 
-class ChatCompletion(ChoicesAnswer):
-    """Replies to a conversation."""
-
-    object: Literal["chat.completion"]
-
-
 @router.post(
     "/v1/chat/completions",
-    responses={200: streamed("replies, whole or as events", ChatCompletion), **error_responses()},
+    responses={200: streamed("replies, whole or as events", **ANSWER), **error_responses()},
 )
 async def create_chat_completion(
     body: ChatRequest, request: Request, context: Context, caller: Called

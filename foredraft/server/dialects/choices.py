@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
@@ -97,14 +96,8 @@ class ChoicesFields(OpenAIFields):
         return self.stream_options or StreamOptions()
 
 
-class ChoicesAnswer(TypedDict):
-    """Fields of the answers of chat and completions."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[dict[str, Any]]
-    usage: dict[str, Any]
+ANSWER: dict[str, type] = {"id": str, "created": int, "model": str, "choices": list, "usage": dict}
+"""Fields of an answer, for the OpenAPI document."""
 
 
 class ChoicesWriter(AnswerWriter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -18,7 +18,7 @@ from foredraft.models.text.infill import Infill, required_infill
 from foredraft.server.answers import Called, Context, error_responses, respond, streamed
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.choices import ChoicesAnswer, ChoicesFields, ChoicesWriter
+from foredraft.server.dialects.choices import ANSWER, ChoicesFields, ChoicesWriter
 from foredraft.server.dialects.fields import Items, Refused
 from foredraft.server.dialects.request import read_prompts
 from foredraft.server.generation import GenerationRequest, finish_reason
@@ -62,15 +62,9 @@ class CompletionRequest(ChoicesFields):
         return [*prompt]
 
 
-class Completion(ChoicesAnswer):
-    """Continuations of prompts."""
-
-    object: Literal["text_completion"]
-
-
 @router.post(
     "/v1/completions",
-    responses={200: streamed("continuations, whole or as events", Completion), **error_responses()},
+    responses={200: streamed("continuations, whole or as events", **ANSWER), **error_responses()},
 )
 async def create_completion(
     body: CompletionRequest, request: Request, context: Context, caller: Called

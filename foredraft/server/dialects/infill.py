@@ -10,7 +10,6 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
@@ -67,18 +66,12 @@ class InfillRequest(SamplingFields):
         return found
 
 
-class Filled(TypedDict):
-    """The text of the hole."""
-
-    content: str
-    stop: bool
-    tokens_predicted: int
-    tokens_evaluated: int
-
-
 @router.post(
     "/infill",
-    responses={200: streamed("the text, whole or as events", Filled), **error_responses()},
+    responses={
+        200: streamed("the text, whole or as events", content=str, stop=bool),
+        **error_responses(),
+    },
 )
 async def infill(
     body: InfillRequest, request: Request, context: Context, caller: Called

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
@@ -20,11 +19,11 @@ from foredraft.engine.request import Event
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnswerWriter,
-    AnthropicErrorBody,
     Called,
     Context,
     error_responses,
     in_one_step,
+    json_answer,
     respond,
     streamed,
 )
@@ -54,7 +53,16 @@ from foredraft.server.wire import JsonResponse, named_event
 
 router = APIRouter(route_class=ParsedRoute)
 
-_ERRORS = error_responses(AnthropicErrorBody)
+_ERRORS = error_responses(type=str, error=dict)
+_ANSWER: dict[str, type] = {
+    "id": str,
+    "type": str,
+    "role": str,
+    "content": list,
+    "model": str,
+    "stop_reason": str,
+    "usage": dict,
+}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ROLES = ("user", "assistant", "system")
@@ -199,28 +207,9 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     return {"tool_choice": chosen, "parallel_tool_calls": parallel}
 
 
-class MessageAnswer(TypedDict):
-    """A reply."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    content: list[dict[str, Any]]
-    model: str
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: dict[str, Any]
-
-
-class TokenCount(TypedDict):
-    """How long a conversation is."""
-
-    input_tokens: int
-
-
 @router.post(
     "/v1/messages",
-    responses={200: streamed("a reply, whole or as events", MessageAnswer), **_ERRORS},
+    responses={200: streamed("a reply, whole or as events", **_ANSWER), **_ERRORS},
 )
 async def create_message(
     body: MessagesRequest, request: Request, context: Context, caller: Called
@@ -230,7 +219,10 @@ async def create_message(
     return await respond(MessagesWriter(context, wanted), body.stream, request)
 
 
-@router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=_ERRORS)
+@router.post(
+    "/v1/messages/count_tokens",
+    responses={200: json_answer("how long a conversation is", input_tokens=int), **_ERRORS},
+)
 async def count_tokens(body: CountRequest, context: Context, caller: Called) -> Response:
     """Count the tokens of a conversation in the model's template, system and tools included."""
     context.check_model(body.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,7 +11,6 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
@@ -49,9 +47,16 @@ from foredraft.server.wire import named_event
 
 router = APIRouter(route_class=ParsedRoute)
 
+_ANSWER: dict[str, type] = {
+    "id": str,
+    "object": str,
+    "created_at": int,
+    "status": str,
+    "model": str,
+    "output": list,
+    "usage": dict,
+}
 _LOGPROBS = "message.output_text.logprobs"
-_CALLS = ("function_call", "custom_tool_call")
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _UNREAD = ("reasoning", "item_reference", "additional_tools")
 _ARGUMENTS = "response.function_call_arguments"
 _STATELESS = "nothing is stored: send the conversation so far as input"
@@ -130,14 +135,14 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         where, kind = f"input[{number}]", item.get("type", "message")
-        if kind in _CALLS:  # it belongs to what the assistant said before it
+        if kind == "function_call":  # it belongs to what the assistant said before it
             if not said or said[-1]["role"] != "assistant":
                 said.append({"role": "assistant", "content": None})
             said[-1].setdefault("tool_calls", []).append(_call(item))
         elif kind == "message":
             content = text_of(f"{where}.content", item.get("content"))
             said.append({"role": item.get("role"), "content": content})
-        elif kind in _OUTPUTS:
+        elif kind == "function_call_output":
             content = text_of(f"{where}.output", item.get("output"))
             said.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         elif not _is_unread(item):
@@ -148,15 +153,12 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _is_unread(item: Mapping[str, Any]) -> bool:
     """Whether an item is left out: thoughts of earlier turns, and what the provider itself runs."""
     kind = str(item.get("type", "message"))
-    is_hosted = kind.endswith(("_call", "_call_output")) and kind not in (*_CALLS, *_OUTPUTS)
+    is_hosted = kind.endswith(("_call", "_call_output")) and not kind.startswith("function_call")
     return is_hosted or kind in _UNREAD
 
 
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = item.get("arguments", "{}")
-    if item.get("type") == "custom_tool_call":
-        arguments = json.dumps({"input": item.get("input")})
-    function = {"name": item.get("name"), "arguments": arguments}
+    function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
     return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
@@ -181,21 +183,9 @@ def _allowed(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> list[dic
     return [tool for tool in tools if tool["function"].get("name") in names]
 
 
-class ResponseObject(TypedDict):
-    """A reply."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete"]
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any]
-
-
 @router.post(
     "/v1/responses",
-    responses={200: streamed("a reply, whole or as events", ResponseObject), **error_responses()},
+    responses={200: streamed("a reply, whole or as events", **_ANSWER), **error_responses()},
 )
 async def create_response(
     body: ResponsesRequest, request: Request, context: Context, caller: Called
