@@ -175,14 +175,6 @@ def test_a_run_that_is_left_ends_and_frees_its_place(tiny: LLM) -> None:
     assert not watched._steps
 
 
-def test_too_many_runs_at_once_are_told_to_wait(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foredraft.server.page_routes.MAX_RUNS", 0)
-    with page_client(tiny) as client:
-        answer = client.post("/page/run", json={"messages": ASKED})
-    assert answer.status_code == 429
-    assert answer.headers["retry-after"]
-
-
 class SlowTables(TableModel):
     """Takes its time."""
 

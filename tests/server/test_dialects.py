@@ -32,7 +32,7 @@ from foredraft.server.wire import FEW, Made
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 from tests.server.conftest import Running, running, wait_until
 from tests.server.events import data_of, names_of
-from tests.server.marks import honoured, refusals
+from tests.server.marks import refusals
 from tests.server.test_lifecycle import SlowTarget
 
 USER = [{"role": "user", "content": "Where is the ferry?"}]
@@ -153,19 +153,6 @@ def test_prompts_are_scored(client: httpx.Client, tokenizer: Tokenizer) -> None:
         assert first["text"][offset : offset + len(token)] == token
 
 
-def test_offsets_point_at_characters_of_several_tokens(client: httpx.Client) -> None:
-    body = {"prompt": "é 🦋 Ж ☔️ done", "echo": True, "logprobs": 0, "max_tokens": 0}
-    choice = client.post("/v1/completions", json=body).json()["choices"][0]
-    text, told = choice["text"], choice["logprobs"]
-    assert text == body["prompt"]
-    found = dict(zip(told["text_offset"], told["tokens"], strict=True))
-    whole = {at: token for at, token in found.items() if not token.startswith("bytes:")}
-    assert all(text[at : at + len(token)] == token for at, token in whole.items())
-    assert {text.index("d"), text.index("🦋") - 1, text.index("🦋")} & {*told["text_offset"]}
-    assert told["text_offset"] == sorted(told["text_offset"])
-    assert told["text_offset"][-1] < len(text)
-
-
 def test_without_a_reply_a_prompt_is_scored(client: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("The ferry crosses the river. ")
     body = {"prompt": [ids, ids[:9], ids[:1]], "echo": True, "logprobs": 2, "max_tokens": 0}
@@ -272,14 +259,6 @@ def test_agents_probe_and_bring_tools_that_nobody_knows(client: httpx.Client) ->
         response = client.post("/v1/responses", json=body | {"truncation": truncation})
         named = response.headers["x-foredraft-ignored"].split(", ")
         assert ("truncation" in named) is is_named
-
-
-def test_a_conversation_of_items(client: httpx.Client) -> None:
-    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'}
-    result = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
-    items = [*USER, {"type": "reasoning", "summary": []}, call, result]
-    body = {"input": items, "instructions": "Be brief.", "max_output_tokens": 3, **COMMON}
-    assert client.post("/v1/responses", json=body).status_code == 200
 
 
 def test_text_and_its_calls_are_one_message_in_every_dialect(client: httpx.Client) -> None:
@@ -507,25 +486,6 @@ def test_requests_with_a_prediction_run_in_the_same_engine(tokenizer: Tokenizer)
         engine._worker.problem = None
 
 
-def test_metrics_have_the_names_that_operators_graph(client: httpx.Client) -> None:
-    chat_text(client, temperature=0, max_tokens=60)
-    text = client.get("/metrics").text
-    for name in (
-        "foredraft:spec_decode_num_drafts_total",
-        "vllm:spec_decode_num_drafts_total",
-        "foredraft:spec_decode_num_draft_tokens_total",
-        "foredraft:spec_decode_num_accepted_tokens_total",
-        'foredraft:spec_decode_num_accepted_tokens_per_pos_total{position="0"}',
-        'foredraft:step_time_seconds_total{part="verify"}',
-        "foredraft:num_requests_running",
-        "foredraft:num_requests_waiting",
-        "foredraft:kv_cache_usage_perc",
-        "foredraft:time_to_first_token_seconds_bucket",
-        "foredraft:estimated_time_saved_seconds",
-    ):
-        assert name in text, name
-
-
 def test_a_drafter_below_its_promise_is_a_figure() -> None:
     metrics = Metrics()
     first_tokens = [
@@ -582,20 +542,6 @@ def test_every_refused_field_is_refused(model: type[RequestBody]) -> None:
     for name in refusals(model):
         with pytest.raises(ValidationError, match=name):
             model.model_validate({**MINIMAL[model], name: {"unheard": "of"}})
-
-
-@pytest.mark.parametrize("model", MINIMAL)
-def test_the_extras_of_sampling_are_everywhere(model: type[RequestBody]) -> None:
-    assert set(honoured(model)) >= OUR_OWN
-
-
-def test_two_names_of_one_parameter_may_not_differ() -> None:
-    body = ChatRequest.model_validate({"messages": USER_FIELDS, "max_tokens": 5})
-    assert body.sampling({})[0].max_tokens == 5
-    same = {"messages": USER_FIELDS, "max_tokens": 5, "max_completion_tokens": 5}
-    assert ChatRequest.model_validate(same).sampling({})[0].max_tokens == 5
-    with pytest.raises(ValueError, match="exclude each other"):
-        ChatRequest.model_validate(same | {"max_completion_tokens": 6}).sampling({})
 
 
 @pytest.mark.parametrize(

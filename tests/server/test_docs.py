@@ -100,6 +100,7 @@ def test_metrics_that_docs_and_dashboard_name_are_there(client: httpx.Client) ->
     dashboard = (DOCS / "operate" / "grafana.json").read_text()
     json.loads(dashboard)
     assert {"foredraft:num_preemptions", "foredraft:num_preemptions_total"} & there
+    assert "vllm:spec_decode_num_drafts_total" in text
     alerts = (DOCS / "operate" / "deploy.md").read_text()
     for name in set(re.findall(r"foredraft:\w+", dashboard + alerts)):
         assert name in there or re.sub("_(bucket|sum|count)$", "", name) in there, name

@@ -493,61 +493,30 @@ def call_in(form: Format, arguments: str) -> str:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forced_calls(tokenizer: Tokenizer, name: str) -> None:
+    """By themselves, behind thoughts, and beside an answer that a schema binds."""
     form, spell = FORMS[name], Spell(tokenizer.special_tokens)
-    grammars = Grammars(tokenizer, tokenizer.vocab_size)
     text = call_in(form, PLAIN)
+    fits = partial(follows, tokenizer, Grammars(tokenizer, tokenizer.vocab_size))
     forced = reply_grammar(form, spell, None, TOOLS)
-    assert follows(tokenizer, grammars, forced, text), text
-    assert not follows(tokenizer, grammars, forced, f"Hm {text}")
-    assert not follows(tokenizer, grammars, forced, text.replace("look", "leap"))
-    assert not follows(tokenizer, grammars, forced, text.replace("3", "true"))
+    assert fits(forced, text), text
+    assert not fits(forced, f"Hm {text}")
+    assert not fits(forced, text.replace("look", "leap"))
+    assert not fits(forced, text.replace("3", "true"))
     assert calls(everywhere(form, text)) == [("look", json.loads(PLAIN))]
 
-
-@pytest.mark.parametrize("name", FORMS)
-def test_thoughts_before_a_forced_call(tokenizer: Tokenizer, name: str) -> None:
-    form, spell = FORMS[name], Spell(tokenizer.special_tokens)
-    grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    text = call_in(form, PLAIN)
     thought = f"{form.think}Hm.{form.end_think}{form.after_thoughts}\n{text}"
     may_think = reply_grammar(form, spell, None, TOOLS, thinks=True)
-    assert follows(tokenizer, grammars, may_think, thought)
-    assert follows(tokenizer, grammars, may_think, text)
+    assert fits(may_think, thought)
+    assert fits(may_think, text)
     if not form.after_thoughts:
         thinking = reply_grammar(form, spell, None, TOOLS, thinks=True, is_open=True)
-        assert follows(tokenizer, grammars, thinking, thought.removeprefix(form.think))
-        assert not follows(tokenizer, grammars, thinking, text)
+        assert fits(thinking, thought.removeprefix(form.think))
+        assert not fits(thinking, text)
 
-
-@pytest.mark.parametrize("name", FORMS)
-def test_an_answer_by_a_schema_or_calls(tokenizer: Tokenizer, name: str) -> None:
-    form, spell = FORMS[name], Spell(tokenizer.special_tokens)
-    grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    answer = Grammar.json_schema(
-        {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    )
-    bound = reply_grammar(form, spell, answer, TOOLS, parallel=True)
-    assert follows(tokenizer, grammars, bound, f'{form.before_answer}{{"n": 3}}')
-    assert follows(tokenizer, grammars, bound, form.beside_answer + call_in(form, PLAIN))
-    assert not follows(tokenizer, grammars, bound, "Hm")
-
-
-def test_schemas_as_pydantic_writes_them(tokenizer: Tokenizer) -> None:
-    """References to definitions, and unions by ``oneOf``."""
-    schema = {
-        "$defs": {"A": {"type": "object", "properties": {"k": {"const": "a"}}}},
-        "type": "object",
-        "properties": {
-            "a": {"oneOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
-            "b": {"type": "array", "items": {"$ref": "#/$defs/A"}},
-        },
-        "required": ["a", "b"],
-    }
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    for form in FORMS.values():
-        grammar = reply_grammar(form, Spell(tokenizer.special_tokens), None, [tool])
-        assert grammars.new_matcher(grammar) is not None  # type: ignore[arg-type]
+    bound = reply_grammar(form, spell, Grammar.json_schema(NODE), TOOLS, parallel=True)
+    assert fits(bound, f'{form.before_answer}{{"v": 3}}')
+    assert fits(bound, form.beside_answer + text)
+    assert not fits(bound, "Hm")
 
 
 NODE = {"type": "object", "properties": {"v": {"type": "integer"}}, "required": ["v"]}
@@ -630,6 +599,7 @@ class Dog(BaseModel):
 
 class Owner(BaseModel):
     pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    others: list[Cat] = []
 
 
 def test_a_discriminated_union_of_pydantic(tokenizer: Tokenizer) -> None:
@@ -639,6 +609,9 @@ def test_a_discriminated_union_of_pydantic(tokenizer: Tokenizer) -> None:
     assert schema["$defs"]["Cat"]["required"] == ["lives"]
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    for form in FORMS.values():
+        grammar = reply_grammar(form, Spell(tokenizer.special_tokens), None, [tool])
+        assert grammars.new_matcher(grammar) is not None  # type: ignore[arg-type]
     right = '{"kind": "cat", "lives": 9}', '{"lives": 9}', '{"kind": "dog", "name": "Rex"}'
     wrong = '{"kind": "cow", "lives": 9}', '{"kind": "cat"}', '{"kind": "cat", "lives": "9"}'
     for pet in right + wrong:

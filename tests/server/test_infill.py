@@ -76,27 +76,6 @@ def test_the_order_of_the_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert turned.decode(found.prompt(turned, "x", "y"), False) == "[SUFFIX]y[PREFIX]x"
 
 
-def test_a_prompt_that_is_far_too_long_is_not_encoded_whole(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, encode = list[int](), Tokenizer.encode
-
-    def noted(tokenizer: Tokenizer, text: str, *more: bool, **named: bool) -> list[int]:
-        sizes.append(len(text))
-        return encode(tokenizer, text, *more, **named)
-
-    monkeypatch.setattr(Tokenizer, "encode", noted)
-    text = "a b " * 40_000
-    for path, body in (
-        ("/infill", {"input_prefix": "", "input_suffix": text}),
-        ("/v1/completions", {"prompt": text, "suffix": "x"}),
-    ):
-        answer = client.post(path, json=body)
-        assert "prompt is too long: " in answer.json()["error"]["message"]
-    assert len(sizes) == 2
-    assert max(sizes) < len(text) / 2
-
-
 def test_suffix_of_completions(client: httpx.Client) -> None:
     body = {"prompt": "def add(a, b):\n    ", "suffix": "\n\nprint(add(1, 2))", "temperature": 0}
     choice = client.post("/v1/completions", json=body | {"max_tokens": 50}).json()["choices"][0]

@@ -472,13 +472,6 @@ def test_metrics_and_page_count_proofs_and_differences(
     assert bool(told["differences"]) is is_faulty
 
 
-def test_without_the_option_nothing_is_proven(tiny: LLM) -> None:  # noqa: F811
-    with running(lambda feed: tiny) as server, server.client() as client:
-        client.post("/v1/completions", json=ASKED).raise_for_status()
-        assert figures(client) == (0.0, 0.0)
-        assert client.get("/page/info").json()["proof"] is None
-
-
 def test_the_first_token_counts_from_the_arrival_of_the_request(
     load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
