@@ -109,8 +109,6 @@ class GateReplica:
     """The server without an engine of its own.
 
     Args:
-        engines: the deployment of `EngineReplica`.
-        settings: of the server.
         salt: secret that separates tenants in caches; all gates use the same.
         silence: see `ClusterOptions.engine_timeout`.
     """
@@ -157,11 +155,7 @@ def connected(
     context: ServerContext,
     application: str = _NAME,
 ) -> RemoteEngine:
-    """The engine of a gate.
-
-    Args:
-        silence: see `ClusterOptions.engine_timeout`.
-    """
+    """The engine of a gate."""
     _ = model.tokenizer  # read now, and not by the first request
     watch = EngineWatch(RayActors(application, _ENGINE), silence)
     patience = context.settings.request_timeout
@@ -256,9 +250,6 @@ def app(args: Mapping[str, Any]) -> Application:
     Args:
         args: fields of `ClusterOptions`; ``load`` with options of `LLM.load`, and ``server`` with
             those of `ServerSettings`.
-
-    Raises:
-        ConfigError: one of them cannot be used.
     """
     sizes = dict(args)
     load, server = sizes.pop("load", {}), sizes.pop("server", {})

@@ -117,14 +117,10 @@ class RemoteEngine:
 
     Args:
         handle: of the deployment of `EngineReplica`.
-        model: what the engines run.
         metrics: of the gate, which counts fail-overs in place of an engine's steps.
         patience: seconds that a request may wait for an engine.
-        watch: of the engines.
 
     Attributes:
-        llm: the same as ``model``.
-        watch: the same as that argument.
         is_alive: a gate's process has nothing that a restart would mend.
     """
 

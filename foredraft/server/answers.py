@@ -198,11 +198,7 @@ async def stream_of(
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client disconnects.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
+    """The result of ``work``, which is cancelled when the client disconnects."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(until_gone(request.receive))
     try:

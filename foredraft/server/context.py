@@ -50,8 +50,6 @@ class ServerContext:
             fresh one.
 
     Attributes:
-        metrics: the figures of `/metrics`.
-        spans: makes the spans of requests.
         failure: the exception if the model could not be loaded.
     """
 
@@ -241,11 +239,7 @@ class ServerContext:
 
     @contextlib.contextmanager
     def _counted(self, tenant: str | None, num_replies: int) -> Iterator[None]:
-        """Counts the live replies of a key.
-
-        Raises:
-            ApiError: 429: it has as many as one key may have.
-        """
+        """Counts the live replies of a key."""
         owner, most = owner_name(tenant) or "", self.settings.max_live_per_key
         num_live = self._num_live_of[owner] + num_replies
         if owner and most and num_live > most:

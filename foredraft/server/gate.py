@@ -299,9 +299,6 @@ def _too_large(limit: int) -> ApiError:
 def _check_structure(body: bytes, max_depth: int) -> None:
     """Refuse JSON that would be costly to parse. It is not parsed: only what stands outside of its
     strings is looked at.
-
-    Raises:
-        ApiError: it is too deep, or has too many parts.
     """
     num_quotes = num_parts = depth = 0
     rest = Rests()

@@ -109,11 +109,7 @@ class _Page:
 
     @asynccontextmanager
     async def one_forward(self) -> AsyncIterator[None]:
-        """One forward of the page at a time: each takes a turn of the engine.
-
-        Raises:
-            ApiError: 429: too many wait already.
-        """
+        """One forward of the page at a time: each takes a turn of the engine."""
         with self._one_of_few("forwards"):
             async with self._forward:
                 yield

@@ -90,11 +90,7 @@ async def create_completion(
 def _with_hole(
     context: ServerContext, body: CompletionRequest, marks: Infill
 ) -> list[str | list[int]]:
-    """The prompts of texts that go on with the suffix behind what is filled in.
-
-    Raises:
-        ConfigError: a prompt is no text, or is to be echoed.
-    """
+    """The prompts of texts that go on with the suffix behind what is filled in."""
     prompts: list[str | list[int]] = []
     for prompt in body.prompts():
         if not isinstance(prompt, str) or body.echo:

@@ -64,11 +64,7 @@ class Limit:
     unit: str = ""
 
     def check(self, name: str, value: object, settings: ServerSettings) -> None:
-        """Refuse a value over the limit.
-
-        Raises:
-            ConfigError: it is.
-        """
+        """Refuse a value over the limit."""
         size, most = self.measure(value), getattr(settings, self.setting)
         if size > most:
             size_text = f"has {size} {self.unit}" if self.unit else f"is {size}"
@@ -135,11 +131,7 @@ class RequestBody(BaseModel):
         return sorted(self.model_extra or {})
 
     def check_limits(self, settings: ServerSettings) -> None:
-        """Refuse a request with a field over its limit.
-
-        Raises:
-            ConfigError: a field is over its limit.
-        """
+        """Refuse a request with a field over its limit."""
         for name, limits in marks_of(type(self), Limit).items():
             if (value := getattr(self, name)) is not None:
                 for limit in limits:

@@ -49,11 +49,7 @@ class InfillRequest(SamplingFields):
     stop: Stops = None
 
     def files(self) -> list[tuple[str, str]]:
-        """Names and texts of other files.
-
-        Raises:
-            ConfigError: one is malformed.
-        """
+        """Names and texts of other files."""
         found = []
         for number, each in enumerate(self.input_extra or ()):
             name, text = each.get("filename", ""), each.get("text")

@@ -50,29 +50,17 @@ class ConversationFields(SamplingFields):
     chat_template_kwargs: dict[str, bool | str] | None = None
 
     def asked_thinking(self) -> Thinking:
-        """What the request says of the model's thoughts.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """What the request says of the model's thoughts."""
         variables = self.chat_template_kwargs or {}
         return Thinking(self.enable_thinking, None, self.thinking_token_budget, variables)
 
     @abstractmethod
     def chat_messages(self) -> list[dict[str, Any]]:
-        """The messages in chat's form.
-
-        Raises:
-            ConfigError: one cannot be used.
-        """
+        """The messages in chat's form."""
 
     @abstractmethod
     def chat_tools(self) -> dict[str, Any]:
-        """``tools``, ``tool_choice`` and ``parallel_tool_calls`` in chat's form.
-
-        Raises:
-            ConfigError: one cannot be used.
-        """
+        """``tools``, ``tool_choice`` and ``parallel_tool_calls`` in chat's form."""
 
     def ignored(self) -> list[str]:
         return sorted([*super().ignored(), *self._unheeded_strict()])
