@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,8 +16,6 @@ from starlette.testclient import TestClient
 
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
-from foredraft.models.base import ScoreRow, Scores
-from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from foredraft.server.app import create_app
 from foredraft.server.page_routes import MAX_RUNS
@@ -26,7 +24,8 @@ from foredraft.server.settings import ServerSettings
 from foredraft.trace.format import TracedRow
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.page.conftest import page_client
-from tests.server.conftest import running, wait_until
+from tests.server.conftest import loading, running, wait_until
+from tests.server.test_lifecycle import SlowTarget
 
 ASKED = [{"role": "user", "content": "the ferry and the ferry"}]
 
@@ -175,18 +174,11 @@ def test_a_run_that_is_left_ends_and_frees_its_place(tiny: LLM) -> None:
     assert not watched._steps
 
 
-class SlowTables(TableModel):
-    """Takes its time."""
-
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        time.sleep(0.05)
-        return super().score(rows, taps)
-
-
 @pytest.fixture
 def slow(tiny: LLM) -> Any:
-    target = SlowTables.random(VOCAB_SIZE, seed=5)
-    return lambda feed: LLM(target, tiny.tokenizer, LoadOptions(drafter="none"), trace=feed)
+    target = SlowTarget.random(VOCAB_SIZE, seed=5)
+    target.seconds = 0.05
+    return loading(target, tiny.tokenizer, drafter="none")
 
 
 @pytest.mark.parametrize(

@@ -106,16 +106,25 @@ def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
         assert not thread.is_alive()
 
 
+def loading(target: TableModel, tokenizer: Tokenizer | Path, **options: Any) -> Callable[..., LLM]:
+    """Loads this model, with other options if the caller names some."""
+
+    def load(trace: Any, **others: Any) -> LLM:
+        own = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
+        made = target
+        if type(target) is TableModel:  # each server has a cache of its own
+            made = TableModel(target.vocab_size, target.probs, target.max_context)
+        return LLM(made, own, LoadOptions(**options | others), trace=trace)
+
+    return load
+
+
 @pytest.fixture(scope="session")
 def load(tokenizer_directory: Path) -> Callable[..., LLM]:
     """Loads a model of random tables with a drafter that copies."""
 
-    def load(trace: Any, **options: Any) -> LLM:
-        target = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
-        asked = LoadOptions(**{"drafter": "suffix", "max_batch_size": 4} | options)
-        return LLM(target, Tokenizer(tokenizer_directory), asked, trace=trace)
-
-    return load
+    target = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
+    return loading(target, tokenizer_directory, drafter="suffix", max_batch_size=4)
 
 
 @pytest.fixture(scope="session")

@@ -15,13 +15,12 @@ from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.chat_encoding import ChatEncoder
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import LoadOptions
 from foredraft.server import bodies, gate
 from foredraft.server.bodies import _AT_ONCE, _parsed
 from foredraft.server.errors import ApiError
 from foredraft.server.gate import _check_structure
 from tests.models.checkpoints import VOCAB_SIZE
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, loading, running
 from tests.server.test_lifecycle import CHAT, HEAD, USER
 
 JSON = {"content-type": "application/json"}
@@ -202,11 +201,9 @@ def test_prompts_that_are_none_or_too_many(client: httpx.Client, body: dict[str,
 def test_many_long_replies_stay_within_the_context(tokenizer_directory: Path) -> None:
     """The product of n and max_tokens is what memory is asked for."""
 
-    def load(trace: Any) -> LLM:
-        tables = TableModel.random(VOCAB_SIZE, seed=5)
-        target = TableModel(VOCAB_SIZE, tables.probs, max_context=96)
-        return LLM(target, Tokenizer(tokenizer_directory), LoadOptions(), trace=trace)
-
+    target = TableModel.random(VOCAB_SIZE, seed=5)
+    target.max_context = 96
+    load = loading(target, tokenizer_directory)
     asked = {"messages": USER, "n": 8, "max_tokens": 2**60, "ignore_eos": True}
     with running(load) as server, server.client() as client:
         answer = client.post(CHAT, json=asked).json()

@@ -16,10 +16,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from foredraft.control.acceptance import FirstToken
-from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import LoadOptions
 from foredraft.server.context import served_name
 from foredraft.server.dialects.chat import ChatRequest
 from foredraft.server.dialects.completions import CompletionRequest
@@ -30,7 +28,7 @@ from foredraft.server.dialects.tokenize import DetokenizeRequest
 from foredraft.server.metrics import Metrics
 from foredraft.server.wire import FEW, Made
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
-from tests.server.conftest import Running, running, wait_until
+from tests.server.conftest import Running, loading, running, wait_until
 from tests.server.events import data_of, names_of
 from tests.server.marks import refusals
 from tests.server.test_lifecycle import SlowTarget
@@ -115,10 +113,7 @@ def test_an_echo_repeats_what_was_sent_and_no_start_token(tmp_path: Path) -> Non
     )
     saved.save(str(tmp_path / "tokenizer.json"))
 
-    def load(trace: Any) -> LLM:
-        target = TableModel.random(VOCAB_SIZE, seed=5)
-        return LLM(target, Tokenizer(tmp_path), LoadOptions(drafter="none"), trace=trace)
-
+    load = loading(TableModel.random(VOCAB_SIZE, seed=5), tmp_path, drafter="none")
     body = {"prompt": "The ferry", "echo": True, "logprobs": 0, "max_tokens": 3, **COMMON}
     with running(load) as server, server.client() as client:
         for more in ({}, {"stream": True}, {"max_tokens": 0}, {"prompt": ["The ferry"]}):
@@ -458,11 +453,7 @@ def test_health(client: httpx.Client) -> None:
 
 def test_requests_with_a_prediction_run_in_the_same_engine(tokenizer: Tokenizer) -> None:
     """Metrics and health are about all of them."""
-
-    def load(trace: Any) -> LLM:
-        asked = LoadOptions(drafter="suffix")
-        return LLM(SlowTarget.random(VOCAB_SIZE, seed=5), tokenizer, asked, trace=trace)
-
+    load = loading(SlowTarget.random(VOCAB_SIZE, seed=5), tokenizer, drafter="suffix")
     body = {"messages": USER, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     expected = {"prediction": {"type": "content", "content": "The ferry"}}
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.infill import Infill
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import save_tokenizer
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, loading, running
 from tests.server.events import data_of
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|file_sep|>")
@@ -52,10 +49,7 @@ def client(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
             for each in range(tokenizer.vocab_size)
         ]
 
-    def load(trace: Any) -> LLM:
-        target = TableModel(tokenizer.vocab_size, conditional)
-        return LLM(target, tokenizer, LoadOptions(drafter="suffix"), trace=trace)
-
+    load = loading(TableModel(tokenizer.vocab_size, conditional), tokenizer, drafter="suffix")
     with running(load) as server, server.client() as client:
         yield client
 

@@ -78,11 +78,8 @@ async def create_completion(
         prompts = await context.on_thread(caller.size, _with_hole, context, body, marks)
         ends = marks.ends
     wanted = await context.on_thread(
-        caller.size, read_prompts, context, body, prompts, special, caller
+        caller.size, read_prompts, context, body, prompts, special, caller, ends
     )
-    if ends:
-        stops = (*wanted.params.stop_token_ids, *ends)
-        wanted = replace(wanted, params=replace(wanted.params, stop_token_ids=stops))
     wanted = replace(wanted, scores_only=body.is_empty)
     return await respond(CompletionWriter(context, wanted, body), body.stream, request)
 

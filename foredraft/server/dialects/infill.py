@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -80,13 +79,9 @@ async def infill(
     await context.on_thread(caller.size, tokenizer.check_length, whole, context.llm.max_prompt)
     prompt = await context.on_thread(caller.size, marks.prompt, tokenizer, *texts)
     wanted = await context.on_thread(
-        caller.size, read_prompts, context, body, [prompt], False, caller
+        caller.size, read_prompts, context, body, [prompt], False, caller, marks.ends
     )
-    params = replace(
-        wanted.params, n=1, stop_token_ids=(*wanted.params.stop_token_ids, *marks.ends)
-    )
-    writer = InfillWriter(context, replace(wanted, params=params))
-    return await respond(writer, body.stream, request)
+    return await respond(InfillWriter(context, wanted), body.stream, request)
 
 
 class InfillWriter(AnswerWriter):

@@ -179,8 +179,12 @@ def read_prompts(
     prompts: Sequence[str | list[int]],
     add_special_tokens: bool,
     caller: Caller,
+    stops: Sequence[int] = (),
 ) -> GenerationRequest:
     """The generation that a request with prompts asks for. To be called on a thread.
+
+    Args:
+        stops: ids that end a reply, beside those that the request names.
 
     Raises:
         ApiError, ConfigError, PromptError: something in it cannot be used.
@@ -190,6 +194,7 @@ def read_prompts(
     defaults = context.llm.sampling_defaults
     given, names = body.sampling(defaults)
     params = given.by(defaults)
+    params = replace(params, stop_token_ids=(*params.stop_token_ids, *stops))
     _check_replies(len(prompts), params.n, context)
 
     def encode(prompt: str | list[int]) -> list[int]:
