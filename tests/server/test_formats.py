@@ -448,47 +448,35 @@ def follows(tokenizer: Tokenizer, grammars: Grammars, grammar: Grammar | None, t
     return matcher.is_complete() or matcher.permits(tokenizer.eos_token_ids[0])
 
 
+ENDS = {
+    "hermes": "</tool_call>",
+    "qwen3_coder": "</tool_call>",
+    "seed_oss": "</seed:tool_call>",
+    **dict.fromkeys(("llama3_json", "granite", "phi4_mini"), "}}"),
+    "lfm2": ")",
+    "gemma4": "<tool_call|>",
+    "functiongemma": "<end_function_call>",
+    **dict.fromkeys(("deepseek_v3", "deepseek_v3.1"), "<\uff5ctool▁call▁end\uff5c>"),
+}
+"""Ends of the first call in `TWICE`; the arguments are the end elsewhere."""
+
+
 def call_in(form: Format, arguments: str) -> str:
     """A call as the first of `TWICE` is written, with other arguments."""
-    texts = {
-        "qwen3_coder": (
-            "<tool_call>\n<function=look>\n<parameter=city>\nKöln\n</parameter>\n"
-            "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
-        ),
-        "seed_oss": (
-            "<seed:tool_call>\n<function=look>\n<parameter=city>Köln</parameter>\n"
-            "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"
-        ),
+    written = {
         "glm": (
             "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n"
             "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
         ),
-        **dict.fromkeys(
-            ("lfm2", "lfm2.5"),
-            '<|tool_call_start|>[look(city="Köln", days=3)]<|tool_call_end|>',
-        ),
-        "gemma4": '<|tool_call>call:look{city:<|"|>Köln<|"|>,days:3}<tool_call|>',
-        "functiongemma": (
-            "<start_function_call>call:look{city:<escape>Köln<escape>,days:3}<end_function_call>"
-        ),
         "mistral_v3": f'[TOOL_CALLS][{{"name": "look", "arguments": {arguments}}}]',
         "mistral_tekken": f"[TOOL_CALLS]look[ARGS]{arguments}",
     }
-    first = TWICE[form.name].replace(ARGUMENTS, arguments)
-    ends = {
-        "hermes": "</tool_call>",
-        "llama3_json": "}}",
-        "granite": "}}",
-        "phi4_mini": "}}",
-        "gpt_oss": "}",
-        "deepseek_v3": "<\uff5ctool▁call▁end\uff5c>",
-        "deepseek_v3.1": "<\uff5ctool▁call▁end\uff5c>",
-    }
-    if form.name in texts:
-        return texts[form.name]
-    end = ends.get(form.name, "")
-    start = first[: first.index(end) + len(end)]
-    return start + form.after_call
+    if form.name in written:
+        return written[form.name]
+    name = "lfm2" if form.name == "lfm2.5" else form.name  # its quotes are JSON's
+    first, end = TWICE[name].replace(ARGUMENTS, arguments), ENDS.get(name, arguments)
+    first = first.replace("Köln </tool_call> }{", "Köln")
+    return first[: first.index(end) + len(end)] + form.after_call
 
 
 @pytest.mark.parametrize("name", FORMS)
