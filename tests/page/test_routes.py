@@ -25,6 +25,7 @@ from foredraft.trace.format import TracedRow
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.page.conftest import page_client
 from tests.server.conftest import loading, running, wait_until
+from tests.server.events import data_of
 from tests.server.test_lifecycle import SlowTarget
 
 ASKED = [{"role": "user", "content": "the ferry and the ferry"}]
@@ -37,11 +38,7 @@ def client(tiny: LLM) -> Iterator[TestClient]:
 
 
 def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
-    response = client.post("/page/run", json={"messages": ASKED, "max_tokens": 24, **body})
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = response.text.split("\n")
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    return data_of(client.post("/page/run", json={"messages": ASKED, "max_tokens": 24, **body}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
