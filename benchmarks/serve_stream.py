@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -203,24 +202,23 @@ def _serving(llm: LLM) -> Iterator[str]:
         ForedraftError: it does not start.
     """
     from foredraft.server.app import create_app
-    from foredraft.server.run import new_server
+    from foredraft.server.run import bind, new_server
     from foredraft.server.settings import local_settings
 
-    loaded, listens = threading.Event(), Future[str]()
+    loaded, settings = threading.Event(), local_settings(port=0)
     app = create_app(
         lambda steps: llm.with_drafter(llm.options, trace=steps),
-        local_settings(port=0),
+        settings,
         lambda context: loaded.set(),
     )
-    server = new_server(app)
-    server.when_listening(listens.set_result)
-    thread = threading.Thread(target=server.run, daemon=True)
+    server, listening = new_server(app), bind(settings)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
         loaded.wait()
         if app.state.context.failure is not None:
             raise ForedraftError(f"the server did not start: {app.state.context.failure}")
-        yield listens.result(60)
+        yield settings.address(listening.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join()

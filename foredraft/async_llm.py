@@ -41,11 +41,15 @@ class EventStream:
     """
 
     def __init__(
-        self, request_ids: Sequence[int], mailbox: _Mailbox, abort: Callable[[], None]
+        self,
+        request_ids: Sequence[int],
+        abort: Callable[[], None],
+        post: deque[_Mailbox] | None = None,
     ) -> None:
         self._num_live = len(request_ids)
         self.request_ids = request_ids
-        self._abort, self._mailbox = abort, mailbox
+        self._abort, self._post = abort, deque() if post is None else post
+        self._mailbox = _Mailbox(self._post)
 
     def __aiter__(self) -> Self:
         return self
@@ -55,11 +59,16 @@ class EventStream:
             raise StopAsyncIteration
         try:
             event = await self._mailbox.take()
-        except EngineStoppedError:
-            self._num_live = 0
+        except Exception:
+            self._close()
             raise
         self._num_live -= event.result is not None
         return event
+
+    def put(self, item: Event | Exception) -> None:
+        """Add an event, or the error that ends the stream."""
+        self._mailbox.put(item)
+        _send(self._post)
 
     async def cut(self) -> None:
         """End unfinished replies. Their last events come, with finish reason "cancelled"."""
@@ -97,9 +106,9 @@ class _Mailbox:
     def __init__(self, post: deque[_Mailbox]) -> None:
         self.loop, self._post = asyncio.get_running_loop(), post
         self.arrived = asyncio.Event()
-        self._events: deque[Event | EngineStoppedError] = deque()
+        self._events: deque[Event | Exception] = deque()
 
-    def put(self, event: Event | EngineStoppedError) -> None:
+    def put(self, event: Event | Exception) -> None:
         """Keep an event, from any thread.
 
         Raises:
@@ -117,7 +126,7 @@ class _Mailbox:
             self.arrived.clear()
             await self.arrived.wait()
         event = self._events.popleft()
-        if isinstance(event, EngineStoppedError):
+        if isinstance(event, Exception):
             raise event
         return event
 
@@ -299,9 +308,8 @@ class AsyncLLM:
                     await asyncio.wrap_future(self.llm.grammars.compile(grammar))
             requests = await asyncio.to_thread(self._prepare, asked, **options)
             ids = [request.request_id for request in requests]
-            mailbox = _Mailbox(self._post)
-            stream = EventStream(ids, mailbox, partial(worker.abort, ids))
-            worker.add(requests, mailbox.put)
+            stream = EventStream(ids, partial(worker.abort, ids), self._post)
+            worker.add(requests, stream._mailbox.put)
         except BaseException:
             worker.leave(num_replies)
             raise

@@ -41,9 +41,9 @@ from foredraft.core.errors import ConfigError, nearest
 from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
+    from foredraft.core.record import StepRecord
     from foredraft.engine.policy import Trace
     from foredraft.llm import LLM
-    from foredraft.server.context import StepFeed
 
 
 _HELP_CHARACTERS = 200
@@ -535,7 +535,7 @@ def tracing(path: Path | None, **about: Any) -> Iterator[Callable[..., LLM]]:
         **about: more for the first line of the trace.
 
     Yields:
-        A function of the `LoadOptions` and, where it takes its trace from one, a `StepFeed`.
+        A function of the `LoadOptions`, and of another trace to be called as well.
     """
     if path is None:
         yield load_llm
@@ -545,10 +545,13 @@ def tracing(path: Path | None, **about: Any) -> Iterator[Callable[..., LLM]]:
     with TraceFile(path) as file:
         tracer = file.tracer()
 
-        def load(options: LoadOptions, feed: StepFeed | None = None) -> LLM:
-            if feed is not None:
-                feed.add(tracer)
-            llm = load_llm(options, feed or tracer, evidence=True)
+        def load(options: LoadOptions, other: Trace | None = None) -> LLM:
+            def both(record: StepRecord) -> None:
+                if other is not None:
+                    other(record)
+                tracer(record)
+
+            llm = load_llm(options, both, evidence=True)
             tracer.read_with(llm.tokenizer)
             named = {"model": options.model, "drafter": llm.drafter_name}
             file.begin(**named, num_draft_tokens=options.num_draft_tokens, **about)

@@ -109,7 +109,7 @@ def _run(load: LoadModel, settings: ServerSettings) -> None:
             server.should_exit = True
         elif context.is_ready:  # and not told to end meanwhile
             gc.freeze()  # a model is for ever: looking for garbage in it takes 0.1 s
-            server.when_listening(partial(_greet, context))
+            _greet(context, settings.address(listening.getsockname()[1]))
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     app = create_app(load, settings, ended_or_ready)

@@ -34,7 +34,7 @@ except ImportError as error:
 
     raise ConfigError(f"clusters need Ray: pip install 'foredraft[ray]' ({error})") from error
 
-from foredraft.cluster.remote import FailOvers, RemoteEngine, Sessions
+from foredraft.cluster.remote import RemoteEngine
 from foredraft.cluster.replica import EngineReplica, RemoteModel
 from foredraft.cluster.watch import EngineWatch, RayActors
 from foredraft.core.errors import ConfigError
@@ -109,8 +109,6 @@ class GateReplica:
     """The server without an engine of its own.
 
     Args:
-        engines: the deployment of `EngineReplica`.
-        settings: of the server.
         salt: secret that separates tenants in caches; all gates use the same.
         silence: see `ClusterOptions.engine_timeout`.
     """
@@ -138,7 +136,6 @@ class GateReplica:
 
         await asyncio.wait((describing,), timeout=_AT_ONCE)  # a new gate misses no request
         app = api_app(connect, self._settings, salt=self._salt)
-        app.add_middleware(Sessions)
         self._context: ServerContext = app.state.context
         return app
 
@@ -158,20 +155,11 @@ def connected(
     context: ServerContext,
     application: str = _NAME,
 ) -> RemoteEngine:
-    """The engine of a gate.
-
-    Args:
-        silence: see `ClusterOptions.engine_timeout`.
-    """
-    counter = context.metrics.counter
-    context.metrics.leave_steps_out()
+    """The engine of a gate."""
     _ = model.tokenizer  # read now, and not by the first request
-    fail_overs = FailOvers(
-        counter("resumed", "How often a reply went on in another replica."),
-        counter("lost", "Replies that ended as their replica died."),
-    )
     watch = EngineWatch(RayActors(application, _ENGINE), silence)
-    return RemoteEngine(engines, model, fail_overs, context.settings.request_timeout, watch)
+    patience = context.settings.request_timeout
+    return RemoteEngine(engines, model, context.metrics, patience, watch)
 
 
 def engine_application(
@@ -262,9 +250,6 @@ def app(args: Mapping[str, Any]) -> Application:
     Args:
         args: fields of `ClusterOptions`; ``load`` with options of `LLM.load`, and ``server`` with
             those of `ServerSettings`.
-
-    Raises:
-        ConfigError: one of them cannot be used.
     """
     sizes = dict(args)
     load, server = sizes.pop("load", {}), sizes.pop("server", {})

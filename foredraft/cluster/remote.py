@@ -7,19 +7,17 @@ import itertools
 import logging
 import secrets
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextvars import Context, ContextVar
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any
 
-from prometheus_client import Counter
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from foredraft.async_llm import EventStream
 from foredraft.cluster.replica import AskedReply, RemoteModel
 from foredraft.cluster.watch import EngineWatch
 from foredraft.core.errors import EngineStoppedError, ForedraftError, QueueFullError
@@ -27,6 +25,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rng import SEED_BITS
 from foredraft.engine.request import Event, ReplySoFar
 from foredraft.engine.stats import EngineStats
+from foredraft.server.metrics import Metrics
 
 _log = logging.getLogger("foredraft.cluster")
 _KEY_TOKENS = 256
@@ -38,43 +37,15 @@ _PAUSE = 0.2
 """Seconds before another replica is asked, times the number of lost ones."""
 _LOST = (RayError, EngineStoppedError)
 """Errors that mean that a replica is gone or unusable."""
-_SESSION: ContextVar[str | None] = ContextVar("session", default=None)
-
-
-class Sessions:
-    """Middleware that notes the header ``x-session-id``: requests of a session share a replica."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            _SESSION.set(Headers(scope=scope).get("x-session-id"))
-        await self._app(scope, receive, send)
 
 
 def affinity_key(prompt: Sequence[int], tenant: str | None, session: str | None = None) -> str:
     """Equal for requests that should meet in one replica, where what they share is cached.
 
-    It is the session that the client names, by a header or as ``session``; else the beginning of
-    the prompt, which stays the same as a chat grows.
+    It is the session, or else the beginning of the prompt, which stays the same as a chat grows.
     """
-    session = _SESSION.get() or session
     text = array("q", prompt[:_KEY_TOKENS]).tobytes() if session is None else session.encode()
     return blake2b((tenant or "").encode() + b"\0" + text, digest_size=16).hexdigest()
-
-
-@dataclass(frozen=True)
-class FailOvers:
-    """Counters.
-
-    Attributes:
-        resumed: replies that were continued in another replica.
-        lost: replies that could not.
-    """
-
-    resumed: Counter
-    lost: Counter
 
 
 @dataclass(eq=False)
@@ -113,51 +84,17 @@ class _Reply:
         return event._replace(request_id=number, parent_id=parent, result=result)
 
 
-class RemoteReplies(AsyncIterator[Event]):
-    """The events of replies as they come: see `ServedReplies`.
+def _new_stream(request_ids: Sequence[int]) -> tuple[EventStream, list[asyncio.Task[None]]]:
+    """A stream, and the tasks that bring its events, which are cancelled when it is closed."""
+    tasks: list[asyncio.Task[None]] = []
 
-    Attributes:
-        request_ids: of the replies.
-    """
-
-    def __init__(self, request_ids: Sequence[int]) -> None:
-        self.request_ids = request_ids
-        self._num_live = len(request_ids)
-        self._mailbox: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def run(self, task: asyncio.Task[None]) -> None:
-        """Set the task that brings the events of a reply; closing this cancels it."""
-        self._tasks.append(task)
-
-    def put(self, item: Event | Exception) -> None:
-        """Pass on an event, or the error that ends the reply."""
-        self._mailbox.put_nowait(item)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Event:
-        item = await self._mailbox.get() if self._num_live else None
-        if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, Exception):
-            await self.aclose()
-            raise item
-        self._num_live -= item.result is not None
-        return item
-
-    async def cut(self) -> None:
-        """As `aclose`: an engine elsewhere sends no result of a reply that is cancelled."""
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Abort unfinished replies."""
-        if self._num_live:
-            self._num_live = 0
-            self._mailbox.put_nowait(None)  # a reader may be waiting
-        for task in self._tasks:
+    def abort() -> None:
+        stream.put(StopAsyncIteration())  # an engine elsewhere sends no result of what is cancelled
+        for task in tasks:
             task.cancel()
+
+    stream = EventStream(request_ids, abort)
+    return stream, tasks
 
 
 async def _all_taken(
@@ -180,14 +117,10 @@ class RemoteEngine:
 
     Args:
         handle: of the deployment of `EngineReplica`.
-        model: what the engines run.
-        fail_overs: counters.
+        metrics: of the gate, which counts fail-overs in place of an engine's steps.
         patience: seconds that a request may wait for an engine.
-        watch: of the engines.
 
     Attributes:
-        llm: the same as ``model``.
-        watch: the same as that argument.
         is_alive: a gate's process has nothing that a restart would mend.
     """
 
@@ -197,12 +130,15 @@ class RemoteEngine:
         self,
         handle: DeploymentHandle,
         model: RemoteModel,
-        fail_overs: FailOvers,
+        metrics: Metrics,
         patience: float,
         watch: EngineWatch,
     ) -> None:
-        self._handle, self.llm, self._fail_overs = handle, model, fail_overs
+        self._handle, self.llm = handle, model
         self._patience, self.watch = patience, watch
+        metrics.leave_steps_out()
+        self._resumed = metrics.counter("resumed", "How often a reply went on in another replica.")
+        self._lost = metrics.counter("lost", "Replies that ended as their replica died.")
         self._ids = itertools.count()
         self._live: set[_Reply] = set()
 
@@ -223,29 +159,29 @@ class RemoteEngine:
         tenant: str | None = None,
         priority: int = 0,
         session: str | None = None,
-    ) -> RemoteReplies:
+    ) -> EventStream:
         """Submit several requests, or none of them; see `ServedEngine.open_all`."""
         replies = [
             reply
             for prompt, params in asked
             for reply in self._replies(prompt, params, tenant, priority, session)
         ]
-        stream = RemoteReplies([reply.number for reply in replies])
+        stream, tasks = _new_stream([reply.number for reply in replies])
         for reply in replies:
             # Ray takes the id of a call from the context, and its router holds calls apart by their
             # ids: those of one HTTP request need contexts of their own.
             bringing = self._run(reply, stream.put)
-            stream.run(asyncio.create_task(bringing, context=Context()))
+            tasks.append(asyncio.create_task(bringing, context=Context()))
         try:
             waiting = await _all_taken((reply.accepted for reply in replies), _AT_ONCE)
         except BaseException:
             await stream.aclose()
             raise
         if waiting:  # the client gets headers, and hears later what comes of it
-            stream.run(asyncio.create_task(self._wait(waiting, stream)))
+            tasks.append(asyncio.create_task(self._wait(waiting, stream)))
         return stream
 
-    async def _wait(self, waiting: Iterable[asyncio.Future[None]], stream: RemoteReplies) -> None:
+    async def _wait(self, waiting: Iterable[asyncio.Future[None]], stream: EventStream) -> None:
         """Pass on that an engine refuses a reply, or that none has room in time."""
         try:
             if await _all_taken(waiting, self._patience):
@@ -289,7 +225,7 @@ class RemoteEngine:
             if not reply.accepted.done():
                 reply.accepted.set_exception(error)
                 return
-            self._fail_overs.lost.inc()
+            self._lost.inc()
             _log.error("a reply is lost after %d events: %s", len(reply.events), error)
             put(EngineStoppedError(f"the reply could not be brought to its end: {error}"))
         finally:
@@ -314,7 +250,7 @@ class RemoteEngine:
                 num_lost = 1 if len(reply.events) > num_events else num_lost + 1
                 if num_lost > _MOST_LOST:
                     raise EngineStoppedError(f"{num_lost} replicas were lost: {error}") from error
-                self._fail_overs.resumed.inc()
+                self._resumed.inc()
                 _log.warning("a replica is lost; its reply goes on elsewhere: %s", error)
             await asyncio.sleep(_PAUSE * num_lost)
 

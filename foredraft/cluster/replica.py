@@ -27,9 +27,7 @@ class AskedReply:
     """One reply, as a gate asks for it.
 
     Attributes:
-        prompt: token ids.
         params: with the seed of this very reply.
-        tenant: the owner of the request.
         priority: requests of higher numbers go first.
         so_far: tokens that another engine has committed; none for a new reply.
     """

@@ -22,11 +22,7 @@ _SLICE = 0.1
 
 
 class RayActors:
-    """The replicas of a deployment of Ray Serve.
-
-    Args:
-        application, deployment: their names.
-    """
+    """The replicas of a deployment of Ray Serve."""
 
     def __init__(self, application: str, deployment: str) -> None:
         self._application, self._deployment = application, deployment
@@ -67,7 +63,6 @@ class EngineWatch:
     a container pauses, has time to answer.
 
     Args:
-        actors: the engines' processes.
         silence: seconds from an engine's last sign of life until its replies have gone on
             elsewhere. Half a second passes until the next question, one is for the hand-over, and
             in the rest an engine must answer.

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
-from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from foredraft.engine.request import Event, GenerationResult
+from foredraft.engine.text import Piece
 from foredraft.server.context import ServerContext
 from foredraft.server.errors import ApiError, as_api_error
-from foredraft.server.generation import GenerationRequest, ReplyState
+from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.resume import StreamPlace
 from foredraft.server.usage import speculation_of
 from foredraft.server.wire import JsonResponse, SseResponse, data_event, until_gone
@@ -41,19 +43,18 @@ class Caller:
         key_id: of the key that the request was let in with.
         arrived: when its headers had come, in seconds of `time.perf_counter`.
         size: of its body, in bytes.
-        last_event: id of the last event that the client has, from a stream that broke.
+        headers: that came.
     """
 
     key_id: str | None
     arrived: float
     size: int
-    last_event: str | None
+    headers: Headers
 
 
 async def caller_of(request: Request) -> Caller:
     state = request.state
-    size, last_event = len(await request.body()), request.headers.get("last-event-id")
-    return Caller(state.key_id, state.arrived, size, last_event)
+    return Caller(state.key_id, state.arrived, len(await request.body()), request.headers)
 
 
 Context = Annotated[ServerContext, Depends(context_of)]
@@ -65,28 +66,79 @@ def now() -> int:
 
 
 class AnswerWriter(ABC):
-    """Writes the answer to one request in the form of its API."""
+    """Writes the answer to one request in the form of its API.
+
+    A stream is written as it comes. A whole answer is written at the end, as if each reply had come
+    in one step.
+    """
 
     def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
         self.context, self.request = context, request
         self.tokenizer = context.tokenizer  # a server that drains has none for new requests
 
-    @abstractmethod
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer at the end."""
+    def begin(self, generation: Generation) -> Iterable[bytes]:
+        """The events of a stream that is accepted."""
+        return ()
 
     @abstractmethod
-    def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as a stream, an event a step."""
+    def step(self, generation: Generation, index: int, event: Event) -> Iterable[bytes]:
+        """The events for a step of a reply."""
+
+    def end(self, generation: Generation) -> Iterable[bytes]:
+        """The events behind the last step."""
+        return ()
+
+    @abstractmethod
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        """The whole answer."""
+
+    async def whole(self) -> dict[str, Any]:
+        async with self.context.generation(self.request) as generation:
+            async for _ in generation:
+                pass
+            # Of a long reply with log probabilities it is a million numbers.
+            return await asyncio.to_thread(self.answer, generation)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The first event is empty, and comes as soon as the request is accepted."""
+        async with self.context.generation(self.request) as generation:
+            yield b""
+            for written in self.begin(generation):
+                yield written
+            async for index, event in generation:
+                for written in await self._made(self.step(generation, index, event)):
+                    yield written
+            for written in await self._made(self.end(generation)):
+                yield written
+
+    async def _made(self, events: Iterable[bytes]) -> Iterable[bytes]:
+        """The same; those with log probabilities are made on a thread, for there may be many."""
+        if self.request.params.logprobs is None:
+            return events
+        return await asyncio.to_thread(lambda: [*events])
 
     def error_event(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""
         return data_event(error.for_openai)
 
-    def metrics(self, replies: Sequence[ReplyState]) -> dict[str, Any]:
+    def metrics(self, generation: Generation) -> dict[str, Any]:
         """The field ``metrics`` of an answer, where it has one."""
-        figures = speculation_of(replies, self.context.settings.request_metrics)
+        figures = speculation_of(generation.replies, self.context.settings.request_metrics)
         return {"metrics": figures} if figures else {}
+
+
+def in_one_step(result: GenerationResult | None) -> Event:
+    """A reply that is over, as one event."""
+    assert result is not None
+    return Event(
+        result.request_id,
+        result.token_ids,
+        num_accepted=0,
+        pieces=(Piece(result.text, drafted=False),),
+        logprobs=result.logprobs or (),
+        prompt_logprobs=result.prompt_logprobs,
+        result=result,
+    )
 
 
 async def respond(writer: AnswerWriter, is_stream: bool | None, http: Request) -> Response:
@@ -146,11 +198,7 @@ async def stream_of(
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client disconnects.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
+    """The result of ``work``, which is cancelled when the client disconnects."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(until_gone(request.receive))
     try:
@@ -165,57 +213,28 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait((working,))
 
 
-class ErrorDetail(BaseModel):
-    """What is wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+_TYPES = {str: "string", int: "integer", bool: "boolean", list: "array", dict: "object"}
 
 
-class ErrorBody(BaseModel):
-    """OpenAI's shape of an error."""
-
-    error: ErrorDetail
-
-
-class AnthropicErrorDetail(BaseModel):
-    """What is wrong."""
-
-    type: str
-    message: str
+def json_answer(description: str, **fields: type) -> dict[str, Any]:
+    """An answer for the OpenAPI document: an object with these fields, and others."""
+    properties = {name: {"type": _TYPES[kind]} for name, kind in fields.items()}
+    schema = {"type": "object", "properties": properties, "required": [*fields]}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-class AnthropicErrorBody(BaseModel):
-    """Anthropic's shape of an error."""
-
-    type: str
-    error: AnthropicErrorDetail
-
-
-_TEXTS = {
-    400: "a field cannot be used as given",
-    401: "the API key is missing or unknown",
-    403: "the server was called by a name that is not its own",
-    404: "no such model or route",
-    408: "the body or the reply took too long",
-    413: "the body is too large",
-    415: "the body is not declared as JSON",
-    429: "too many requests wait; Retry-After says when to come again",
-    500: "the reply failed",
-    503: "the server is loading or shutting down",
-}
-
-
-def error_responses(model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a route, for the OpenAPI document."""
-    return {status: {"model": model, "description": text} for status, text in _TEXTS.items()}
-
-
-def streamed(description: str, model: type[BaseModel]) -> dict[str, Any]:
+def streamed(description: str, **fields: type) -> dict[str, Any]:
     """The good answer of a route that may stream, for the OpenAPI document."""
-    text = {"type": "string"}
-    event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
-    content = {"text/event-stream": {"schema": event}}
-    return {"description": description, "content": content, "model": model}
+    answer = json_answer(description, **fields)
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    answer["content"]["text/event-stream"] = {"schema": event}
+    return answer
+
+
+def error_responses(**fields: type) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route, for the OpenAPI document; OpenAI's unless fields are given."""
+    fields = fields or {"error": dict}
+    return {
+        "4XX": json_answer("the request cannot be answered as it is: `error` says why", **fields),
+        "5XX": json_answer("the server cannot answer, or the reply failed", **fields),
+    }

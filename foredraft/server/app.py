@@ -15,21 +15,21 @@ from starlette.requests import ClientDisconnect
 
 from foredraft.async_llm import AsyncLLM
 from foredraft.core.errors import ForedraftError
+from foredraft.engine.policy import Trace
 from foredraft.llm import LLM
 from foredraft.server import info
 from foredraft.server.answers import DEFAULTS_HEADER, IGNORED_HEADER
-from foredraft.server.context import ServerContext, StepFeed
+from foredraft.server.context import ServerContext
 from foredraft.server.dialects import chat, completions, infill, messages, responses, tokenize
 from foredraft.server.engine import LoadEngine
 from foredraft.server.errors import ApiError, answer
 from foredraft.server.gate import REQUEST_IDS, AccessLog, BodyLimits, Gate
 from foredraft.server.page_routes import include_page, is_page_file
 from foredraft.server.settings import ServerSettings
-from foredraft.server.spans import TraceParents
 from foredraft.version import __version__
 
-LoadModel = Callable[[StepFeed], LLM]
-"""Loads the model; its engine calls the feed after each step."""
+LoadModel = Callable[[Trace], LLM]
+"""Loads the model; its engine calls the trace after each step."""
 
 _TITLE = "foredraft"
 _ROUTES = (chat, completions, infill, responses, messages, tokenize, info)
@@ -45,7 +45,7 @@ def create_app(
     While the model is loaded it answers with 503.
 
     Args:
-        load: loads the model, on a thread of its own. It gets the feed that its engine must call
+        load: loads the model, on a thread of its own. It gets the trace that its engine must call
             after each step.
         settings: None takes those of the environment.
         when_loaded: called when the model is loaded, or could not be (`ServerContext.failure`).
@@ -56,7 +56,7 @@ def create_app(
     loaded: list[LLM] = []
 
     def load_here(context: ServerContext) -> AsyncLLM:
-        llm = load(context.steps)
+        llm = load(context.metrics.add_step)
         loaded.append(llm)
         context.metrics.watch_speculation(llm)
         if llm.grammars is not None:
@@ -143,5 +143,3 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
             ],
         )
     app.add_middleware(AccessLog, metrics=context.metrics)
-    if context.spans.sends:
-        app.add_middleware(TraceParents)

@@ -48,12 +48,7 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request.
-
-    Attributes:
-        status: HTTP status; 200 is success.
-        body: as the server would send it.
-    """
+    """The answer to one request."""
 
     status: int
     body: Mapping[str, Any]
@@ -133,7 +128,6 @@ class AnswerFile:
 
     Raises:
         ConfigError: the file holds something else, or another run is writing to it.
-        OSError: it cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,8 +208,6 @@ class BatchSummary:
         answered: requests that got a reply.
         failed: requests that were refused or went wrong; their answers say why.
         skipped: requests that had been answered before.
-        prompt_tokens: of the requests answered now.
-        completion_tokens: of the replies of now.
     """
 
     answered: int = 0
@@ -241,13 +233,7 @@ async def run_batch(
     concurrency: int,
     on_answer: Callable[[BatchSummary], object] = lambda summary: None,
 ) -> BatchSummary:
-    """Run the requests that have no answer yet, several at a time.
-
-    Args:
-        ask: answers one request.
-        concurrency: most requests under way.
-        on_answer: called after each answer was written.
-    """
+    """Run the requests that have no answer yet, several at a time."""
     summary = BatchSummary()
     requests = read_requests(path)
 

@@ -48,11 +48,7 @@ class ParsedRoute(APIRoute):
 
 
 def _parsed(body: bytes) -> Any:
-    """JSON, with long lists of numbers in pieces: one call holds the interpreter's lock all along.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """JSON, with long lists of numbers in pieces: one call holds the lock all along."""
     plain = body.replace(rb"\\", b"__").replace(rb"\"", b"__")
     mark = f"0e{secrets.randbits(64)}"  # stands for a list meanwhile
     pieces, lists, looked_at, copied, num_quotes = list[bytes](), list[list[int]](), 0, 0, 0

@@ -16,7 +16,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from foredraft.core.record import StepRecord
 from foredraft.engine.request import owner_name
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.engine import LoadEngine, ServedEngine, ServedModel
@@ -31,34 +30,6 @@ from foredraft.server.spans import spans_to
 from foredraft.system.priority import lower_priority
 
 _log = logging.getLogger("foredraft.server")
-
-Watcher = Callable[[StepRecord], None]
-
-
-class StepFeed:
-    """Passes each step of the engine on to watchers. The engine takes it as its trace.
-
-    Watchers run on the engine's thread between two steps, so they must be quick. A watcher that
-    raises is removed.
-    """
-
-    def __init__(self) -> None:
-        self._watchers: tuple[Watcher, ...] = ()
-
-    def add(self, watcher: Watcher) -> None:
-        self._watchers = (*self._watchers, watcher)
-
-    def remove(self, watcher: Watcher) -> None:
-        self._watchers = tuple(each for each in self._watchers if each != watcher)
-
-    def __call__(self, record: StepRecord) -> None:
-        for watcher in self._watchers:
-            try:
-                watcher(record)
-            except Exception as error:
-                self.remove(watcher)
-                _log.warning("a watcher of steps failed and is dropped: %s", error, exc_info=error)
-
 
 End = Callable[[ApiError], Coroutine[Any, Any, None]]
 """Ends work for a client early."""
@@ -79,9 +50,6 @@ class ServerContext:
             fresh one.
 
     Attributes:
-        steps: the engine's steps, for watchers.
-        metrics: the figures of `/metrics`.
-        spans: makes the spans of requests.
         failure: the exception if the model could not be loaded.
     """
 
@@ -91,9 +59,7 @@ class ServerContext:
         self.settings, self._load = settings, load
         self._salt = salt or secrets.token_bytes(32)
         self.keys = ApiKeys.of(settings)
-        self.steps = StepFeed()
         self.metrics = Metrics()
-        self.steps.add(self.metrics.add_step)
         self.spans = spans_to(settings.otlp_traces_endpoint)
         self.created = int(time.time())
         self.failure: BaseException | None = None
@@ -253,7 +219,7 @@ class ServerContext:
         ):
             engine = self.engine
             stream = await engine.open_all(
-                request.asked(self.llm),
+                [(prompt, request.params) for prompt in request.prompts],
                 tenant=request.tenant,
                 priority=request.priority,
                 session=request.session,
@@ -273,11 +239,7 @@ class ServerContext:
 
     @contextlib.contextmanager
     def _counted(self, tenant: str | None, num_replies: int) -> Iterator[None]:
-        """Counts the live replies of a key.
-
-        Raises:
-            ApiError: 429: it has as many as one key may have.
-        """
+        """Counts the live replies of a key."""
         owner, most = owner_name(tenant) or "", self.settings.max_live_per_key
         num_live = self._num_live_of[owner] + num_replies
         if owner and most and num_live > most:

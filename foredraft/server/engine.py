@@ -44,42 +44,32 @@ class ServedModel(Protocol):
 
 
 class ServedReplies(Protocol):
-    """The events of replies as they come; the last one of each carries its result.
-
-    Attributes:
-        request_ids: of the replies: prompts one after the other, ``n`` replies to each.
-    """
+    """The events of replies as they come: see `foredraft.async_llm.EventStream`."""
 
     @property
     def request_ids(self) -> Sequence[int]: ...
-
     def __aiter__(self) -> AsyncIterator[Event]: ...
-
     async def __anext__(self) -> Event: ...
-
-    async def cut(self) -> None:
-        """End unfinished replies, whose results may still come with the text that they have."""
-
-    async def aclose(self) -> None:
-        """Abort unfinished replies."""
+    async def cut(self) -> None: ...
+    async def aclose(self) -> None: ...
 
 
 class ServedEngine(Protocol):
-    """Runs requests: `foredraft.async_llm.AsyncLLM`, or a client of engines elsewhere."""
+    """Runs requests: `foredraft.async_llm.AsyncLLM`, which see, or a client of engines elsewhere.
+
+    Attributes:
+        is_healthy: whether it takes requests.
+        is_alive: whether it will take requests without a restart of the process.
+    """
 
     @property
     def llm(self) -> ServedModel: ...
-
     @property
-    def is_healthy(self) -> bool:
-        """Whether it takes requests."""
-
+    def is_healthy(self) -> bool: ...
     @property
-    def is_alive(self) -> bool:
-        """Whether it will take requests without a restart of the process."""
-
-    def stats(self) -> EngineStats:
-        """Counts of its work so far and of its live requests. Never waits."""
+    def is_alive(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    async def aclose(self, *, drain: bool = True) -> None: ...
 
     async def open_all(
         self,
@@ -89,21 +79,13 @@ class ServedEngine(Protocol):
         priority: int = 0,
         session: str | None = None,
     ) -> ServedReplies:
-        """Submit several requests, or none of them.
+        """Submit several requests, or none of them; raises as `AsyncLLM.open`.
 
         Args:
             asked: prompts, each with its parameters.
             session: with several engines, requests of one session go to one engine, whose cache
                 they share.
-
-        Raises:
-            QueueFullError: too many requests are waiting.
-            EngineStoppedError: it takes none any more.
-            PromptError, ConfigError: a prompt or a parameter cannot be used.
         """
-
-    async def aclose(self, *, drain: bool = True) -> None:
-        """Take no more requests. Running ones finish, or are aborted."""
 
 
 LoadEngine = Callable[["ServerContext"], ServedEngine]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,16 +47,6 @@ _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
 _OPERATORS = (CapabilityError,)
 """Configuration errors of the server's operator, not of the client."""
-
-_FORMS = {
-    "str": "text",
-    "list[str]": "a list of texts",
-    "list[int]": "token ids",
-    "list[list[int]]": "a list of lists of token ids",
-    "list[dict[str,any]]": "a list of objects",
-    "dict[str,any]": "an object",
-}
-"""Forms of a field, by pydantic's names for them."""
 
 
 class ApiError(Exception):
@@ -182,20 +172,11 @@ def _invalid(error: RequestValidationError) -> ApiError:
     if first["type"] == "value_error":  # of a check of our own
         return ApiError(400, f"{path[0]}: {first['ctx']['error']}", param=path[0])
     value, wrong = shown(first.get("input")), first["msg"].lower()
-    if forms := _forms(problems, path[0]):
+    inner = [each["loc"][2] for each in problems if len(each["loc"]) > 2]
+    forms = [each for each in dict.fromkeys(inner) if isinstance(each, str)]
+    if len(forms) > 1:  # pydantic has an error for each
         where, wrong = path[0], f"it must be {' or '.join(forms)}"
     return ApiError(400, f"{where} is {value}: {wrong}", param=path[0])
-
-
-def _forms(problems: Sequence[Any], field: str) -> list[str]:
-    """The forms that a field may have, if there are several: pydantic has an error for each."""
-    tags = [
-        str(each["loc"][2])
-        for each in problems
-        if each["loc"][1:2] == (field,) and len(each["loc"]) > 2
-    ]
-    known = [_FORMS[tag] for tag in dict.fromkeys(tags) if tag in _FORMS]
-    return known if tags and tags[0] in _FORMS else []
 
 
 async def answer(request: Request, error: Exception) -> Response:

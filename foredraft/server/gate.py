@@ -15,6 +15,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.core.errors import ConfigError
@@ -219,16 +220,16 @@ class BodyLimits:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        request = Request(scope, receive)
         try:
             try:
-                body = await self._read(headers, receive)
+                body = await self._read(request)
             except ApiError:
-                await _discard(receive, 4 * self._settings.max_body_bytes)
+                await _discard(request, 4 * self._settings.max_body_bytes)
                 raise
-            if body is None:
-                return
-            await self._check(headers, body)
+            await self._check(request.headers, body)
+        except ClientDisconnect:
+            return
         except ApiError as error:
             error.headers["Connection"] = "close"
             await error.response(scope["path"])(scope, receive, send)
@@ -240,19 +241,23 @@ class BodyLimits:
 
         await self._app(scope, replay, send)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None if the client has left."""
-        limit = self._settings.max_body_bytes
-        named = headers.get("content-length", "")
-        if named and "transfer-encoding" in headers:  # RFC 9112, 6.1: it may be smuggled
+    async def _read(self, request: Request) -> bytes:
+        limit, chunks, size = self._settings.max_body_bytes, list[bytes](), 0
+        named = request.headers.get("content-length", "")
+        if named and "transfer-encoding" in request.headers:  # RFC 9112, 6.1: it may be smuggled
             raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
         if named.isdecimal() and int(named[:20]) > limit:
             raise _too_large(limit)
         try:
             async with asyncio.timeout(self._settings.body_timeout):
-                return await _collect(receive, limit)
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > limit:
+                        raise _too_large(limit)
         except TimeoutError:
             raise ApiError(408, "the body did not come in time", code="body_timeout") from None
+        return b"".join(chunks)
 
     async def _check(self, headers: Headers, body: bytes) -> None:
         """Refuse a body that has come and is no JSON within bounds."""
@@ -266,29 +271,14 @@ class BodyLimits:
         await asyncio.to_thread(_check_structure, body, self._settings.max_depth)
 
 
-async def _collect(receive: Receive, limit: int) -> bytes | None:
-    chunks, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > limit:
-            raise _too_large(limit)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-
-
-async def _discard(receive: Receive, most: int) -> None:
+async def _discard(request: Request, most: int) -> None:
     """Read the rest of a body up to ``most`` bytes: a client that still sends reads no answer."""
     size = 0
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(_DISCARD_SECONDS):
-            while size < most:
-                message = await receive()
-                size += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size >= most:
                     return
 
 
@@ -299,9 +289,6 @@ def _too_large(limit: int) -> ApiError:
 def _check_structure(body: bytes, max_depth: int) -> None:
     """Refuse JSON that would be costly to parse. It is not parsed: only what stands outside of its
     strings is looked at.
-
-    Raises:
-        ApiError: it is too deep, or has too many parts.
     """
     num_quotes = num_parts = depth = 0
     rest = Rests()

@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Literal
 
 from foredraft.core.params import SamplingParams
-from foredraft.engine.engine import check_ids, context_holds
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.server.engine import ServedModel, ServedReplies
+from foredraft.server.engine import ServedReplies
 from foredraft.server.errors import ApiError
 from foredraft.server.formats.base import Format
 from foredraft.server.replies import ReplyParser
@@ -49,9 +48,9 @@ class GenerationRequest:
         tools: that a reply may call.
         thinks: whether a reply may begin with thoughts.
         in_thoughts: whether the prompt has opened them.
-        scores_only: whether nothing is to be generated: the prompts are only scored, and the log
-            probabilities of a prompt's last token are reported as those of its reply.
+        scores_only: whether the prompts are only scored: the one token of each reply is not shown.
         place: in the stream of one reply; None: it cannot be resumed.
+        headers: of the HTTP request.
         reply_id: a part of the ids of the answer.
     """
 
@@ -73,6 +72,7 @@ class GenerationRequest:
     in_thoughts: bool = False
     scores_only: bool = False
     place: StreamPlace | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def reply_id(self) -> str:
@@ -81,17 +81,6 @@ class GenerationRequest:
     def new_parser(self) -> ReplyParser:
         tools, is_one = self.tools.tools, not self.tools.parallel
         return ReplyParser(self.form, tools, self.thinks, self.in_thoughts, is_one)
-
-    def asked(self, model: ServedModel) -> list[tuple[list[int], SamplingParams]]:
-        """The prompts and parameters that the engine is given.
-
-        Raises:
-            PromptError: a prompt to be scored is longer than the context, or its last token is no
-                id.
-        """
-        if not self.scores_only:
-            return [(prompt, self.params) for prompt in self.prompts]
-        return [_scoring(model, prompt, self.params) for prompt in self.prompts]
 
 
 @dataclass
@@ -234,32 +223,6 @@ class Generation:
             raise ApiError(400, text, param=result.error_field, code=result.error_code)
         if result.finish_reason == "error":
             raise ApiError(500, f"the reply failed: {result.error}", code="generation_failed")
-
-
-def _scoring(
-    model: ServedModel, prompt: list[int], params: SamplingParams
-) -> tuple[list[int], SamplingParams]:
-    """The prompt and parameters that score a prompt: its last token is generated.
-
-    The engine generates at least one token. Generating the last token of the prompt, as the only
-    one allowed, lets the prompt fill the context. A prompt of one token is kept whole; the token
-    that is generated after it is not shown.
-
-    Raises:
-        PromptError: the prompt is longer than the context, or its last token is no id.
-    """
-    limit = model.max_context
-    check_ids(prompt, model.vocab_size, limit, context_holds(limit))
-    *start, last = prompt
-    if not start:
-        return prompt, params
-    return start, SamplingParams(
-        max_tokens=1,
-        n=params.n,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        allowed_token_ids=[last],
-    )
 
 
 def finish_reason(result: GenerationResult, num_calls: int = 0) -> str:

@@ -41,7 +41,6 @@ class CompletionLogprobs:
     """``choices[].logprobs`` of completions, whose offsets go on from chunk to chunk.
 
     Args:
-        tokenizer: the model's.
         prompt: the tokens that the reply continues.
         num_top: how many of the likeliest tokens were asked for.
     """
@@ -83,7 +82,6 @@ class ReplyLogprobs:
     A stretch of text gets those of its own tokens, independent of the steps.
 
     Args:
-        tokenizer: the model's.
         prompt: the tokens that the reply continues.
         skip_special_tokens: whether special tokens are no text of the reply.
     """

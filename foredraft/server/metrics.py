@@ -22,9 +22,6 @@ _PREFIX = "foredraft"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
-_PARTS = ("draft", "score", "verify", "learn")
-
-
 _LEDGER = {
     "ledger_plain_seconds": ("Estimated time of all tokens without drafts.", "plain_ms"),
     "ledger_spent_seconds": ("Time that they took.", "spent_ms"),
@@ -87,8 +84,6 @@ class Metrics:
         self._reply_sizes = self._histogram(
             "request_generation_tokens", "Tokens of a reply.", _TOKENS
         )
-        self._positions: dict[int, Counter] = {}
-        self._parts = {part: self._times.labels(part) for part in _PARTS}
         self._seen = self._gauge(
             "drafter_first_token_acceptance",
             "How often a drafter's first token is right.",
@@ -118,13 +113,13 @@ class Metrics:
 
         def cache_usage() -> float:
             stats = engine.stats()
-            held, free = stats.cache_tokens or 0, stats.cache_free_tokens
-            return held / (held + free) if free is not None and held + free else 0.0
+            held, free = stats.cache_tokens, stats.cache_free_tokens
+            return held / (held + free) if held + free else 0.0
 
         stats: dict[str, tuple[str, Callable[[], float]]] = {
             "num_requests_running": ("Requests in the batch.", lambda: engine.stats().running),
             "num_requests_waiting": ("Requests that wait.", lambda: engine.stats().waiting),
-            "kv_cache_tokens": ("Tokens in the cache.", lambda: engine.stats().cache_tokens or 0),
+            "kv_cache_tokens": ("Tokens in the cache.", lambda: engine.stats().cache_tokens),
             "kv_cache_usage_perc": ("Share of the cache in use.", cache_usage),
         }
         for name, (text, read) in stats.items():
@@ -166,10 +161,8 @@ class Metrics:
         self._steps.inc()
         self._preemptions.inc(record.num_preempted)
         times = record.times
-        for part, ms in zip(
-            _PARTS, (times.draft_ms, times.score_ms, times.verify_ms, times.learn_ms), strict=True
-        ):
-            self._parts[part].inc(ms / 1000)
+        for part in ("draft", "score", "verify", "learn"):
+            self._times.labels(part).inc(getattr(times, f"{part}_ms") / 1000)
         for row in record.rows:
             if len(row.proposal.tree):
                 self._add_draft(row)
@@ -190,17 +183,19 @@ class Metrics:
             self._generated.inc(reply.num_tokens)
             self._prompt_sizes.observe(reply.num_prompt_tokens)
             self._reply_sizes.observe(reply.num_tokens)
-            if reply.arrived:
-                self._first_token.observe(reply.arrived[0] - generation.began)
-                self._add_gaps(reply.arrived, reply.num_tokens)
+            arrived = reply.arrived
+            if arrived:
+                self._first_token.observe(arrived[0] - generation.began)
+            if len(arrived) > 1:
+                self._between.observe((arrived[-1] - arrived[0]) / (reply.num_tokens - 1))
             if reply.result is None:
                 self._aborted.inc()
                 continue
             self._cache_queries.inc(reply.num_prompt_tokens)
             self._cache_hits.inc(reply.result.num_cached_tokens)
             self._finished.labels(reply.result.finish_reason).inc()
-            if reply.arrived:
-                self._whole.observe(reply.arrived[-1] - generation.began)
+            if arrived:
+                self._whole.observe(arrived[-1] - generation.began)
 
     def add_response(self, route: str, status: int) -> None:
         """Count an answer."""
@@ -211,13 +206,7 @@ class Metrics:
         self._drafted.inc(len(row.proposal.tree))
         self._accepted.inc(row.num_accepted)
         for position in range(row.num_accepted):
-            if position not in self._positions:
-                self._positions[position] = self._by_position.labels(str(position))
-            self._positions[position].inc()
-
-    def _add_gaps(self, arrived: list[float], num_tokens: int) -> None:
-        if num_tokens > 1 and len(arrived) > 1:
-            self._between.observe((arrived[-1] - arrived[0]) / (num_tokens - 1))
+            self._by_position.labels(str(position)).inc()
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """A further counter."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +67,7 @@ class _Page:
     def __init__(self, context: ServerContext, llm: Callable[[], LLM]) -> None:
         self._context, self._llm = context, llm
         self._under_way: Counter[str] = Counter()
-        self._forward = asyncio.Lock()
+        self.turn = asyncio.Lock()  # each forward takes a turn of the engine
         self._lanes: Lanes | None = None
 
     @property
@@ -87,7 +87,7 @@ class _Page:
             ConfigError, PromptError: it cannot be run.
         """
         page_runs = self._context.metrics.page_runs
-        with self._one_of_few("runs"), page_runs.track_inprogress():
+        with self.one_of_few("runs"), page_runs.track_inprogress():
             tenant = self._context.tenant(key_id, None)
             errors = list[ApiError]()  # of a drain or a timeout, which end the run
 
@@ -107,19 +107,8 @@ class _Page:
                     with anyio.CancelScope(shield=True):
                         await run_in_threadpool(steps.close)  # type: ignore[attr-defined]
 
-    @asynccontextmanager
-    async def one_forward(self) -> AsyncIterator[None]:
-        """One forward of the page at a time: each takes a turn of the engine.
-
-        Raises:
-            ApiError: 429: too many wait already.
-        """
-        with self._one_of_few("forwards"):
-            async with self._forward:
-                yield
-
     @contextmanager
-    def _one_of_few(self, kind: str) -> Iterator[None]:
+    def one_of_few(self, kind: str) -> Iterator[None]:
         """Counts what is under way of a kind, and refuses more than `MAX_RUNS`."""
         if self._under_way[kind] >= MAX_RUNS:
             said = f"{MAX_RUNS} {kind} of the page are under way: try again in a moment"
@@ -185,8 +174,9 @@ def include_page(app: FastAPI, context: ServerContext, llm: Callable[[], LLM]) -
 
     @router.post("/page/forward")
     async def forward(body: ForwardBody) -> Response:
-        async with page.one_forward():
-            ms = await run_in_threadpool(lambda: page.lanes.forward_ms(body.num_tokens))
+        with page.one_of_few("forwards"):
+            async with page.turn:
+                ms = await run_in_threadpool(lambda: page.lanes.forward_ms(body.num_tokens))
         return JsonResponse({"num_tokens": body.num_tokens, "ms": round(ms, 3)})
 
     app.include_router(router)

@@ -91,11 +91,7 @@ class RunBody(_Body):
 
 
 class Lanes:
-    """Engines of the page's own on the loaded target; the least recently used one goes.
-
-    Args:
-        llm: the served model.
-    """
+    """Engines of the page's own on the loaded target; the least recently used one goes."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -107,11 +103,7 @@ class Lanes:
         return tuple(dict.fromkeys((self._llm.drafter_name, *ready_drafters(self._llm.target))))
 
     def get(self, spec: LaneSpec) -> _Watched:
-        """The engine for a lane.
-
-        Raises:
-            ConfigError: there is no such drafter for it.
-        """
+        """The engine for a lane."""
         if spec.drafter is not None and spec.drafter not in self.drafters:
             raise unknown("drafter", spec.drafter, self.drafters)
         with self._lock:  # one of each

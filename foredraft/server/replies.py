@@ -1,18 +1,58 @@
-"""A reply's text, split as it comes into reasoning, content and tool calls, and into blocks."""
+"""A reply's text, split as it comes into blocks: thoughts, texts and tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from foredraft.engine.request import Event
 from foredraft.server.formats.base import Format, Tool
 from foredraft.server.formats.reading import Incoming, Part
 
+BlockKind = Literal["text", "reasoning", "call"]
+_KINDS: dict[str, BlockKind] = {"content": "text", "reasoning": "reasoning"}
+
+
+@dataclass
+class Block:
+    """One block.
+
+    Attributes:
+        number: from 0.
+        name: of the function that a call is for.
+        call: the number of the call, from 0.
+        text: of the block so far; of a call its arguments.
+    """
+
+    kind: BlockKind
+    number: int
+    name: str = ""
+    call: int = 0
+    text: str = ""
+
+
+class Change(NamedTuple):
+    """A block opens, grows, or closes.
+
+    Attributes:
+        text: that it grows by.
+        at: of texts and thoughts, characters of the reply before it.
+    """
+
+    kind: Literal["open", "delta", "close"]
+    block: Block
+    text: str = ""
+    at: int = 0
+
+    @property
+    def end(self) -> int:
+        """Of texts and thoughts, characters of the reply up to the end of ``text``."""
+        return self.at + len(self.text)
+
 
 class ReplyParser:
-    """Splits a reply at its marks. The parts do not depend on how the text was cut into steps.
+    """Splits a reply at its marks. The blocks do not depend on how the text was cut into steps.
 
     Text that may be the beginning of a mark waits until that is decided. Text between the marks of
     a tool call that is not a call becomes content, marks included.
@@ -25,6 +65,7 @@ class ReplyParser:
         only_first: whether calls behind the first one are left out.
 
     Attributes:
+        blocks: so far.
         num_calls: read so far.
     """
 
@@ -38,117 +79,54 @@ class ReplyParser:
     ) -> None:
         self._text, self._only_first, self.num_calls = Incoming(), only_first, 0
         self._reading = form.reply(self._text, tools, thinks, in_thoughts)
+        self.blocks: list[Block] = []
+        self._is_open = False
 
-    def feed(self, text: str) -> list[Part]:
-        """The parts that are final after this text."""
-        self._text.whole += text
-        return _joined(self._read())
-
-    def close(self) -> list[Part]:
-        """The rest, at the end of the reply."""
-        self._text.is_over = True
-        return _joined(self._read())
-
-    def take(self, event: Event) -> list[Part]:
-        """The parts that are final after a step's text; after a reply's last event, all."""
+    def take(self, event: Event) -> list[Change]:
+        """The changes of a step; after a reply's last event all are known."""
         text = "".join(piece.text for piece in event.pieces)
-        parts = self.feed(text) if text else []
-        return parts if event.result is None else [*parts, *self.close()]
+        return self.feed(text, is_over=event.result is not None)
 
-    def _read(self) -> Iterator[Part]:
+    def feed(self, text: str, is_over: bool = False) -> list[Change]:
+        """The changes that are final after this text; those that continue each other are one."""
+        self._text.whole += text
+        self._text.is_over = is_over
+        changes: list[Change] = []
+        for change in self._read():
+            last = changes[-1] if changes else change
+            goes_on = last is not change and last.kind == change.kind == "delta"
+            if goes_on and (change.block.kind == "call" or last.end == change.at):
+                changes[-1] = last._replace(text=last.text + change.text)
+            else:
+                changes.append(change)
+        return changes
+
+    def _read(self) -> Iterator[Change]:
         for part in self._reading:
             if part is None:
                 return
-            if part.kind in ("call", "arguments"):
-                self.num_calls += part.kind == "call"
-                part = replace(part, index=self.num_calls - 1)
-            if part.text and not (self._only_first and part.index):
-                yield part
+            self.num_calls += part.kind == "call"
+            is_of_call = part.kind in ("call", "arguments")
+            if part.text and not (is_of_call and self._only_first and self.num_calls > 1):
+                yield from self._added(part)
+        yield from self._closed()
 
+    def _added(self, part: Part) -> Iterator[Change]:
+        kind = _KINDS.get(part.kind, "call")
+        call = self.num_calls - 1 if kind == "call" else 0
+        block = self.blocks[-1] if self._is_open else None
+        if block is None or part.kind == "call" or (block.kind, block.call) != (kind, call):
+            yield from self._closed()
+            name = part.text if part.kind == "call" else ""
+            block = Block(kind, len(self.blocks), name, call)
+            self.blocks.append(block)
+            self._is_open = True
+            yield Change("open", block)
+        if part.kind != "call":
+            block.text += part.text
+            yield Change("delta", block, part.text, part.at)
 
-def _joined(parts: Iterator[Part]) -> list[Part]:
-    """Neighbours that continue each other become one part."""
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else Part("call", "")
-        place = (last.index, part.index) if part.kind == "arguments" else (last.end, part.at)
-        if last.kind == part.kind != "call" and place[0] == place[1]:
-            joined[-1] = replace(last, text=last.text + part.text)
-        else:
-            joined.append(part)
-    return joined
-
-
-# ------------------------------------------------------------------------------------ its blocks
-
-BlockKind = Literal["text", "reasoning", "call"]
-Change = Literal["open", "delta", "close"]
-
-
-@dataclass
-class Block:
-    """One block.
-
-    Attributes:
-        number: from 0.
-        name: of the function that a call is for.
-        text: of the block so far; of a call its arguments.
-        key: which tool call it is.
-        id: names the block to clients.
-    """
-
-    kind: BlockKind
-    number: int
-    name: str = ""
-    text: str = ""
-    key: int = 0
-    id: str = ""
-
-
-BlockChange = tuple[Change, Block, Part | None]
-"""How a block changes, and the part that it grows by."""
-
-
-class BlockBuilder:
-    """Builds the blocks of one reply from its parts.
-
-    Args:
-        reply_id: what the ids of blocks begin with.
-    """
-
-    def __init__(self, reply_id: str) -> None:
-        self._reply_id = reply_id
-        self.all: list[Block] = []
-        self._is_open = False
-
-    def add(self, parts: Sequence[Part]) -> Iterator[BlockChange]:
-        """The changes that a part makes: a block opens, grows, or closes."""
-        for part in parts:
-            kind: BlockKind = "call"
-            if part.kind == "content":
-                kind = "text"
-            elif part.kind == "reasoning":
-                kind = "reasoning"
-            block = self.all[-1] if self._is_open else None
-            if (
-                block is None
-                or part.kind == "call"
-                or (block.kind, block.key) != (kind, part.index)
-            ):
-                yield from self.close()
-                name = part.text if part.kind == "call" else ""
-                number = len(self.all)
-                block_id = f"{self._reply_id}{number:x}"
-                block = Block(kind, number, name, key=part.index, id=block_id)
-                self.all.append(block)
-                self._is_open = True
-                yield "open", block, None
-            if part.kind != "call" and part.text:
-                block.text += part.text
-                yield "delta", block, part
-
-    def close(self) -> Iterator[BlockChange]:
-        """The last block is over."""
+    def _closed(self) -> Iterator[Change]:
         if self._is_open:
             self._is_open = False
-            yield "close", self.all[-1], None
+            yield Change("close", self.blocks[-1])

@@ -7,7 +7,6 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -34,9 +33,6 @@ class GracefulServer(uvicorn.Server):
 
     Meanwhile probes are answered and new requests get 503. Replies still running after
     ``drain_timeout`` are aborted with an error event. A second signal aborts them immediately.
-
-    Attributes:
-        address: where it is found; None before it listens.
     """
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
@@ -44,24 +40,6 @@ class GracefulServer(uvicorn.Server):
         self._context = context
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._when_listening: list[Callable[[str], None]] = []
-        self.address: str | None = None
-
-    def when_listening(self, tell: Callable[[str], None]) -> None:
-        """Call ``tell`` with the address, now or as soon as the server listens."""
-        if self.address is None:
-            self._when_listening.append(tell)
-        else:
-            tell(self.address)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if not self.started:
-            return
-        port = self.servers[0].sockets[0].getsockname()[1]
-        self.address = self._context.settings.address(port)
-        for tell in self._when_listening:
-            tell(self.address)
 
     async def _serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         self._loop = asyncio.get_running_loop()
@@ -89,7 +67,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A socket at the server's address. To be bound before a model is loaded.
+    """A socket that listens at the server's address. To be bound before a model is loaded.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -100,6 +78,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        sock.listen()
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

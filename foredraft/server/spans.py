@@ -7,12 +7,10 @@ package ``opentelemetry`` is imported only if spans are sent.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation, GenerationRequest
@@ -21,8 +19,6 @@ from foredraft.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-
-_HEADERS = ("traceparent", "tracestate")
 
 
 class RequestSpans:
@@ -36,13 +32,11 @@ class RequestSpans:
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer("foredraft", __version__)
 
-    @property
-    def sends(self) -> bool:
-        return self._provider is not None
-
     @contextmanager
     def request(self, request: GenerationRequest) -> Iterator[list[Generation]]:
-        """The span of a request, which lasts as long as the block.
+        """The span of a request, from its arrival to the end of the block.
+
+        It belongs to the trace that the client names (``traceparent``).
 
         Yields:
             A list for its generation, whose usage is reported at the end.
@@ -52,10 +46,16 @@ class RequestSpans:
             yield watched
             return
         from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        name = f"{request.operation} {request.model}"
-        attributes = _attributes(request)
-        span = self._tracer.start_span(name, kind=SpanKind.SERVER, attributes=attributes)
+        seconds = time.perf_counter() - request.arrived
+        span = self._tracer.start_span(
+            f"{request.operation} {request.model}",
+            TraceContextTextMapPropagator().extract(request.headers),
+            kind=SpanKind.SERVER,
+            attributes=_attributes(request),
+            start_time=time.time_ns() - int(seconds * 1e9),
+        )
         try:
             yield watched
         except BaseException as error:
@@ -142,25 +142,3 @@ def spans_to(endpoint: str | None) -> RequestSpans:
     provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return RequestSpans(provider)
-
-
-class TraceParents:
-    """Middleware that adds a request's span to the trace that the client names (`traceparent`)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        from opentelemetry import context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        headers = Headers(scope=scope)
-        named = {name: headers[name] for name in _HEADERS if name in headers}
-        token = context.attach(TraceContextTextMapPropagator().extract(named))
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            context.detach(token)

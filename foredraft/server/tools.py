@@ -66,21 +66,19 @@ def read_tools(fields: Mapping[str, Any], takes_tools: bool) -> ToolUse:
 
 def _checked(number: int, tool: object) -> Tool:
     function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise ConfigError(
-            f"tools[{number}] is of type {shown(kind)}; only function is known", field="tools"
-        )
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ConfigError(
-            f"tools[{number}].function needs a name: {shown(function)}", field="tools"
-        )
-    parameters = function.get("parameters")
-    if not isinstance(parameters, Mapping | None):
-        raise ConfigError(
-            f"tools[{number}].function.parameters is no schema: {shown(parameters)}", field="tools"
-        )
-    return tool
+    if (
+        isinstance(tool, Mapping)
+        and tool.get("type") == "function"
+        and isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters"), Mapping | None)
+    ):
+        return tool
+    raise ConfigError(
+        f"tools[{number}] is {shown(tool)}; it must be of type function, with a function that has "
+        "a name and perhaps parameters, a schema",
+        field="tools",
+    )
 
 
 def _forced(choice: object, names: Sequence[str]) -> tuple[str, ...]:
@@ -97,12 +95,9 @@ def _forced(choice: object, names: Sequence[str]) -> tuple[str, ...]:
             "name",
             field="tool_choice",
         )
-    if not names:
-        raise ConfigError(
-            f"tool_choice is {shown(choice)}, and there are no tools", field="tool_choice"
-        )
     if not wanted or not set(wanted) <= set(names):
+        known = ", ".join(names) or "none"
         raise ConfigError(
-            f"tool_choice names {shown(wanted)}, which is not in tools", field="tool_choice"
+            f"tool_choice is {shown(choice)}, and the tools are {known}", field="tool_choice"
         )
     return tuple(wanted)

@@ -21,7 +21,7 @@ def usage_of(
     """
     prompts = replies[:: request.params.n]  # a prompt counts once
     num_prompt = sum(reply.num_prompt_tokens for reply in prompts)
-    num_reply = sum(reply.num_tokens for reply in replies)
+    num_reply = 0 if request.scores_only else sum(reply.num_tokens for reply in replies)
     usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_reply,

@@ -100,7 +100,6 @@ class SseResponse(Response):
     Connections have a time limit of their own (`bounded_protocol`).
 
     Args:
-        events: each as bytes.
         ping_interval: seconds between two comments.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -19,23 +19,23 @@ serving = pytest.importorskip("foredraft.server.run")
 
 
 def test_port_0_names_the_port_that_was_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    listening = serving.GracefulServer.when_listening
-    ports: list[int] = []
+    new_server, greet, made = serving.new_server, serve._greet, list[Any]()
 
-    def then_end(server: serving.GracefulServer, tell: Callable[[str], None]) -> None:
-        def told(address: str) -> None:
-            tell(address)
-            ports.append(server.servers[0].sockets[0].getsockname()[1])
-            server.end()
+    def keep(app: Any) -> Any:
+        made.append(new_server(app))
+        return made[0]
 
-        listening(server, told)
+    def then_end(context: Any, address: str) -> None:
+        greet(context, address)
+        made[0].end()
 
-    monkeypatch.setattr(serving.GracefulServer, "when_listening", then_end)
+    monkeypatch.setattr(serving, "new_server", keep)
+    monkeypatch.setattr(serve, "_greet", then_end)
     done = run("serve", "--port", "0", "--num-draft-tokens", "0")
     assert done.exit_code == 0, done.output
     named = re.findall(r"http://127\.0\.0\.1:(\d+)", done.stderr)
-    assert [*map(int, named)] == [*ports] * 3
-    assert ports[0] > 0
+    assert named == [named[0]] * 3
+    assert int(named[0]) > 0
     assert re.search(r"MB for weights and work, up to [\d.]+ .B for the cache", done.stderr)
 
 

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from foredraft.llm import LLM
 from foredraft.models.table import TableModel
-from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import LoadOptions
 from tests.clients.openai_exceptions import MODELS
-from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
-from tests.server.conftest import TOOL_TEMPLATE, Running, running
+from tests.models.checkpoints import VOCAB_SIZE
+from tests.server.conftest import Running, loading, running, tokenizer_directory  # noqa: F401
 
 NAMES = ("tiny", *MODELS)
 
 
 @pytest.fixture(scope="session")
-def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("clients") / "tiny"
-    save_tokenizer(directory, TOOL_TEMPLATE)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def server(tokenizer_directory: Path) -> Iterator[Running]:
-    def load(trace: Any) -> LLM:
-        tables = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
-        target = TableModel(VOCAB_SIZE, tables.probs, max_context=1024)
-        asked = LoadOptions(drafter="suffix", max_batch_size=8)
-        return LLM(target, Tokenizer(tokenizer_directory), asked, trace=trace)
-
+def server(tokenizer_directory: Path) -> Iterator[Running]:  # noqa: F811
+    target = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
+    target.max_context = 1024
+    load = loading(target, tokenizer_directory, drafter="suffix", max_batch_size=8)
     with running(load, served_model_names=NAMES) as server:
         yield server

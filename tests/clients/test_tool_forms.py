@@ -68,7 +68,7 @@ def other(server: Running) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
-def test_two_turns(client: Any, family: str) -> None:
+def test_two_turns_and_a_stream(client: Any, family: str) -> None:
     asked = {"model": MODEL, "tools": TOOLS, "temperature": 0}
     choice = client.chat.completions.create(messages=[USER], **asked).choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -81,20 +81,11 @@ def test_two_turns(client: Any, family: str) -> None:
     turns = [USER, choice.message.model_dump(exclude_none=True), *results]
     again = client.chat.completions.create(messages=turns, **asked).choices[0]
     assert len(again.message.tool_calls) == 2
-
-
-def test_a_stream(client: Any, family: str) -> None:
-    whole = client.chat.completions.create(
-        model=MODEL, tools=TOOLS, temperature=0, messages=[USER]
-    ).choices[0]
     arguments = ["", ""]
-    with client.chat.completions.create(
-        model=MODEL, tools=TOOLS, temperature=0, messages=[USER], stream=True
-    ) as chunks:
-        for chunk in chunks:
-            for call in chunk.choices[0].delta.tool_calls or ():
-                arguments[call.index] += call.function.arguments or ""
-    assert arguments == [call.function.arguments for call in whole.message.tool_calls]
+    for chunk in client.chat.completions.create(messages=[USER], stream=True, **asked):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            arguments[call.index] += call.function.arguments or ""
+    assert arguments == [look.function.arguments, stop.function.arguments]
 
 
 @pytest.mark.parametrize("choice", ["required", "leap"])

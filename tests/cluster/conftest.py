@@ -19,8 +19,7 @@ import pytest
 from foredraft.llm import LLM
 from foredraft.server.settings import ServerSettings
 from tests.cluster.models import MAX_BATCH_SIZE, load
-from tests.models.checkpoints import save_tokenizer
-from tests.server.conftest import TOOL_TEMPLATE, free_port, running
+from tests.server.conftest import free_port, running, tokenizer_directory  # noqa: F401
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -129,15 +128,8 @@ def serving(
             serve.shutdown()
 
 
-@pytest.fixture(scope="session")
-def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("cluster") / "tiny"
-    save_tokenizer(directory, TOOL_TEMPLATE)
-    return directory
-
-
 @pytest.fixture(scope="module")
-def one_node(tokenizer_directory: Path) -> Iterator[Path]:
+def one_node(tokenizer_directory: Path) -> Iterator[Path]:  # noqa: F811
     """A cluster of one machine; the directory of the tokenizer."""
     ray = pytest.importorskip("ray", reason="clusters need foredraft[ray]")
     pytest.importorskip("ray.serve", reason="clusters need foredraft[ray]")

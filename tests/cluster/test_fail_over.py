@@ -132,28 +132,18 @@ def test_an_engine_dies(served: Served, name: str, stream: bool) -> None:
     assert served.metric("foredraft:lost_total") == 0
 
 
-def test_an_engine_stops(served: Served) -> None:
-    """Its thread ends, its process lives: its replies go on elsewhere, and it is replaced."""
-    path, body = CASES["seeded"]
-    before = running_engines()
-    served.kill_after(5, "stops")
-    with served.client() as client:
-        assert ask(client, path, body, True) == ask(served.single, path, body, True)
-    assert not served.death.exists()
-    wait_until(lambda: len(running_engines()) == 2 and running_engines() != before)
-    assert served.metric("foredraft:lost_total") == 0
-
-
-def test_an_engine_freezes(served: Served) -> None:
-    """It stands still: its replies go on elsewhere soon, and it is replaced."""
+@pytest.mark.parametrize("how", ["stops", "freezes"])
+def test_an_engine_stops_or_freezes(served: Served, how: str) -> None:
+    """Its thread ends, or its process stands still: its replies go on, and it is replaced."""
     path, body = CASES["seeded"]
     expected, before = ask(served.single, path, body, True), running_engines()
-    served.kill_after(5, "freezes")
+    served.kill_after(5, how)
     began = time.monotonic()
     with served.client() as client:
         assert ask(client, path, body, True) == expected
     assert not served.death.exists()
-    assert time.monotonic() - began < 15.0  # 5 of silence, and what a busy machine adds
+    if how == "freezes":  # 5 of silence, and what a busy machine adds
+        assert time.monotonic() - began < 15.0
     wait_until(lambda: len(running_engines()) == 2 and running_engines() != before)
     assert served.metric("foredraft:lost_total") == 0
 
@@ -220,19 +210,6 @@ def test_random_deaths(served: Served) -> None:
             assert ask(client, path, body, stream) == expected
         served.death.unlink(missing_ok=True)
     assert served.metric("foredraft:lost_total") == lost
-
-
-def test_requests_of_a_session_meet_in_one_engine(served: Served) -> None:
-    """Their prefix is cached there: a chat that grows reads its new part alone."""
-    long = "the ferry and the sea " * 60
-    with served.client() as client:
-        usages = []
-        for turn in range(3):
-            body = CHAT | {"messages": [{"role": "user", "content": long + "and " * turn * 9}]}
-            usages.append(client.post("/v1/chat/completions", json=body).json()["usage"])
-    for usage in usages[1:]:
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        assert cached > 0.7 * usage["prompt_tokens"]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from foredraft.engine.request import Event, GenerationResult
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.app import api_app
 from foredraft.server.context import ServerContext
+from foredraft.server.metrics import Metrics
 from tests.models.checkpoints import VOCAB_SIZE
 
 remote = pytest.importorskip("foredraft.cluster.remote", reason="clusters need foredraft[ray]")
@@ -154,10 +155,8 @@ def engine_of(scripts: list[Script], tokenizer: Tokenizer | None = None) -> tupl
     replicas = Replicas(scripts)
     files = tokenizer.files if tokenizer else {}
     model = remote.RemoteModel("tiny", 512, 512, VOCAB_SIZE, "none", {}, files)
-    counters = [Counter(name, name, registry=None) for name in ("resumed", "lost")]
-    fail_overs = remote.FailOvers(*counters)
     looks = EngineWatch(Processes(), 2.0)
-    return remote.RemoteEngine(replicas, model, fail_overs, 5.0, looks), replicas
+    return remote.RemoteEngine(replicas, model, Metrics(), 5.0, looks), replicas
 
 
 def count(counter: Counter) -> float:
@@ -185,14 +184,14 @@ def test_a_reply_goes_on_behind_what_has_come() -> None:
     assert asked[0].params.seed is not None
     assert len(set(sessions)) == 3  # each is at another place of the ring
     assert {each.request_id for each in events} == {0}
-    assert (count(engine._fail_overs.resumed), count(engine._fail_overs.lost)) == (2, 0)
+    assert (count(engine._resumed), count(engine._lost)) == (2, 0)
 
 
 def test_a_reply_that_loses_one_replica_after_another_says_so() -> None:
     engine, replicas = engine_of([[TAKEN, event(1), lost()], [lost()]])
     with pytest.raises(EngineStoppedError, match="replicas were lost"):
         asyncio.run(events_of(engine))
-    assert count(engine._fail_overs.lost) == 1
+    assert count(engine._lost) == 1
     assert len(replicas.asked) == 1 + remote._MOST_LOST
 
 
@@ -211,7 +210,7 @@ def test_what_refuses_a_request_is_told_as_it_is(said: Exception, error: type[Ex
     engine, _ = engine_of([[said]])
     with pytest.raises(error):
         asyncio.run(events_of(engine))
-    assert count(engine._fail_overs.lost) == 0
+    assert count(engine._lost) == 0
     assert engine.stats().running == 0
 
 

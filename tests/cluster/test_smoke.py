@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from foredraft.core.errors import ConfigError
 from tests.cluster.conftest import WITH_START, Served, serving
+from tests.server.events import data_of
 
 pytestmark = WITH_START
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
@@ -30,11 +30,9 @@ def served(one_node: Path) -> Iterator[Served]:
 
 
 def streamed_text(client: httpx.Client, **body: Any) -> str:
-    answer = client.post("/v1/chat/completions", json=BODY | {"stream": True} | body)
-    assert answer.status_code == 200, answer.text
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    *chunks, end = data_of(client.post("/v1/chat/completions", json=BODY | {"stream": True} | body))
+    assert end == "[DONE]"
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert choices[-1]["finish_reason"] == "length"
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 

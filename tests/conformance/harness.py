@@ -10,11 +10,12 @@ Each ``check_…`` function raises AssertionError when a drafter breaks the rule
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DraftRow, Reading, ReadingDrafter
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.drafters.trained import shipped_head
 from foredraft.engine.request import GenerationResult
@@ -329,25 +330,10 @@ class Wrapped:
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-
-        self.taps = inner.taps
-        self.layers = inner.layers
         self.traits = replace(inner.traits, continues=False)
 
-    def begin(self, row: DraftRow) -> None:
-        self.inner.begin(row)
-
-    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
-        return self.inner.propose(rows)
-
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[Reading]:
-        return cast(ReadingDrafter, self.inner).read(rows, most_tokens)
-
-    def observe(self, observations: Sequence[RowStep]) -> None:
-        self.inner.observe(observations)
-
-    def end(self, request_id: int) -> None:
-        self.inner.end(request_id)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class Recorded(Wrapped):
@@ -361,32 +347,6 @@ class Recorded(Wrapped):
         proposals = self.inner.propose(rows)
         self.drafts.extend(zip(rows, proposals, strict=True))
         return proposals
-
-
-class Renumbered(Wrapped):
-    """Gives requests numbers that occur nowhere else, so that a forgotten one can be found."""
-
-    OFFSET = 7_000_000_001
-
-    def begin(self, row: DraftRow) -> None:
-        self.inner.begin(replace(row, request_id=row.request_id + self.OFFSET))
-
-    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
-        return self.inner.propose(self._renumbered(rows))
-
-    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[Reading]:
-        return super().read(self._renumbered(rows), most_tokens)
-
-    def _renumbered(self, rows: Sequence[DraftRow]) -> list[DraftRow]:
-        return [replace(row, request_id=row.request_id + self.OFFSET) for row in rows]
-
-    def observe(self, observations: Sequence[RowStep]) -> None:
-        self.inner.observe(
-            [seen._replace(request_id=seen.request_id + self.OFFSET) for seen in observations]
-        )
-
-    def end(self, request_id: int) -> None:
-        self.inner.end(request_id + self.OFFSET)
 
 
 class NeverRight(Wrapped):
@@ -413,6 +373,10 @@ class NeverRight(Wrapped):
 
 
 # ----------------------------------------------------------------------------------------- checks
+
+
+_RARE = 7_000_000_001
+"""Numbers of requests from here on occur nowhere else, so that a forgotten one can be found."""
 
 
 class UnevenBudget(FixedBudget):
@@ -448,15 +412,16 @@ def check_forgets(
     setup: Setup, prompts: Sequence[Sequence[int]], params: SamplingParams, num_draft_tokens: int
 ) -> None:
     """After `end` nothing of a request is left: finished, cancelled or out of context."""
-    drafter, target = Renumbered(setup.drafter), setup.target
-    engine = engine_of(target, drafter, FixedBudget(num_draft_tokens))
+    target = setup.target
+    engine = engine_of(target, setup.drafter, FixedBudget(num_draft_tokens))
+    engine._ids = itertools.count(_RARE)
     request_ids = [engine.submit(prompt, params) for prompt in prompts]
     for _ in range(4):
         engine.step()
     engine.cancel(request_ids[0])
     drain(engine)
     for request_id in request_ids:
-        assert not mentions(setup.drafter, request_id + Renumbered.OFFSET), "a request is left over"
+        assert not mentions(setup.drafter, request_id), "a request is left over"
     assert is_empty(target.cache), "a slot of the target is left over"
     if setup.draft_model is not None:
         assert is_empty(setup.draft_model.cache), "a slot of the draft model is left over"

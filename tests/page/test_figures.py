@@ -123,12 +123,6 @@ def test_the_dials_judge_by_plain_steps_of_this_tab_alone(page: Any, address: st
     assert "time lost" in page.inner_text(".dials")
 
 
-def test_a_race_runs_as_served_unless_told_otherwise(page: Any, address: str) -> None:
-    page.goto(address + "#race")
-    page.wait_for_selector(".lane")
-    assert page.input_value(".starter select") == ""
-
-
 def test_a_step_without_a_draft_loses_what_was_spent_on_the_question(
     page: Any, address: str
 ) -> None:
@@ -192,11 +186,6 @@ def test_copies_beyond_the_budget_are_named(page: Any, address: str) -> None:
     page.wait_for_selector("text=The draft: 1 token, 1 of them copies beyond the 0 allowed")
 
 
-def test_replies_come_at_their_own_pace_unless_asked_otherwise(page: Any, address: str) -> None:
-    page.goto(address)
-    assert page.inner_text(".pace [aria-checked=true]") == "1×"
-
-
 def test_step_by_step_means_it_also_when_the_model_has_ended(page: Any, address: str) -> None:
     page.route("**/page/run", lambda route: route.fulfill(body=told_run("river")))
     page.goto(address)
@@ -236,10 +225,10 @@ def test_a_run_of_the_tab_is_replayed_as_the_command_does(page: Any, address: st
     assert "for the same text" in page.inner_text(".again")
 
 
-def test_files_of_traces_audits_and_plans_are_shown(
+def test_files_of_traces_and_audits_are_shown(
     page: Any, address: str, tiny: LLM, tmp_path: Path
 ) -> None:
-    trace, audit, plan, other = (tmp_path / name for name in ("t.jsonl", "a.json", "p.json", "o"))
+    trace, audit, other = (tmp_path / name for name in ("t.jsonl", "a.json", "o"))
     with TraceFile(trace) as file:
         file.begin(model="tiny", drafter="ngram", num_draft_tokens=4)
         llm = LLM(
@@ -254,9 +243,6 @@ def test_files_of_traces_audits_and_plans_are_shown(
     level = Level("bits", Finding.DIFFERENT, "1 of 9 texts differ", {"texts": [{"seed": 1}]}, [])
     report = AuditReport("here", [level], {}, ["bits"], 1.0, 0)
     audit.write_text(json.dumps(report.as_dict()))
-    outlook = {"drafter": "ngram", "flags": "--drafter ngram", "load": 1, "gain": 1.5}
-    plans = [{"machine": "this one", "outlooks": [outlook], "choices": {"1": "--drafter ngram"}}]
-    plan.write_text(json.dumps({"plans": plans, "about": "three prompts"}))
     other.write_text("<html>")
     page.goto(address + "#replay")
     page.wait_for_selector(".drop")
@@ -269,9 +255,6 @@ def test_files_of_traces_audits_and_plans_are_shown(
     page.wait_for_selector(".audit")
     assert page.inner_text(".verdict") == "It differs"
     assert "1 of 9 texts differ" in page.inner_text(".levels")
-    page.set_input_files("#replay-file", plan)
-    page.wait_for_selector(".plan")
-    assert "1.50×" in page.inner_text(".outlook.taken")
     page.set_input_files("#replay-file", other)
     page.wait_for_selector(".replayed .bad")
     assert "neither a trace nor" in page.inner_text(".replayed .bad")

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,8 +16,6 @@ from starlette.testclient import TestClient
 
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
-from foredraft.models.base import ScoreRow, Scores
-from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from foredraft.server.app import create_app
 from foredraft.server.page_routes import MAX_RUNS
@@ -26,7 +24,9 @@ from foredraft.server.settings import ServerSettings
 from foredraft.trace.format import TracedRow
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.page.conftest import page_client
-from tests.server.conftest import running, wait_until
+from tests.server.conftest import loading, running, wait_until
+from tests.server.events import data_of
+from tests.server.test_lifecycle import SlowTarget
 
 ASKED = [{"role": "user", "content": "the ferry and the ferry"}]
 
@@ -38,11 +38,7 @@ def client(tiny: LLM) -> Iterator[TestClient]:
 
 
 def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
-    response = client.post("/page/run", json={"messages": ASKED, "max_tokens": 24, **body})
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = response.text.split("\n")
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    return data_of(client.post("/page/run", json={"messages": ASKED, "max_tokens": 24, **body}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -175,26 +171,11 @@ def test_a_run_that_is_left_ends_and_frees_its_place(tiny: LLM) -> None:
     assert not watched._steps
 
 
-def test_too_many_runs_at_once_are_told_to_wait(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foredraft.server.page_routes.MAX_RUNS", 0)
-    with page_client(tiny) as client:
-        answer = client.post("/page/run", json={"messages": ASKED})
-    assert answer.status_code == 429
-    assert answer.headers["retry-after"]
-
-
-class SlowTables(TableModel):
-    """Takes its time."""
-
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-        time.sleep(0.05)
-        return super().score(rows, taps)
-
-
 @pytest.fixture
 def slow(tiny: LLM) -> Any:
-    target = SlowTables.random(VOCAB_SIZE, seed=5)
-    return lambda feed: LLM(target, tiny.tokenizer, LoadOptions(drafter="none"), trace=feed)
+    target = SlowTarget.random(VOCAB_SIZE, seed=5)
+    target.seconds = 0.05
+    return loading(target, tiny.tokenizer, drafter="none")
 
 
 @pytest.mark.parametrize(

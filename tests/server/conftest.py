@@ -21,7 +21,7 @@ from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
 from foredraft.server.app import create_app
 from foredraft.server.context import ServerContext
-from foredraft.server.run import GracefulServer, new_server
+from foredraft.server.run import GracefulServer, bind, new_server
 from foredraft.server.settings import ServerSettings
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 
@@ -86,20 +86,19 @@ def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
     quick = {"port": 0, "drain_timeout": 1.0, "ping_interval": 0.2}
     chosen = ServerSettings(**quick | settings)
     app = create_app(load, chosen, lambda _: loaded.set())
-    server = new_server(app)
+    server, listening = new_server(app), bind(chosen)
     loop = (server.config.get_loop_factory() or asyncio.new_event_loop)()  # as it is when served
 
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(server.serve())
+            runner.run(server.serve([listening]))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert loaded.wait(20)
-    while server.address is None:
-        threading.Event().wait(0.01)
     try:
-        yield Running(server.address, app.state.context, server, loop, thread)
+        url = chosen.address(listening.getsockname()[1])
+        yield Running(url, app.state.context, server, loop, thread)
     finally:
         if thread.is_alive():
             loop.call_soon_threadsafe(server.end)
@@ -107,16 +106,25 @@ def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
         assert not thread.is_alive()
 
 
+def loading(target: TableModel, tokenizer: Tokenizer | Path, **options: Any) -> Callable[..., LLM]:
+    """Loads this model, with other options if the caller names some."""
+
+    def load(trace: Any, **others: Any) -> LLM:
+        own = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
+        made = target
+        if type(target) is TableModel:  # each server has a cache of its own
+            made = TableModel(target.vocab_size, target.probs, target.max_context)
+        return LLM(made, own, LoadOptions(**options | others), trace=trace)
+
+    return load
+
+
 @pytest.fixture(scope="session")
 def load(tokenizer_directory: Path) -> Callable[..., LLM]:
     """Loads a model of random tables with a drafter that copies."""
 
-    def load(trace: Any, **options: Any) -> LLM:
-        target = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
-        asked = LoadOptions(**{"drafter": "suffix", "max_batch_size": 4} | options)
-        return LLM(target, Tokenizer(tokenizer_directory), asked, trace=trace)
-
-    return load
+    target = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
+    return loading(target, tokenizer_directory, drafter="suffix", max_batch_size=4)
 
 
 @pytest.fixture(scope="session")

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from foredraft.server.dialects.fields import Hint, Refused, RequestBody, kinds_of
+from foredraft.server.dialects.fields import Refused, RequestBody, marks_of
 
 
-def honoured(model: type[RequestBody]) -> Iterator[str]:
+def honoured(model: type[RequestBody]) -> set[str]:
     """The fields that have an effect."""
-    return (name for name, kind in kinds_of(model).items() if kind is None)
-
-
-def hints(model: type[RequestBody]) -> Iterator[str]:
-    """The fields that are accepted without effect."""
-    return (name for name, kind in kinds_of(model).items() if isinstance(kind, Hint))
+    return model.model_fields.keys() - refusals(model).keys()
 
 
 def refusals(model: type[RequestBody]) -> dict[str, Refused]:
     """The fields that are refused, and why."""
-    kinds = kinds_of(model)
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, Refused)}
+    return {name: marks[0] for name, marks in marks_of(model, Refused).items()}

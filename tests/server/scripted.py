@@ -8,8 +8,8 @@ from typing import Any
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
+from tests.server.conftest import loading
 
 
 def one_of(name: str, *values: object) -> dict[str, Any]:
@@ -41,8 +41,6 @@ def replying(
         token = script[min(max(written, 0), len(script) - 1)]
         return [1.0 if each == token else 1e-9 for each in range(vocab_size)]
 
-    def load(trace: Any) -> LLM:
-        target = TableModel(vocab_size, conditional)
-        return LLM(target, tokenizer, LoadOptions(**{"drafter": "suffix"} | options), trace=trace)
-
-    return load
+    return loading(
+        TableModel(vocab_size, conditional), tokenizer, **{"drafter": "suffix"} | options
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -151,20 +150,11 @@ def test_pages_of_other_origins_are_let_in_by_name_only(
         assert allowed(client, origin="http://theirs.example") is None
         post = client.post("/v1/chat/completions", json={}, headers={"origin": names[0]})
         assert post.status_code == 401
-
-
-def test_the_official_sdks_may_call_from_a_web_page(load: Callable[..., LLM]) -> None:
-    """They send a dozen headers of their own, and read some of ours."""
-    asked = "authorization,content-type,x-stainless-arch,x-stainless-retry-count,anthropic-version"
-    origin = PREFLIGHT["origin"]
-    with running(load, cors_origins=(origin,)) as server, server.client() as client:
-        headers = PREFLIGHT | {"access-control-request-headers": asked}
-        answer = client.options("/v1/chat/completions", headers=headers)
-        assert answer.status_code == 200, answer.text
-        allowed = answer.headers["access-control-allow-headers"].lower()
-        assert set(asked.split(",")) <= set(re.split(r",\s*", allowed))
-        exposed = client.get("/health", headers={"origin": origin}).headers
-        assert "x-foredraft-ignored" in exposed["access-control-expose-headers"]
+        # The official SDKs send a dozen headers of their own, and read some of ours.
+        headers = PREFLIGHT | {"access-control-request-headers": "x-stainless-arch,authorization"}
+        said = client.options("/v1/chat/completions", headers=headers).headers
+        assert "x-stainless-arch" in said["access-control-allow-headers"].lower()
+        assert "x-foredraft-ignored" in post.headers["access-control-expose-headers"]
 
 
 def test_ids_of_keys_reveal_nothing_of_them_and_outlive_the_process() -> None:

@@ -15,14 +15,12 @@ from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.chat_encoding import ChatEncoder
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import LoadOptions
 from foredraft.server import bodies, gate
 from foredraft.server.bodies import _AT_ONCE, _parsed
 from foredraft.server.errors import ApiError
 from foredraft.server.gate import _check_structure
-from foredraft.system import priority
 from tests.models.checkpoints import VOCAB_SIZE
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, loading, running
 from tests.server.test_lifecycle import CHAT, HEAD, USER
 
 JSON = {"content-type": "application/json"}
@@ -53,34 +51,22 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
     ("more", "param"),
     [
         # numbers out of range, of the wrong type, or not finite
-        ({"n": 0}, "n"),
         ({"n": 9}, "n"),
-        ({"n": 16384}, "n"),
         ({"n": True}, "n"),
-        ({"n": 1.5}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
         ({"max_completion_tokens": "9"}, "max_completion_tokens"),
         ({"temperature": -1}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
-        ({"min_p": 2}, "min_p"),
         ({"seed": 2**64}, "seed"),
-        ({"seed": 1.5}, "seed"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"repetition_penalty": 1e-300}, "repetition_penalty"),  # no logit would be finite
         ({"stream": "yes"}, "stream"),
         # ids outside the vocabulary, and too many of anything
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": ["x" * 1025]}, "stop"),
         ({"stop": [""]}, "stop"),
-        ({"stop": [3]}, "stop"),
         ({"bad_words": ["x"] * 5000}, "bad_words"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
@@ -88,8 +74,6 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         ({"tools": [{"type": "function", "function": {"name": "x"}}] * 129}, "tools"),
         # messages
         ({"messages": []}, "messages"),
-        ({"messages": "x"}, "messages"),
-        ({"messages": [{}]}, "messages"),
         ({"messages": [{"role": "pirate", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
@@ -114,14 +98,11 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         # grammars
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs"),
         ({"guided_regex": "(a+)+"}, "guided_regex"),
         ({"structured_outputs": {"json": "no JSON"}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": 5}}, "structured_outputs"),
-        ({"structured_outputs": {"choice": "red"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "(a+"}}, "structured_outputs"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": BROKEN}}},
@@ -139,18 +120,12 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         ({"tool_choice": "sometimes", "tools": [LOOK]}, "tool_choice"),
         ({"tool_choice": LOOK | {"function": {"name": "leap"}}, "tools": [LOOK]}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": 3}}]}, "tools"),
         # what cannot be honoured is never ignored
         ({"best_of": 3}, "best_of"),
-        ({"functions": []}, "functions"),
         ({"store": True}, "store"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"echo": True}, "echo"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"priority": 1.5}, "priority"),
-        ({"priority": -1}, "priority"),
         ({"priority": -(2**31)}, "priority"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
@@ -170,15 +145,12 @@ def test_chat_names_what_it_refuses(client: httpx.Client, more: dict[str, Any], 
     [
         ("/v1/responses", {"input": 5}, "input"),
         ("/v1/responses", {"max_output_tokens": 1, "min_tokens": 3}, "min_tokens"),
-        ("/v1/responses", {"tool_choice": "required"}, "tool_choice"),
         (
             "/v1/responses",
             {"tools": [{"type": "web_search"}], "tool_choice": "required"},
             "tool_choice",
         ),
-        ("/v1/responses", {"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ("/v1/responses", {"truncation": "middle"}, "truncation"),
-        ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
         ("/v1/messages", {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ("/v1/responses", {"text": {"format": {"type": "grammar"}}}, "text"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": BROKEN}}}, "text"),
@@ -226,11 +198,9 @@ def test_prompts_that_are_none_or_too_many(client: httpx.Client, body: dict[str,
 def test_many_long_replies_stay_within_the_context(tokenizer_directory: Path) -> None:
     """The product of n and max_tokens is what memory is asked for."""
 
-    def load(trace: Any) -> LLM:
-        tables = TableModel.random(VOCAB_SIZE, seed=5)
-        target = TableModel(VOCAB_SIZE, tables.probs, max_context=96)
-        return LLM(target, Tokenizer(tokenizer_directory), LoadOptions(), trace=trace)
-
+    target = TableModel.random(VOCAB_SIZE, seed=5)
+    target.max_context = 96
+    load = loading(target, tokenizer_directory)
     asked = {"messages": USER, "n": 8, "max_tokens": 2**60, "ignore_eos": True}
     with running(load) as server, server.client() as client:
         answer = client.post(CHAT, json=asked).json()
@@ -262,11 +232,6 @@ def test_every_limit_can_be_set(load: Callable[..., LLM]) -> None:
             assert client.post(CHAT, json=body).status_code == 200
             for more, status in ((more, status) for _, more, status in lowered.values()):
                 refused(client.post(CHAT, json=body | more), status)
-
-
-def test_a_prompt_beyond_the_context(client: httpx.Client) -> None:
-    error = refused(client.post("/v1/completions", json={"prompt": [5] * 5000}))
-    assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
@@ -319,14 +284,10 @@ LIST = b"[" + b"7, " * 3000 + b"7]"
         LIST,
         b'{"a": "\\"\\\\", "p": [' + LIST + b", " + LIST + b"]}",
         b'{"a": "' + LIST + b'", "p": ' + LIST + b', "x": [-Infinity, "-Infinity", NaN]}',
-        LIST[:-2] + b"]",
         b"[," + LIST[1:],
         b"[01" + LIST[2:],
-        LIST + b"x",
         b"[1" + b" " * 5000 + b"2]",
-        b"[" + b" " * 5000 + b"]",
         b"[" + b"123,\n" * 30_000 + b" 9 ]",
-        b"[" + b"123," * 30_000 + b"]",
         b"[" + b"123," * (_AT_ONCE // 4 + 1) + b"]",
     ],
 )
@@ -366,21 +327,6 @@ def test_bodies_are_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
             _check_structure(whole, max_depth=2)
 
 
-def test_other_threads_run_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a thread that works all along in Python, a step gets the interpreter late."""
-    rests = list[float]()
-    monkeypatch.setattr(priority.time, "sleep", rests.append)
-    monkeypatch.setattr(priority, "_AT_ONCE", -1.0)
-    assert len(_parsed(json.dumps([{"type": "text"}] * 4000).encode())) == 4000
-    assert len(rests) >= 4000
-    rests.clear()
-    _parsed(json.dumps([*range(10**5, 2 * 10**5)]).encode())
-    assert len(rests) >= 8
-    rests.clear()
-    _check_structure(b" " * 4_000_000, max_depth=1)
-    assert len(rests) >= 60
-
-
 @pytest.mark.parametrize("route", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
 def test_texts_that_are_far_too_long_are_refused_by_their_beginning(
     client: httpx.Client, route: str, monkeypatch: pytest.MonkeyPatch
@@ -406,11 +352,6 @@ def test_texts_that_are_far_too_long_are_refused_by_their_beginning(
     assert len(sizes) == 1
     assert max(sizes) < len(text) / 2
     assert client.post("/tokenize", json={"prompt": text}).json()["count"] > 40_000
-
-
-def test_brackets_in_texts_are_no_nesting(client: httpx.Client) -> None:
-    body = {"messages": [{"role": "user", "content": '[{"' * 200}], "max_tokens": 1}
-    assert client.post(CHAT, json=body).status_code == 200
 
 
 def test_schemas_are_bounded(client: httpx.Client) -> None:
@@ -548,34 +489,13 @@ def test_large_bodies_are_checked_as_small_ones(
         assert part in refused(answer)["message"]
 
 
-def test_the_server_lives_on(client: httpx.Client) -> None:
-    assert client.post(CHAT, json={"messages": USER, "max_tokens": 2}).status_code == 200
-
-
-NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-
-
-@pytest.mark.parametrize(
-    ("path", "form"),
-    [
-        (CHAT, {"response_format": {"type": "json_object", "schema": NUMBER}}),
-        ("/v1/responses", {"text": {"format": {"type": "json_object", "schema": NUMBER}}}),
-    ],
-)
-def test_an_object_with_a_schema_is_bound_by_it(
-    client: httpx.Client, path: str, form: dict[str, Any]
-) -> None:
+def test_an_object_with_a_schema_is_bound_by_it(client: httpx.Client) -> None:
     pytest.importorskip("llguidance")
-    name = "input" if path == "/v1/responses" else "messages"
-    for seed in range(3):
-        answer = client.post(path, json={name: USER, "seed": seed, "temperature": 1.0, **form})
-        assert answer.status_code == 200, answer.text
-        found = answer.json()
-        if "output" in found:
-            text = found["output"][0]["content"][0]["text"]
-        else:
-            text = found["choices"][0]["message"]["content"]
-        assert '"n"' in text
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = {"type": "json_object", "schema": number}
+    body = {"seed": 3, "temperature": 1.0, "input": USER, "text": {"format": form}}
+    (said,) = client.post("/v1/responses", json=body).json()["output"][0]["content"]
+    assert '"n"' in said["text"]
 
 
 @pytest.mark.parametrize("name", ["password", "binary", "path", "int64", "regex", "uri-template"])

@@ -23,7 +23,7 @@ from foredraft.server.dialects.messages import MessagesRequest
 from foredraft.server.dialects.responses import ResponsesRequest
 from foredraft.server.settings import ServerSettings
 from foredraft.version import __version__
-from tests.server.marks import hints, honoured, refusals
+from tests.server.marks import honoured, refusals
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "operate" / "server.md"
@@ -54,21 +54,15 @@ def refusal_rows() -> Iterator[str]:
                 where.append(api)
     for name, mark, where in sorted(rows, key=lambda row: row[0]):
         values = [f"`{json.dumps(value)}`" for value in mark.harmless]
-        values += [f"`{json.dumps(value)}` (listed)" for value in mark.listed]
-        values += [f"that of `{mark.same_as}`"] if mark.same_as else []
         yield f"| `{name}` | {', '.join(where)} | {mark.why} | {', '.join(values) or 'none'} |"
 
 
 def fields() -> str:
     by_api = {api: set(honoured(model)) for api, model in MODELS.items()}
     everywhere = set.intersection(*by_api.values())
-    no_effect = {api: set(hints(model)) for api, model in MODELS.items()}
     lines = [f"**All** honour {names(everywhere)}."]
     for api in MODELS:
-        lines.append(
-            f"**{api.capitalize()}** also {names(by_api[api] - everywhere)}. "
-            f"Without effect: {names(no_effect[api])}."
-        )
+        lines.append(f"**{api.capitalize()}** also {names(by_api[api] - everywhere)}.")
     head = "| refused | in | because | values that are accepted |\n|---|---|---|---|\n"
     return "\n\n".join([*lines, head + "\n".join(refusal_rows())])
 
@@ -106,6 +100,7 @@ def test_metrics_that_docs_and_dashboard_name_are_there(client: httpx.Client) ->
     dashboard = (DOCS / "operate" / "grafana.json").read_text()
     json.loads(dashboard)
     assert {"foredraft:num_preemptions", "foredraft:num_preemptions_total"} & there
+    assert "vllm:spec_decode_num_drafts_total" in text
     alerts = (DOCS / "operate" / "deploy.md").read_text()
     for name in set(re.findall(r"foredraft:\w+", dashboard + alerts)):
         assert name in there or re.sub("_(bucket|sum|count)$", "", name) in there, name

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.infill import Infill
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import save_tokenizer
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, loading, running
 from tests.server.events import data_of
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|file_sep|>")
@@ -52,10 +49,7 @@ def client(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
             for each in range(tokenizer.vocab_size)
         ]
 
-    def load(trace: Any) -> LLM:
-        target = TableModel(tokenizer.vocab_size, conditional)
-        return LLM(target, tokenizer, LoadOptions(drafter="suffix"), trace=trace)
-
+    load = loading(TableModel(tokenizer.vocab_size, conditional), tokenizer, drafter="suffix")
     with running(load) as server, server.client() as client:
         yield client
 
@@ -74,27 +68,6 @@ def test_the_order_of_the_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     found = Infill.of(turned)
     assert found is not None
     assert turned.decode(found.prompt(turned, "x", "y"), False) == "[SUFFIX]y[PREFIX]x"
-
-
-def test_a_prompt_that_is_far_too_long_is_not_encoded_whole(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, encode = list[int](), Tokenizer.encode
-
-    def noted(tokenizer: Tokenizer, text: str, *more: bool, **named: bool) -> list[int]:
-        sizes.append(len(text))
-        return encode(tokenizer, text, *more, **named)
-
-    monkeypatch.setattr(Tokenizer, "encode", noted)
-    text = "a b " * 40_000
-    for path, body in (
-        ("/infill", {"input_prefix": "", "input_suffix": text}),
-        ("/v1/completions", {"prompt": text, "suffix": "x"}),
-    ):
-        answer = client.post(path, json=body)
-        assert "prompt is too long: " in answer.json()["error"]["message"]
-    assert len(sizes) == 2
-    assert max(sizes) < len(text) / 2
 
 
 def test_suffix_of_completions(client: httpx.Client) -> None:

@@ -16,10 +16,8 @@ import torch
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
-from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
-from tests.server.conftest import running
+from tests.server.conftest import loading, running
 from tests.server.test_bad_input import CHAT, USER, refused
 
 REPO = Path(__file__).parents[2]
@@ -167,10 +165,7 @@ class NaNTarget(TableModel):
 
 
 def test_a_reply_without_numbers_fails_alone(tokenizer_directory: Path) -> None:
-    def load(trace: Any) -> LLM:
-        target = NaNTarget.random(VOCAB_SIZE, seed=5)
-        return LLM(target, Tokenizer(tokenizer_directory), LoadOptions(), trace=trace)
-
+    load = loading(NaNTarget.random(VOCAB_SIZE, seed=5), tokenizer_directory)
     with running(load) as server, server.client() as client:
         for prompt, status in (([5, 6], 200), ([5, NaNTarget.UNSPEAKABLE], 500), ([5, 6], 200)):
             allowed = [i for i in range(60) if i != NaNTarget.UNSPEAKABLE]

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,13 @@ from foredraft.engine.request import Event
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
-from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
 from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.run import bind
 from foredraft.server.settings import ServerSettings
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.page.conftest import tiny  # noqa: F401
-from tests.server.conftest import Running, free_port, running, wait_until
+from tests.server.conftest import Running, free_port, loading, running, wait_until
 from tests.server.events import data_of
 
 CHAT = "/v1/chat/completions"
@@ -87,11 +87,7 @@ class SlowTarget(TableModel):
 def test_within_one_step(tokenizer_directory: Path, stream: bool) -> None:
     """The step that is under way when a client leaves is the last one of its request."""
     target = SlowTarget.random(VOCAB_SIZE, seed=5)
-
-    def load(trace: Any) -> LLM:
-        return LLM(target, Tokenizer(tokenizer_directory), LoadOptions(), trace=trace)
-
-    with running(load) as server:
+    with running(loading(target, tokenizer_directory)) as server:
         connection = raw_request(server, LONG | {"stream": stream})
         wait_until(lambda: target.steps > 2)
         before = target.steps
@@ -144,10 +140,10 @@ def test_a_body_that_never_ends(load: Callable[..., LLM]) -> None:
 
 
 def test_a_full_queue_says_when_to_come_again(load: Callable[..., LLM]) -> None:
-    def small(trace: Any) -> LLM:
-        return load(trace, max_batch_size=1)
-
-    with running(small, max_waiting=1) as server, server.client() as client:
+    with (
+        running(partial(load, max_batch_size=1), max_waiting=1) as server,
+        server.client() as client,
+    ):
         connections = [raw_request(server, LONG | {"stream": True}) for _ in range(2)]
         wait_until(lambda: server.context.num_live == 2)
         response = client.post(CHAT, json=LONG)
@@ -190,13 +186,9 @@ def test_a_reply_that_takes_too_long_keeps_its_text(load: Callable[..., LLM]) ->
 
 def test_the_time_of_others_does_not_count(tokenizer_directory: Path) -> None:
     """The last of three replies that run one by one begins after more than the time of one."""
-
-    def load(trace: Any) -> LLM:
-        target = SlowTarget.random(VOCAB_SIZE, seed=5)
-        target.seconds = 0.02
-        options = LoadOptions(max_batch_size=1, drafter="none")
-        return LLM(target, Tokenizer(tokenizer_directory), options, trace=trace)
-
+    target = SlowTarget.random(VOCAB_SIZE, seed=5)
+    target.seconds = 0.02
+    load = loading(target, tokenizer_directory, max_batch_size=1, drafter="none")
     with (
         running(load, request_timeout=0.3) as server,
         server.client() as client,
@@ -284,20 +276,14 @@ async def test_the_log_tells_of_a_prompt_that_takes_long(
     caplog.set_level(logging.INFO, "foredraft.server.reading")
     async for _ in read_slowly(monkeypatch, seconds):
         pass
-    lines = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
-    said = [
-        "800 of 1000 tokens of the prompt are read, 12 s after the request",
-        "1000 of 1000 tokens of the prompt are read, 24 s after the request",
-    ]
-    assert lines == said[:num_lines]
+    said = ["800 of 1000 tokens of the prompt are read, 12 s", "1000 of 1000", "24 s"]
+    assert len(caplog.records) == num_lines
+    assert all((each in caplog.text) is bool(num_lines) for each in said)
 
 
 def test_a_reply_that_never_begins_ends_with_an_error(tokenizer_directory: Path) -> None:
-    def load(trace: Any) -> LLM:
-        target = SlowTarget.random(VOCAB_SIZE, seed=5)
-        options = LoadOptions(max_batch_size=1, drafter="none")
-        return LLM(target, Tokenizer(tokenizer_directory), options, trace=trace)
-
+    target = SlowTarget.random(VOCAB_SIZE, seed=5)
+    load = loading(target, tokenizer_directory, max_batch_size=1, drafter="none")
     with running(load, request_timeout=0.1) as server, server.client() as client:
         first = raw_request(server, LONG | {"stream": True})
         wait_until(lambda: server.context.num_live == 1)
@@ -316,14 +302,8 @@ def test_while_the_model_is_loaded(load: Callable[..., LLM]) -> None:
 
     def ask(url: str) -> None:
         with httpx.Client(base_url=url, timeout=20) as client:
-            answers.extend(
-                [
-                    client.get("/live").status_code,
-                    client.get("/health").status_code,
-                    client.get("/ready").status_code,
-                    client.post(CHAT, json=LONG).status_code,
-                ]
-            )
+            answers.extend(client.get(f"/{p}").status_code for p in ("live", "health", "ready"))
+            answers.append(client.post(CHAT, json=LONG).status_code)
         may_load.set()
 
     port = free_port()
@@ -405,10 +385,10 @@ def test_what_does_not_end_in_time_ends_with_an_error(
 
 
 def test_silent_streams_are_kept_open(load: Callable[..., LLM]) -> None:
-    def small(trace: Any) -> LLM:
-        return load(trace, max_batch_size=1)
-
-    with running(small, ping_interval=0.05) as server, server.client() as client:
+    with (
+        running(partial(load, max_batch_size=1), ping_interval=0.05) as server,
+        server.client() as client,
+    ):
         first = raw_request(server, LONG | {"stream": True})
         wait_until(lambda: server.context.num_live == 1)
         with client.stream("POST", CHAT, json=LONG | {"stream": True}) as waiting:
@@ -470,13 +450,6 @@ def test_metrics_and_page_count_proofs_and_differences(
     assert differences <= steps
     assert told["every"] == 1
     assert bool(told["differences"]) is is_faulty
-
-
-def test_without_the_option_nothing_is_proven(tiny: LLM) -> None:  # noqa: F811
-    with running(lambda feed: tiny) as server, server.client() as client:
-        client.post("/v1/completions", json=ASKED).raise_for_status()
-        assert figures(client) == (0.0, 0.0)
-        assert client.get("/page/info").json()["proof"] is None
 
 
 def test_the_first_token_counts_from_the_arrival_of_the_request(

@@ -71,12 +71,6 @@ def test_half_a_surrogate_pair_beside_those_of_a_long_reply_is_written() -> None
     assert written == {"logprobs": {"content": content, "refusal": None}, "user": "?"}
 
 
-def test_special_and_unknown_ids() -> None:
-    tokenizer = codec("llama2")
-    assert tokenizer.token_text(1) == "<s>"
-    assert tokenizer.token_text(10**6) == ""
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_tokens_of_one_start_do_not_collapse(style: str) -> None:
     """With and without a space, and parts of characters."""

@@ -165,17 +165,3 @@ def test_a_call_that_is_asked_for_is_made(shared: Running, choice: Any) -> None:
     call = found["message"]["tool_calls"][0]["function"]
     assert call["name"] == "look"
     assert json.loads(call["arguments"])["at"] in ("here", "there")
-
-
-def test_json_by_a_schema(shared: Running) -> None:
-    schema = one_of("n", 1, 2, 3)
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    body = {"messages": USER, "response_format": form, "seed": 5, "max_tokens": 400}
-    with shared.client() as client:
-        reply = client.post("/v1/chat/completions", json=body).json()
-        chosen = client.post(
-            "/v1/completions",
-            json={"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}, "seed": 3},
-        ).json()
-    assert json.loads(reply["choices"][0]["message"]["content"])["n"] in (1, 2, 3)
-    assert chosen["choices"][0]["text"] in ("yes", "no")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +18,7 @@ from foredraft.server.answers import Called, Context, error_responses, respond, 
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import (
-    ChoicesAnswer,
+    ANSWER,
     ChoicesFields,
     ChoicesWriter,
     StreamOptions,
@@ -26,9 +26,9 @@ from foredraft.server.dialects.choices import (
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
 from foredraft.server.dialects.request import ConversationFields, read_conversation
 from foredraft.server.dialects.sampling import Tools
-from foredraft.server.formats.reading import Part
-from foredraft.server.generation import GenerationRequest, finish_reason
+from foredraft.server.generation import Generation, GenerationRequest, finish_reason
 from foredraft.server.logprobs import chat_logprobs
+from foredraft.server.replies import Change
 from foredraft.server.thinking import Thinking
 
 router = APIRouter(route_class=ParsedRoute)
@@ -72,26 +72,9 @@ class ChatRequest(ChoicesFields, ConversationFields):
         }
 
 
-class ChatChoice(BaseModel):
-    """One reply."""
-
-    model_config = ConfigDict(extra="allow")
-
-    index: int
-    message: dict[str, Any]
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(ChoicesAnswer):
-    """Replies to a conversation."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
 @router.post(
     "/v1/chat/completions",
-    responses={200: streamed("replies, whole or as events", ChatCompletion), **error_responses()},
+    responses={200: streamed("replies, whole or as events", **ANSWER), **error_responses()},
 )
 async def create_chat_completion(
     body: ChatRequest, request: Request, context: Context, caller: Called
@@ -117,7 +100,7 @@ class ChatWriter(ChoicesWriter):
         old_name = ("reasoning_content",) if context.settings.reasoning_content else ()
         self._reasoning = ("reasoning", *old_name)
 
-    def first_chunks(self) -> Iterator[bytes]:
+    def begin(self, generation: Generation) -> Iterator[bytes]:
         for index in range(len(self._parsers)):
             yield self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
@@ -129,49 +112,36 @@ class ChatWriter(ChoicesWriter):
     def reason(self, index: int, result: GenerationResult) -> str:
         return finish_reason(result, self._parsers[index].num_calls)
 
-    def choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        parser = self._parsers[index]
-        message = self._message([*parser.feed(result.text), *parser.close()])
-        logprobs = None if result.logprobs is None else self._logprobs(result.logprobs)
-        return {
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": self.reason(index, result),
-        }
+    def choice(self, index: int, event: Event) -> dict[str, Any]:
+        choice = super().choice(index, event)
+        message = {"role": "assistant", "content": None, **choice.pop("delta")}
+        for call in message.get("tool_calls", []):
+            del call["index"]
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+        return {"message": message | {"refusal": None}, **choice}
 
     def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any] | None:
         if self.request.params.logprobs is None or not entries:
             return None
         return chat_logprobs(self.tokenizer, entries)
 
-    def _delta(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """The parts that a step adds to a message."""
+    def _delta(self, changes: Sequence[Change]) -> dict[str, Any]:
+        """The changes of a step, as an addition to a message."""
         delta: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
-        for part in parts:
-            if part.kind == "content":
-                delta["content"] = delta.get("content", "") + part.text
-            elif part.kind == "reasoning":
-                for name in self._reasoning:
-                    delta[name] = delta.get(name, "") + part.text
-            elif part.kind == "call":
-                calls.append(_new_call(part.index, part.text))
-            else:
-                if not calls or calls[-1]["index"] != part.index:
-                    calls.append({"index": part.index, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += part.text
-        if calls:
-            delta["tool_calls"] = calls
-        return delta
-
-    def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """A whole reply."""
-        message: dict[str, Any] = {"role": "assistant", "content": None} | self._delta(parts)
-        for call in message.get("tool_calls", []):
-            del call["index"]
-        if message["content"] is None and "tool_calls" not in message:
-            message["content"] = ""
-        return message | {"refusal": None}
+        for change in changes:
+            block = change.block
+            if block.kind == "call" and change.kind == "open":
+                calls.append(_new_call(block.call, block.name))
+            elif block.kind == "call" and change.kind == "delta":
+                if not calls or calls[-1]["index"] != block.call:
+                    calls.append({"index": block.call, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += change.text
+            elif change.kind == "delta":
+                for name in ("content",) if block.kind == "text" else self._reasoning:
+                    delta[name] = delta.get(name, "") + change.text
+        return delta | ({"tool_calls": calls} if calls else {})
 
 
 def _new_call(index: int, name: str) -> dict[str, Any]:

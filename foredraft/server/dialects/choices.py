@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.server.answers import AnswerWriter, now
+from foredraft.server.answers import AnswerWriter, in_one_step, now
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.fields import Refused, Sets, at_most
+from foredraft.server.dialects.fields import Limit, Refused, Sets
 from foredraft.server.dialects.sampling import OpenAIFields, Schema, response_grammar
 from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.usage import usage_of
-from foredraft.server.wire import DONE, FEW, data_event
+from foredraft.server.wire import DONE, data_event
 
 _TEXT_ONLY = "text is all there is here"
 _NO_BEAMS = "beam search is not sampling from the model"
@@ -42,7 +40,7 @@ class StreamOptions(BaseModel):
 class ChoicesFields(OpenAIFields):
     """The fields of chat and completions alike."""
 
-    n: Annotated[int | None, Field(ge=1), at_most("max_n")] = None
+    n: Annotated[int | None, Field(ge=1), Limit("max_n")] = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
     stream_options: StreamOptions | None = None
@@ -55,7 +53,7 @@ class ChoicesFields(OpenAIFields):
     functions: Annotated[Any, Refused("use tools")] = None
     function_call: Annotated[Any, Refused("use tool_choice", "none", "auto")] = None
     store: Annotated[Any, Refused("nothing is stored", False)] = None
-    best_of: Annotated[Any, Refused("ask for n replies and choose yourself", 1, same_as="n")] = None
+    best_of: Annotated[Any, Refused("ask for n replies and choose yourself", 1)] = None
     use_beam_search: Annotated[Any, Refused(_NO_BEAMS, False)] = None
     beam_width: Annotated[Any, Refused(_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Refused(_NO_BEAMS, 1, 1.0)] = None
@@ -98,25 +96,8 @@ class ChoicesFields(OpenAIFields):
         return self.stream_options or StreamOptions()
 
 
-class Usage(BaseModel):
-    """Token counts of the replies."""
-
-    model_config = ConfigDict(extra="allow")
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class ChoicesAnswer(BaseModel):
-    """Fields of the answers of chat and completions."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    created: int
-    model: str
-    usage: Usage
+ANSWER: dict[str, type] = {"id": str, "created": int, "model": str, "choices": list, "usage": dict}
+"""Fields of an answer, for the OpenAPI document."""
 
 
 class ChoicesWriter(AnswerWriter):
@@ -136,63 +117,39 @@ class ChoicesWriter(AnswerWriter):
         self._id, self._created = self.id_prefix + request.reply_id, now()
 
     @abstractmethod
-    def choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        """A whole choice, but for its index."""
-
-    @abstractmethod
     def piece(self, index: int, event: Event) -> dict[str, Any] | None:
         """The addition of a step to a choice; None: nothing."""
+
+    def choice(self, index: int, event: Event) -> dict[str, Any]:
+        """A whole choice, but for its index and its end."""
+        return self.piece(index, event) or {**self.last_piece, "logprobs": None}
 
     @abstractmethod
     def reason(self, index: int, result: GenerationResult) -> str:
         """Why a choice ended."""
 
-    def first_chunks(self) -> Iterator[bytes]:
-        """The first chunks of a stream, sent when the request is accepted."""
-        yield b""
-
-    def finish(self, generation: Generation) -> None:
-        """All replies have ended: the last moment to change what is reported of them."""
-        return
-
-    async def whole(self) -> dict[str, Any]:
-        async with self.context.generation(self.request) as generation:
-            async for _ in generation:
-                pass
-            self.finish(generation)
-            # Of a long reply with log probabilities it is a million numbers.
-            return await asyncio.to_thread(self._answered, generation)
-
-    def _answered(self, generation: Generation) -> dict[str, Any]:
-        choices = []
-        for index, reply in enumerate(generation.replies):
-            assert reply.result is not None
-            choices.append({"index": index, **self.choice(index, reply.result)})
-        return self._with_usage(self._answer(self.kind, choices), generation)
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
+    def step(self, generation: Generation, index: int, event: Event) -> Iterator[bytes]:
         options = self._options
         continuous = options.include_usage and options.continuous_usage_stats
-        async with self.context.generation(self.request) as generation:
-            for chunk in self.first_chunks():
-                yield chunk
-            async for index, event in generation:
-                usage = self._usage(generation) if continuous else None
-                write = partial(self._step_chunk, index, event, usage)
-                is_long = event.prompt_logprobs is not None or len(event.logprobs) > FEW
-                if chunk := await asyncio.to_thread(write) if is_long else write():
-                    yield chunk
-                if event.result is not None:
-                    reason = self.reason(index, event.result)
-                    yield self.chunk(index, self.last_piece, reason, usage)
-            if options.include_usage:
-                self.finish(generation)
-                yield data_event(self._with_usage(self._answer(self.chunk_kind, []), generation))
-            yield DONE
+        usage = self._usage(generation) if continuous else None
+        if (piece := self.piece(index, event)) is not None:
+            yield self.chunk(index, piece, usage=usage)
+        if event.result is not None:
+            yield self.chunk(index, self.last_piece, self.reason(index, event.result), usage)
 
-    def _step_chunk(self, index: int, event: Event, usage: dict[str, Any] | None) -> bytes:
-        piece = self.piece(index, event)
-        return b"" if piece is None else self.chunk(index, piece, usage=usage)
+    def end(self, generation: Generation) -> Iterator[bytes]:
+        if self._options.include_usage:
+            yield data_event(self._with_usage(self._answer(self.chunk_kind, []), generation))
+        yield DONE
+
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        choices = []
+        for index, reply in enumerate(generation.replies):
+            event = in_one_step(reply.result)
+            choice = {"index": index, **self.choice(index, event)}
+            assert event.result is not None
+            choices.append(choice | {"finish_reason": self.reason(index, event.result)})
+        return self._with_usage(self._answer(self.kind, choices), generation)
 
     def chunk(
         self,
@@ -218,7 +175,7 @@ class ChoicesWriter(AnswerWriter):
         }
 
     def _with_usage(self, answer: dict[str, Any], generation: Generation) -> dict[str, Any]:
-        return answer | {"usage": self._usage(generation)} | self.metrics(generation.replies)
+        return answer | {"usage": self._usage(generation)} | self.metrics(generation)
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
         return usage_of(generation.replies, self.request, self.tokenizer)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,10 +18,10 @@ from foredraft.models.text.infill import Infill, required_infill
 from foredraft.server.answers import Called, Context, error_responses, respond, streamed
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.choices import ChoicesAnswer, ChoicesFields, ChoicesWriter
+from foredraft.server.dialects.choices import ANSWER, ChoicesFields, ChoicesWriter
 from foredraft.server.dialects.fields import Items, Refused
 from foredraft.server.dialects.request import read_prompts
-from foredraft.server.generation import Generation, GenerationRequest, finish_reason
+from foredraft.server.generation import GenerationRequest, finish_reason
 from foredraft.server.logprobs import CompletionLogprobs
 
 router = APIRouter(route_class=ParsedRoute)
@@ -48,7 +48,7 @@ class CompletionRequest(ChoicesFields):
     def parameters(self) -> dict[str, tuple[str, Any]]:
         """Echo with logprobs asks for those of the prompt, too."""
         parameters = super().parameters()
-        if self.is_empty:  # the engine generates a token at least
+        if self.is_empty:  # the engine generates a token at least, which is not shown
             parameters["max_tokens"] = ("max_tokens", 1)
         if self.echo and self.logprobs is not None:
             parameters["prompt_logprobs"] = ("logprobs", self.logprobs)
@@ -62,26 +62,9 @@ class CompletionRequest(ChoicesFields):
         return [*prompt]
 
 
-class CompletionChoice(BaseModel):
-    """One continuation."""
-
-    model_config = ConfigDict(extra="allow")
-
-    index: int
-    text: str
-    finish_reason: Literal["stop", "length"]
-
-
-class Completion(ChoicesAnswer):
-    """Continuations of prompts."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-
-
 @router.post(
     "/v1/completions",
-    responses={200: streamed("continuations, whole or as events", Completion), **error_responses()},
+    responses={200: streamed("continuations, whole or as events", **ANSWER), **error_responses()},
 )
 async def create_completion(
     body: CompletionRequest, request: Request, context: Context, caller: Called
@@ -95,23 +78,16 @@ async def create_completion(
         prompts = await context.on_thread(caller.size, _with_hole, context, body, marks)
         ends = marks.ends
     wanted = await context.on_thread(
-        caller.size, read_prompts, context, body, prompts, special, caller
+        caller.size, read_prompts, context, body, prompts, special, caller, ends
     )
-    if ends:
-        stops = (*wanted.params.stop_token_ids, *ends)
-        wanted = replace(wanted, params=replace(wanted.params, stop_token_ids=stops))
-    writer = CompletionWriter(context, replace(wanted, scores_only=body.is_empty), body)
-    return await respond(writer, body.stream, request)
+    wanted = replace(wanted, scores_only=body.is_empty)
+    return await respond(CompletionWriter(context, wanted, body), body.stream, request)
 
 
 def _with_hole(
     context: ServerContext, body: CompletionRequest, marks: Infill
 ) -> list[str | list[int]]:
-    """The prompts of texts that go on with the suffix behind what is filled in.
-
-    Raises:
-        ConfigError: a prompt is no text, or is to be echoed.
-    """
+    """The prompts of texts that go on with the suffix behind what is filled in."""
     prompts: list[str | list[int]] = []
     for prompt in body.prompts():
         if not isinstance(prompt, str) or body.echo:
@@ -149,35 +125,18 @@ class CompletionWriter(ChoicesWriter):
 
     def piece(self, index: int, event: Event) -> dict[str, Any] | None:
         text = "" if self._is_empty else "".join(piece.text for piece in event.pieces)
+        tokens, entries = ((), ()) if self._is_empty else (event.token_ids, event.logprobs)
         if self._echo and index not in self._begun and (event.token_ids or event.result):
             self._begun.add(index)
             text = self._prompt_text(index) + text
         prompt_entries = event.prompt_logprobs if self._echo else None
         logprobs = None
-        if prompt_entries is not None or (event.token_ids and not self._is_empty):
-            logprobs = self._formatted(index, prompt_entries, event.token_ids, event.logprobs)
+        if prompt_entries is not None or tokens:
+            logprobs = self._formatted(index, prompt_entries, tokens, entries)
         return {"text": text, "logprobs": logprobs} if text or logprobs else None
 
     def reason(self, index: int, result: GenerationResult) -> str:
         return "length" if self._is_empty else finish_reason(result)
-
-    def choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        text = result.text
-        if self._echo:
-            text = self._prompt_text(index) + text
-        prompt_entries = (result.prompt_logprobs or ()) if self._echo else None
-        entries = result.logprobs or ()
-        logprobs = self._formatted(index, prompt_entries, result.token_ids, entries)
-        return {"text": text, "logprobs": logprobs, "finish_reason": self.reason(index, result)}
-
-    def finish(self, generation: Generation) -> None:
-        """Report no reply if the prompts were only scored."""
-        if not self._is_empty:
-            return
-        for reply in generation.replies:
-            assert reply.result is not None
-            reply.result = replace(reply.result, text="", token_ids=(), finish_reason="length")
-            reply.num_tokens = 0
 
     def _count_added(self, prompt: str | list[int], tokens: list[int]) -> int:
         """Number of start tokens that the tokenizer added; an echo does not repeat them."""
@@ -212,6 +171,4 @@ class CompletionWriter(ChoicesWriter):
         prompt = [] if prompt_entries is None else self._prompt(index)
         num_added = self._num_added[index // self.request.params.n]
         together = [*(prompt_entries or ())[num_added:], *entries]
-        shown = prompt if self._is_empty else [*prompt, *tokens]
-        # Where a prompt is only scored, its last token is what was generated.
-        return self._logprobs[index].format(shown, together[: len(shown)], len(prompt))
+        return self._logprobs[index].format([*prompt, *tokens], together, len(prompt))

@@ -1,4 +1,4 @@
-"""The effect of each request field: honoured, a hint without effect, or refused with a reason.
+"""The effect of each request field: honoured, or refused with a reason. Others have none.
 
 The annotation of each field in an API's input model declares its effect. The checks, the answers
 with status 400, the response header that names ignored fields, and the lists in the docs follow
@@ -27,6 +27,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.server.settings import ServerSettings
 
 Item = TypeVar("Item")
+Mark = TypeVar("Mark")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list whose first wrong entry ends the check: a body may hold a million."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -59,24 +60,15 @@ class Limit:
     """
 
     setting: str
-    measure: Callable[[Any], int]
-    unit: str
+    measure: Callable[[Any], int] = int
+    unit: str = ""
 
     def check(self, name: str, value: object, settings: ServerSettings) -> None:
-        """Refuse a value over the limit.
-
-        Raises:
-            ConfigError: it is.
-        """
+        """Refuse a value over the limit."""
         size, most = self.measure(value), getattr(settings, self.setting)
         if size > most:
             size_text = f"has {size} {self.unit}" if self.unit else f"is {size}"
             raise ConfigError(f"{name} {size_text}; this server allows {most}", field=name)
-
-
-def at_most(setting: str) -> Limit:
-    """The field's value is bounded."""
-    return Limit(setting, int, "")
 
 
 def entries(setting: str) -> Limit:
@@ -98,83 +90,52 @@ def json_characters(setting: str) -> Limit:
     return Limit(setting, lambda value: len(json.dumps(value)), "characters")
 
 
-class Hint:
-    """The field is accepted and cannot change a reply here. The response header names it."""
-
-
-_UNKNOWN = Hint()
-"""A field that is not declared."""
-
-
 class Refused:
     """The field would change a reply and cannot be honoured.
 
     Args:
         why: what to do instead.
         harmless: values that ask for nothing, and are accepted.
-        listed: values that are accepted without effect; the response header names the field.
-        same_as: a field whose value is accepted for this one, too.
     """
 
-    def __init__(
-        self, why: str, *harmless: Any, listed: tuple[Any, ...] = (), same_as: str | None = None
-    ) -> None:
-        self.why, self.harmless, self.listed, self.same_as = why, harmless, listed, same_as
+    def __init__(self, why: str, *harmless: Any) -> None:
+        self.why, self.harmless = why, harmless
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.with_info_plain_validator_function(self._checked)
+        return core_schema.no_info_plain_validator_function(self._checked)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"enum": [None, *self.harmless, *self.listed], "description": f"Refused: {self.why}"}
+        return {"enum": [None, *self.harmless], "description": f"Refused: {self.why}"}
 
-    def _checked(self, value: object, info: core_schema.ValidationInfo) -> object:
-        accepted = [None, *self.harmless, *self.listed]
-        if self.same_as is not None:
-            accepted.append(info.data.get(self.same_as))
-        if not any(_same(value, each) for each in accepted):
+    def _checked(self, value: object) -> object:
+        # Equal as JSON: 0 is not false, nor 1 true.
+        if not any(type(value) is type(each) and value == each for each in (None, *self.harmless)):
             raise PydanticCustomError("not_supported", "{why}", {"why": self.why})
         return value
-
-
-def _same(left: object, right: object) -> bool:
-    """Equal as JSON: 0 is not false, nor 1 true."""
-    return type(left) is type(right) and left == right
 
 
 class RequestBody(BaseModel):
     """A request. Types are strict; null is the same as leaving a field out.
 
-    Fields that are not declared are accepted without effect, as a hint is.
+    Fields that are not declared are accepted without effect.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     def ignored(self) -> list[str]:
         """The fields that were sent and have no effect, in order of their names."""
-        kinds = kinds_of(type(self))
-
-        def has_no_effect(name: str) -> bool:
-            kind = kinds.get(name, _UNKNOWN)
-            if isinstance(kind, Refused):
-                return any(_same(getattr(self, name), value) for value in kind.listed)
-            return kind is not None
-
-        return sorted(filter(has_no_effect, self.model_fields_set))
+        return sorted(self.model_extra or {})
 
     def check_limits(self, settings: ServerSettings) -> None:
-        """Refuse a request with a field over its limit.
-
-        Raises:
-            ConfigError: a field is over its limit.
-        """
-        for name, limit in _limits_of(type(self)):
-            value = getattr(self, name)
-            if value is not None:
-                limit.check(name, value, settings)
+        """Refuse a request with a field over its limit."""
+        for name, limits in marks_of(type(self), Limit).items():
+            if (value := getattr(self, name)) is not None:
+                for limit in limits:
+                    limit.check(name, value, settings)
 
     def parameters(self) -> dict[str, tuple[str, Any]]:
         """By sampling parameter the field that sets it, and the value.
@@ -183,10 +144,13 @@ class RequestBody(BaseModel):
             ConfigError: a value that cannot be read, or two fields that contradict each other.
         """
         read: dict[str, tuple[str, Any]] = {}
-        for name, mark in _parameters_of(type(self)).items():
-            value = getattr(self, name)
+        marks = marks_of(type(self), Sets)
+        for name in type(self).model_fields:
+            mark, value = marks.get(name, [Sets(name)])[0], getattr(self, name)
+            if value is None or mark.parameter not in _PARAMETERS:
+                continue
             try:
-                if value is not None and mark.read is not None:
+                if mark.read is not None:
                     value = mark.read(value)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}", field=name, code=error.code) from error
@@ -204,29 +168,8 @@ def excluded(one: str, other: str) -> ConfigError:
 
 
 @cache
-def kinds_of(model: type[RequestBody]) -> Mapping[str, Hint | Refused | None]:
-    """By field its mark as a hint or as refused; None: it is honoured."""
-    return {
-        name: next((m for m in field.metadata if isinstance(m, (Hint, Refused))), None)
-        for name, field in model.model_fields.items()
-    }
-
-
-@cache
-def _parameters_of(model: type[RequestBody]) -> Mapping[str, Sets]:
-    """By field how it sets a sampling parameter, where it does."""
-    marks = {
-        name: next((mark for mark in field.metadata if isinstance(mark, Sets)), Sets(name))
-        for name, field in model.model_fields.items()
-    }
-    return {name: mark for name, mark in marks.items() if mark.parameter in _PARAMETERS}
-
-
-@cache
-def _limits_of(model: type[RequestBody]) -> tuple[tuple[str, Limit], ...]:
-    return tuple(
-        (name, mark)
-        for name, field in model.model_fields.items()
-        for mark in field.metadata
-        if isinstance(mark, Limit)
-    )
+def marks_of(model: type[RequestBody], kind: type[Mark]) -> Mapping[str, list[Mark]]:
+    """By field its marks of a kind, where it has any."""
+    fields = model.model_fields.items()
+    marks = {name: [m for m in field.metadata if isinstance(m, kind)] for name, field in fields}
+    return {name: found for name, found in marks.items() if found}

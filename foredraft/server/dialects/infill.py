@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
-from foredraft.engine.request import GenerationResult
+from foredraft.engine.request import Event
 from foredraft.models.text.infill import required_infill
 from foredraft.server.answers import (
     AnswerWriter,
     Called,
     Context,
     error_responses,
+    in_one_step,
     respond,
     streamed,
 )
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.dialects.fields import Items, Sets, entries
 from foredraft.server.dialects.request import read_prompts
-from foredraft.server.dialects.sampling import Ignored, SamplingFields, Stops
-from foredraft.server.generation import ReplyState
+from foredraft.server.dialects.sampling import SamplingFields, Stops
+from foredraft.server.generation import Generation, ReplyState
 from foredraft.server.wire import data_event
 
 router = APIRouter(route_class=ParsedRoute)
@@ -47,18 +47,8 @@ class InfillRequest(SamplingFields):
     n_predict: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
     stop: Stops = None
 
-    cache_prompt: Ignored = None
-    n_indent: Ignored = None
-    samplers: Ignored = None
-    t_max_prompt_ms: Ignored = None
-    t_max_predict_ms: Ignored = None
-
     def files(self) -> list[tuple[str, str]]:
-        """Names and texts of other files.
-
-        Raises:
-            ConfigError: one is malformed.
-        """
+        """Names and texts of other files."""
         found = []
         for number, each in enumerate(self.input_extra or ()):
             name, text = each.get("filename", ""), each.get("text")
@@ -71,20 +61,12 @@ class InfillRequest(SamplingFields):
         return found
 
 
-class Filled(BaseModel):
-    """The text of the hole."""
-
-    model_config = ConfigDict(extra="allow")
-
-    content: str
-    stop: bool
-    tokens_predicted: int
-    tokens_evaluated: int
-
-
 @router.post(
     "/infill",
-    responses={200: streamed("the text, whole or as events", Filled), **error_responses()},
+    responses={
+        200: streamed("the text, whole or as events", content=str, stop=bool),
+        **error_responses(),
+    },
 )
 async def infill(
     body: InfillRequest, request: Request, context: Context, caller: Called
@@ -97,38 +79,27 @@ async def infill(
     await context.on_thread(caller.size, tokenizer.check_length, whole, context.llm.max_prompt)
     prompt = await context.on_thread(caller.size, marks.prompt, tokenizer, *texts)
     wanted = await context.on_thread(
-        caller.size, read_prompts, context, body, [prompt], False, caller
+        caller.size, read_prompts, context, body, [prompt], False, caller, marks.ends
     )
-    params = replace(
-        wanted.params, n=1, stop_token_ids=(*wanted.params.stop_token_ids, *marks.ends)
-    )
-    writer = InfillWriter(context, replace(wanted, params=params))
-    return await respond(writer, body.stream, request)
+    return await respond(InfillWriter(context, wanted), body.stream, request)
 
 
 class InfillWriter(AnswerWriter):
     """Writes the answer to an infill request."""
 
-    async def whole(self) -> dict[str, Any]:
-        async with self.context.generation(self.request) as generation:
-            async for _ in generation:
-                pass
-            reply = generation.replies[0]
-            assert reply.result is not None
-            return _said(reply, reply.result.text, reply.result)
+    def step(self, generation: Generation, index: int, event: Event) -> Iterator[bytes]:
+        yield data_event(_said(generation.replies[0], event))
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        async with self.context.generation(self.request) as generation:
-            yield b""
-            async for _, event in generation:
-                text = "".join(piece.text for piece in event.pieces)
-                yield data_event(_said(generation.replies[0], text, event.result))
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        reply = generation.replies[0]
+        return _said(reply, in_one_step(reply.result))
 
 
-def _said(reply: ReplyState, text: str, result: GenerationResult | None) -> dict[str, Any]:
+def _said(reply: ReplyState, event: Event) -> dict[str, Any]:
+    result = event.result
     is_cut = result is not None and result.finish_reason == "length"
     return {
-        "content": text,
+        "content": "".join(piece.text for piece in event.pieces),
         "stop": result is not None,
         "stop_type": "none" if result is None else "limit" if is_cut else "eos",
         "tokens_predicted": reply.num_tokens,

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
+from foredraft.engine.request import Event
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnswerWriter,
-    AnthropicErrorBody,
     Called,
     Context,
     error_responses,
+    in_one_step,
+    json_answer,
     respond,
     streamed,
 )
@@ -34,7 +36,6 @@ from foredraft.server.dialects.request import (
     read_conversation,
 )
 from foredraft.server.dialects.sampling import (
-    Ignored,
     Schema,
     Tools,
     Words,
@@ -42,9 +43,8 @@ from foredraft.server.dialects.sampling import (
     response_grammar,
 )
 from foredraft.server.errors import ApiError
-from foredraft.server.formats.reading import Part
-from foredraft.server.generation import GenerationRequest, ReplyState, finish_reason
-from foredraft.server.replies import Block, BlockBuilder, Change
+from foredraft.server.generation import Generation, GenerationRequest, ReplyState, finish_reason
+from foredraft.server.replies import Block, Change
 from foredraft.server.settings import ServerSettings
 from foredraft.server.thinking import Thinking
 from foredraft.server.tools import read_tools
@@ -53,7 +53,16 @@ from foredraft.server.wire import JsonResponse, named_event
 
 router = APIRouter(route_class=ParsedRoute)
 
-_ERRORS = error_responses(AnthropicErrorBody)
+_ERRORS = error_responses(type=str, error=dict)
+_ANSWER: dict[str, type] = {
+    "id": str,
+    "type": str,
+    "role": str,
+    "content": list,
+    "model": str,
+    "stop_reason": str,
+    "usage": dict,
+}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ROLES = ("user", "assistant", "system")
@@ -98,12 +107,6 @@ class MessagesRequest(CountRequest, ConversationFields):
     output_format: Annotated[Schema, Sets("grammar", response_grammar)] = None
 
     thinking: dict[str, Any] | None = None
-
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    context_management: Ignored = None
-    speed: Ignored = None
-    cache_control: Ignored = None
 
     container: Annotated[Any, Refused("nothing is kept between requests")] = None
     mcp_servers: Annotated[Any, Refused("this server makes no requests of its own", [])] = None
@@ -204,30 +207,9 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     return {"tool_choice": chosen, "parallel_tool_calls": parallel}
 
 
-class MessageAnswer(BaseModel):
-    """A reply."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    content: list[dict[str, Any]]
-    model: str
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: dict[str, Any]
-
-
-class TokenCount(BaseModel):
-    """How long a conversation is."""
-
-    input_tokens: int
-
-
 @router.post(
     "/v1/messages",
-    responses={200: streamed("a reply, whole or as events", MessageAnswer), **_ERRORS},
+    responses={200: streamed("a reply, whole or as events", **_ANSWER), **_ERRORS},
 )
 async def create_message(
     body: MessagesRequest, request: Request, context: Context, caller: Called
@@ -237,7 +219,10 @@ async def create_message(
     return await respond(MessagesWriter(context, wanted), body.stream, request)
 
 
-@router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=_ERRORS)
+@router.post(
+    "/v1/messages/count_tokens",
+    responses={200: json_answer("how long a conversation is", input_tokens=int), **_ERRORS},
+)
 async def count_tokens(body: CountRequest, context: Context, caller: Called) -> Response:
     """Count the tokens of a conversation in the model's template, system and tools included."""
     context.check_model(body.model)
@@ -255,65 +240,73 @@ class MessagesWriter(AnswerWriter):
 
     def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
         super().__init__(context, request)
-        self._blocks = BlockBuilder(request.reply_id)
+        self._parser = request.new_parser()
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer: the sum of a stream's events."""
-        async for _ in self.stream():
-            pass
-        return self._message
+    def begin(self, generation: Generation) -> Iterator[bytes]:
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        message["usage"] = _usage(generation.replies[0])
+        yield named_event({"type": "message_start", "message": message})
+
+    def step(self, generation: Generation, index: int, event: Event) -> Iterator[bytes]:
+        for change in self._parser.take(event):
+            yield named_event(self._event(change))
+
+    def end(self, generation: Generation) -> Iterator[bytes]:
+        delta, usage = self._delta(generation)
+        yield named_event({"type": "message_delta", "delta": delta, "usage": usage})
+        yield named_event({"type": "message_stop"})
+
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        self._parser.take(in_one_step(generation.replies[0].result))
+        content = [self._content(block) for block in self._parser.blocks]
+        delta, usage = self._delta(generation)
+        return {
+            **self._head,
+            "content": content,
+            **delta,
+            "usage": usage,
+            **self.metrics(generation),
+        }
 
     def error_event(self, error: ApiError) -> bytes:
         return named_event(error.for_anthropic)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        parser = self.request.new_parser()
-        async with self.context.generation(self.request) as generation:
-            reply = generation.replies[0]
-            self._message = self._begun(reply)
-            yield named_event({"type": "message_start", "message": self._message})
-            async for _, event in generation:
-                for change in self._blocks.add(parser.take(event)):
-                    yield self._event(*change)
-            for change in self._blocks.close():
-                yield self._event(*change)
-            for event_of_end in self._end(reply, parser.num_calls):
-                yield named_event(event_of_end)
-
-    def _end(self, reply: ReplyState, num_calls: int) -> Iterator[dict[str, Any]]:
-        result = reply.result
-        assert result is not None
-        stop = result.stop_string
-        reason = _REASONS[finish_reason(result, num_calls)]
-        delta = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
-        usage = _usage(reply)
-        self._message |= delta | {"usage": usage} | self.metrics([reply])
-        self._message["content"] = [_content(block) for block in self._blocks.all]
-        yield {"type": "message_delta", "delta": delta, "usage": usage}
-        yield {"type": "message_stop"}
-
-    def _begun(self, reply: ReplyState) -> dict[str, Any]:
+    @property
+    def _head(self) -> dict[str, Any]:
         return {
             "id": f"msg_{self.request.reply_id}",
             "type": "message",
             "role": "assistant",
             "model": self.request.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(reply),
         }
 
-    def _event(self, change: Change, block: Block, part: Part | None) -> bytes:
-        event: dict[str, Any] = {"index": block.number}
-        if change == "open":
-            event |= {"type": "content_block_start", "content_block": _content(block)}
-        elif change == "close":
-            event |= {"type": "content_block_stop"}
+    def _delta(self, generation: Generation) -> tuple[dict[str, Any], dict[str, int]]:
+        """How the reply has ended, and its usage."""
+        reply = generation.replies[0]
+        assert reply.result is not None
+        stop = reply.result.stop_string
+        reason = _REASONS[finish_reason(reply.result, self._parser.num_calls)]
+        reason = "stop_sequence" if stop else reason
+        return {"stop_reason": reason, "stop_sequence": stop}, _usage(reply)
+
+    def _event(self, change: Change) -> dict[str, Any]:
+        block = change.block
+        if change.kind == "open":
+            begun = replace(block, text="")
+            kind = {"type": "content_block_start", "content_block": self._content(begun)}
+        elif change.kind == "close":
+            kind = {"type": "content_block_stop"}
         else:
-            text = part.text if part else ""
-            event |= {"type": "content_block_delta", "delta": _delta(block, text)}
-        return named_event(event)
+            kind = {"type": "content_block_delta", "delta": _delta(block, change.text)}
+        return {"index": block.number, **kind}
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        if block.kind == "call":
+            call_id = f"toolu_{self.request.reply_id}{block.number:x}"
+            return {"type": "tool_use", "id": call_id, "name": block.name, "input": _input(block)}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {"type": "text", "text": block.text}
 
 
 def _delta(block: Block, text: str) -> dict[str, str]:
@@ -322,19 +315,6 @@ def _delta(block: Block, text: str) -> dict[str, str]:
     if block.kind == "reasoning":
         return {"type": "thinking_delta", "thinking": text}
     return {"type": "text_delta", "text": text}
-
-
-def _content(block: Block) -> dict[str, Any]:
-    if block.kind == "call":
-        return {
-            "type": "tool_use",
-            "id": f"toolu_{block.id}",
-            "name": block.name,
-            "input": _input(block),
-        }
-    if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "text", "text": block.text}
 
 
 def _input(block: Block) -> dict[str, Any]:

@@ -50,29 +50,17 @@ class ConversationFields(SamplingFields):
     chat_template_kwargs: dict[str, bool | str] | None = None
 
     def asked_thinking(self) -> Thinking:
-        """What the request says of the model's thoughts.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """What the request says of the model's thoughts."""
         variables = self.chat_template_kwargs or {}
         return Thinking(self.enable_thinking, None, self.thinking_token_budget, variables)
 
     @abstractmethod
     def chat_messages(self) -> list[dict[str, Any]]:
-        """The messages in chat's form.
-
-        Raises:
-            ConfigError: one cannot be used.
-        """
+        """The messages in chat's form."""
 
     @abstractmethod
     def chat_tools(self) -> dict[str, Any]:
-        """``tools``, ``tool_choice`` and ``parallel_tool_calls`` in chat's form.
-
-        Raises:
-            ConfigError: one cannot be used.
-        """
+        """``tools``, ``tool_choice`` and ``parallel_tool_calls`` in chat's form."""
 
     def ignored(self) -> list[str]:
         return sorted([*super().ignored(), *self._unheeded_strict()])
@@ -136,7 +124,7 @@ def read_conversation(
     return _asked(
         *(context, body, caller, model, (prompt,), params),
         operation="chat",
-        session=body.prompt_cache_key or _opening(messages),
+        opening=_opening(messages),
         names=names,
         model_defaults=given.left_to(defaults),
         ignored=(*body.ignored(), *((thinking.field,) if thinking.unheeded(known) else ())),
@@ -191,8 +179,12 @@ def read_prompts(
     prompts: Sequence[str | list[int]],
     add_special_tokens: bool,
     caller: Caller,
+    stops: Sequence[int] = (),
 ) -> GenerationRequest:
     """The generation that a request with prompts asks for. To be called on a thread.
+
+    Args:
+        stops: ids that end a reply, beside those that the request names.
 
     Raises:
         ApiError, ConfigError, PromptError: something in it cannot be used.
@@ -202,6 +194,7 @@ def read_prompts(
     defaults = context.llm.sampling_defaults
     given, names = body.sampling(defaults)
     params = given.by(defaults)
+    params = replace(params, stop_token_ids=(*params.stop_token_ids, *stops))
     _check_replies(len(prompts), params.n, context)
 
     def encode(prompt: str | list[int]) -> list[int]:
@@ -219,7 +212,6 @@ def read_prompts(
     return _asked(
         *(context, body, caller, model, encoded, params),
         operation="text_completion",
-        session=body.prompt_cache_key,
         names=names,
         model_defaults=given.left_to(defaults or {}),
         ignored=tuple(body.ignored()),
@@ -233,12 +225,17 @@ def _asked(
     model: str,
     prompts: tuple[list[int], ...],
     params: SamplingParams,
+    opening: str | None = None,
     **more: Any,
 ) -> GenerationRequest:
-    """The request with what all APIs say alike."""
-    place = None
+    """The request with what all APIs say alike.
+
+    Args:
+        opening: names the session where the client does not.
+    """
+    place, headers = None, caller.headers
     if body.stream:
-        params, place = placed(params, prompts, caller.last_event)
+        params, place = placed(params, prompts, headers.get("last-event-id"))
     tenant, priority = context.tenant(caller.key_id, body.cache_salt), _priority(context, body)
     expected = context.tokenizer.encode(params.prediction, False) if params.prediction else []
     return GenerationRequest(
@@ -247,9 +244,11 @@ def _asked(
         params=params,
         tenant=tenant,
         priority=priority,
+        session=headers.get("x-session-id") or body.prompt_cache_key or opening,
         arrived=caller.arrived,
         prediction=Counter(expected),
         place=place,
+        headers=headers,
         **more,
     )
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.logprobs import TokenLogprobs
+from foredraft.engine.request import Event
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnswerWriter,
     Called,
     Context,
     error_responses,
+    in_one_step,
     now,
     respond,
     streamed,
@@ -32,26 +32,31 @@ from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
 from foredraft.server.dialects.request import ConversationFields, read_conversation
 from foredraft.server.dialects.sampling import (
-    Ignored,
     OpenAIFields,
     Schema,
     Tools,
     format_grammar,
 )
-from foredraft.server.errors import ApiError, as_api_error
-from foredraft.server.formats.reading import Part
+from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation, GenerationRequest, ReplyState
 from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
-from foredraft.server.replies import Block, BlockBuilder, Change
+from foredraft.server.replies import Block, Change
 from foredraft.server.thinking import Thinking
 from foredraft.server.usage import num_cached, num_reasoning
 from foredraft.server.wire import named_event
 
 router = APIRouter(route_class=ParsedRoute)
 
+_ANSWER: dict[str, type] = {
+    "id": str,
+    "object": str,
+    "created_at": int,
+    "status": str,
+    "model": str,
+    "output": list,
+    "usage": dict,
+}
 _LOGPROBS = "message.output_text.logprobs"
-_CALLS = ("function_call", "custom_tool_call")
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _UNREAD = ("reasoning", "item_reference", "additional_tools")
 _ARGUMENTS = "response.function_call_arguments"
 _STATELESS = "nothing is stored: send the conversation so far as input"
@@ -73,18 +78,12 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     reasoning: dict[str, Any] | None = None
-    store: Ignored = None
-    stream_options: Ignored = None
-    context_management: Ignored = None
-    client_metadata: Ignored = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     previous_response_id: Annotated[Any, Refused(_STATELESS)] = None
     conversation: Annotated[Any, Refused(_STATELESS)] = None
     background: Annotated[Any, Refused("a reply lasts as long as its connection", False)] = None
     prompt: Annotated[Any, Refused("there are no stored prompts")] = None
-    truncation: Annotated[
-        Any, Refused("shorten the input yourself", "disabled", listed=("auto",))
-    ] = None
     max_tool_calls: Annotated[Any, Refused("the client runs the tools")] = None
     moderation: Annotated[Any, Refused("there is none")] = None
 
@@ -126,6 +125,7 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
         hosted = [i for i, tool in enumerate(self.tools or ()) if not _is_function(tool)]
         items = self.input if isinstance(self.input, list) else []
         unread = [f"input[{i}]" for i, item in enumerate(items) if _is_unread(item)]
+        unread += ["truncation"] * (self.truncation == "auto")
         return sorted([*super().ignored(), *unread, *(f"tools[{number}]" for number in hosted)])
 
 
@@ -135,14 +135,14 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         where, kind = f"input[{number}]", item.get("type", "message")
-        if kind in _CALLS:  # it belongs to what the assistant said before it
+        if kind == "function_call":  # it belongs to what the assistant said before it
             if not said or said[-1]["role"] != "assistant":
                 said.append({"role": "assistant", "content": None})
             said[-1].setdefault("tool_calls", []).append(_call(item))
         elif kind == "message":
             content = text_of(f"{where}.content", item.get("content"))
             said.append({"role": item.get("role"), "content": content})
-        elif kind in _OUTPUTS:
+        elif kind == "function_call_output":
             content = text_of(f"{where}.output", item.get("output"))
             said.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         elif not _is_unread(item):
@@ -153,15 +153,12 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _is_unread(item: Mapping[str, Any]) -> bool:
     """Whether an item is left out: thoughts of earlier turns, and what the provider itself runs."""
     kind = str(item.get("type", "message"))
-    is_hosted = kind.endswith(("_call", "_call_output")) and kind not in (*_CALLS, *_OUTPUTS)
+    is_hosted = kind.endswith(("_call", "_call_output")) and not kind.startswith("function_call")
     return is_hosted or kind in _UNREAD
 
 
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = item.get("arguments", "{}")
-    if item.get("type") == "custom_tool_call":
-        arguments = json.dumps({"input": item.get("input")})
-    function = {"name": item.get("name"), "arguments": arguments}
+    function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
     return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
@@ -186,23 +183,9 @@ def _allowed(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> list[dic
     return [tool for tool in tools if tool["function"].get("name") in names]
 
 
-class ResponseObject(BaseModel):
-    """A reply."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete"]
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any]
-
-
 @router.post(
     "/v1/responses",
-    responses={200: streamed("a reply, whole or as events", ResponseObject), **error_responses()},
+    responses={200: streamed("a reply, whole or as events", **_ANSWER), **error_responses()},
 )
 async def create_response(
     body: ResponsesRequest, request: Request, context: Context, caller: Called
@@ -220,135 +203,114 @@ class ResponsesWriter(AnswerWriter):
     ) -> None:
         super().__init__(context, request)
         self._numbers = itertools.count()
-        self._blocks = BlockBuilder(request.reply_id)
-        self._is_cut = False
+        self._parser = request.new_parser()
+        self._is_over = self._is_cut = False
         self._entries = ReplyLogprobs(  # of text to come
             context.tokenizer, request.prompts[0], request.params.skip_special_tokens
         )
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of text that has come, by block
-        self._has_ended = False
         self._response = _begun(request, body)
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer: the sum of a stream's events."""
-        async with self.context.generation(self.request) as generation:
-            async for _ in self._events(generation):
-                pass
-        return self._response
+    def begin(self, generation: Generation) -> Iterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._numbered({"type": kind, "response": self._response})
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        async with self.context.generation(self.request) as generation:
-            events = self._events(generation)
-            try:
-                async for event in events:
-                    if self._logprobs and not event["type"].endswith(".delta"):
-                        yield await asyncio.to_thread(self._numbered, event)  # with all of them
-                    else:
-                        yield self._numbered(event)
-            except Exception as error:
-                known = as_api_error(error).in_words_of(self.request.names)
-                code = "server_error" if known.status >= 500 else "invalid_prompt"
-                failed = {"code": code, "message": known.message}
-                response = self._response | {"status": "failed", "error": failed}
-                yield self._numbered({"type": "response.failed", "response": response})
-                raise known from error
+    def step(self, generation: Generation, index: int, event: Event) -> Iterator[bytes]:
+        self._is_over = event.result is not None
+        self._is_cut = event.result is not None and event.result.finish_reason == "length"
+        self._entries.add(event.logprobs)
+        for change in self._parser.take(event):
+            yield from map(self._numbered, self._changed(change))
+
+    def end(self, generation: Generation) -> Iterator[bytes]:
+        response = self._finished(generation)
+        yield self._numbered({"type": f"response.{response['status']}", "response": response})
+
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        for _ in self.step(generation, 0, in_one_step(generation.replies[0].result)):
+            pass
+        return self._finished(generation)
 
     def error_event(self, error: ApiError) -> bytes:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        failed = {"status": "failed", "error": {"code": code, "message": error.message}}
         named = {"code": error.code, "message": error.message, "param": error.param}
-        return self._numbered({"type": "error", **named})
+        last = self._numbered({"type": "response.failed", "response": self._response | failed})
+        return last + self._numbered({"type": "error", **named})
 
     def _numbered(self, event: Mapping[str, Any]) -> bytes:
         return named_event({**event, "sequence_number": next(self._numbers)})
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
-        parser = self.request.new_parser()
-        for kind in ("response.created", "response.in_progress"):
-            yield {"type": kind, "response": self._response}
-        async for _, event in generation:
-            self._entries.add(event.logprobs)
-            for change in self._blocks.add(parser.take(event)):
-                for each in self._changed(*change):
-                    yield each
+    def _finished(self, generation: Generation) -> dict[str, Any]:
         reply = generation.replies[0]
-        assert reply.result is not None
-        self._is_cut = reply.result.finish_reason == "length"
-        self._has_ended = True
-        for change in self._blocks.close():
-            for each in self._changed(*change):
-                yield each
-        self._finish(reply)
-        yield {"type": f"response.{self._response['status']}", "response": self._response}
-
-    def _finish(self, reply: ReplyState) -> None:
-        self._response |= {
+        return self._response | {
             "status": "incomplete" if self._is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
             "completed_at": None if self._is_cut else now(),
-            "output": [self._item(block, is_over=True) for block in self._blocks.all],
+            "output": [self._item(block, is_over=True) for block in self._parser.blocks],
             "usage": _usage(reply, num_reasoning(reply, self.request, self.tokenizer)),
-            **self.metrics([reply]),
+            **self.metrics(generation),
         }
 
-    def _changed(self, change: Change, block: Block, part: Part | None) -> Iterator[dict[str, Any]]:
+    def _changed(self, change: Change) -> Iterator[dict[str, Any]]:
+        block, is_over = change.block, change.kind == "close"
         at: dict[str, Any] = {"output_index": block.number, "item_id": self._item_id(block)}
-        is_over = change == "close"
-        item = {"output_index": block.number, "item": self._item(block, is_over)}
-        if change == "open":
-            yield {"type": "response.output_item.added", **item}
+        if change.kind == "open":
+            item = self._item(replace(block, text=""), False)
+            yield {"type": "response.output_item.added", "output_index": block.number, "item": item}
         if block.kind != "call":
-            yield from self._part_events(change, block, part, at | {"content_index": 0})
-        elif part is not None:
-            yield {"type": f"{_ARGUMENTS}.delta", **at, "delta": part.text}
+            yield from self._part_events(change, at | {"content_index": 0})
+        elif change.kind == "delta":
+            yield {"type": f"{_ARGUMENTS}.delta", **at, "delta": change.text}
         elif is_over:
             done = {"name": block.name, "arguments": block.text}
             yield {"type": f"{_ARGUMENTS}.done", **at, **done}
         if is_over:
-            yield {"type": "response.output_item.done", **item}
+            item = self._item(block, True)
+            yield {"type": "response.output_item.done", "output_index": block.number, "item": item}
 
-    def _part_events(
-        self, change: Change, block: Block, part: Part | None, at: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
+    def _part_events(self, change: Change, at: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        block, extra = change.block, dict[str, Any]()
         kind = "output_text" if block.kind == "text" else "reasoning_text"
-        extra: dict[str, Any] = {}
         if block.kind == "text":
-            extra = {"logprobs": self._formatted(self._entries_of(change, block, part))}
-        if change == "open":
-            yield {"type": "response.content_part.added", **at, "part": self._part(block, False)}
-        elif part is not None:
-            yield {"type": f"response.{kind}.delta", **at, "delta": part.text, **extra}
+            extra = {"logprobs": self._formatted(self._entries_of(change))}
+        if change.kind == "open":
+            part = self._part(replace(block, text=""), False)
+            yield {"type": "response.content_part.added", **at, "part": part}
+        elif change.kind == "delta":
+            yield {"type": f"response.{kind}.delta", **at, "delta": change.text, **extra}
         else:
             yield {"type": f"response.{kind}.done", **at, "text": block.text, **extra}
             yield {"type": "response.content_part.done", **at, "part": self._part(block, True)}
 
-    def _entries_of(
-        self, change: Change, block: Block, part: Part | None
-    ) -> Sequence[TokenLogprobs]:
-        """Log probabilities for an event of a text: of the part that came, at its end of all.
+    def _entries_of(self, change: Change) -> Sequence[TokenLogprobs]:
+        """Log probabilities for an event of a text: of its new part, at its end of all.
 
         They are those of the tokens that begin in it; behind the last text of a reply come those
         of tokens without text.
         """
-        if self.request.params.logprobs is None:
+        if self.request.params.logprobs is None or change.kind == "open":
             return ()
+        block = change.block
         entries = self._logprobs.setdefault(block.number, [])
-        if part is not None:
-            new = self._entries.take(part.at, part.end)
+        if change.kind == "delta":
+            new = self._entries.take(change.at, change.end)
             entries += new
             return new
-        if change == "close" and self._has_ended:
+        if self._is_over and block is self._parser.blocks[-1]:
             entries += self._entries.take(0)
-        return entries if change == "close" else ()
+        return entries
 
     def _formatted(self, entries: Sequence[TokenLogprobs]) -> Any:
         return chat_logprobs(self.tokenizer, entries)["content"]
 
     def _item_id(self, block: Block) -> str:
-        prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
-        return prefix + block.id
+        prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
+        return f"{prefix}_{self.request.reply_id}{block.number:x}"
 
     def _item(self, block: Block, is_over: bool) -> dict[str, Any]:
         status = "completed" if is_over else "in_progress"
-        if self._is_cut and block is self._blocks.all[-1]:
+        if self._is_cut and block is self._parser.blocks[-1]:
             status = "incomplete"
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         content = [self._part(block, is_over)] if is_over else []
@@ -356,7 +318,8 @@ class ResponsesWriter(AnswerWriter):
             return item | {"type": "message", "role": "assistant", "content": content}
         if block.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": content}
-        named = {"call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
+        call_id = f"call_{self.request.reply_id}{block.number:x}"
+        named = {"call_id": call_id, "name": block.name, "arguments": block.text}
         return item | {"type": "function_call", **named}
 
     def _part(self, block: Block, is_over: bool) -> dict[str, Any]:
@@ -372,7 +335,7 @@ class ResponsesWriter(AnswerWriter):
 
 
 def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]:
-    params = request.params
+    params, extra = request.params, body.model_extra or {}
     return {
         "id": f"resp_{request.reply_id}",
         "object": "response",
@@ -396,8 +359,8 @@ def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": body.user,
-        "metadata": body.metadata or {},
+        "user": extra.get("user"),
+        "metadata": extra.get("metadata") or {},
     }
 
 

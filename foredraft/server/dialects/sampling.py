@@ -16,10 +16,8 @@ from foredraft.core.rng import SEED_BITS
 from foredraft.engine.scheduler import MAX_PRIORITY
 from foredraft.models.text.prompts import text_of
 from foredraft.server.dialects.fields import (
-    Hint,
     Items,
     Number,
-    Refused,
     RequestBody,
     Sets,
     characters,
@@ -113,7 +111,6 @@ _TopK = Annotated[
 ]
 
 
-Ignored = Annotated[Any, Hint()]
 Words = Annotated[Items[str] | None, entries("max_stop"), characters("max_stop_characters")]
 Stops = Annotated[str | Items[str] | None, entries("max_stop"), characters("max_stop_characters")]
 Tools = Annotated[
@@ -156,7 +153,6 @@ class SamplingFields(RequestBody):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     prompt_cache_key: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    paced_stream: Annotated[Any, Refused("max_draft_tokens 0 sends a token an event", False)] = None
 
     def sampling(
         self, defaults: Mapping[str, float] | None
@@ -185,13 +181,3 @@ class OpenAIFields(SamplingFields):
     """The fields that OpenAI's APIs share."""
 
     stop: Stops = None
-
-    user: Ignored = None
-    metadata: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_retention: Ignored = None
-    service_tier: Ignored = None
-    reasoning_effort: Ignored = None
-    verbosity: Ignored = None
-    include_reasoning: Ignored = None
-    request_id: Ignored = None

@@ -35,19 +35,12 @@ class Part:
     Attributes:
         kind: type of the part; "call" begins a tool call and "arguments" continues it.
         text: the text; for "call" the function's name.
-        index: the number of the tool call, from 0.
         at: for content and reasoning, number of characters of the reply before it.
     """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
-    index: int = 0
     at: int = 0
-
-    @property
-    def end(self) -> int:
-        """For content and reasoning, number of characters of the reply up to its end."""
-        return self.at + len(self.text)
 
 
 Reads = Generator[Part | None, None, T]

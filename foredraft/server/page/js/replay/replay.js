@@ -1,10 +1,9 @@
-// The replay: where a run's time went, step by step. It also shows what audits and plans wrote to their files.
+// The replay: where a run's time went, step by step. It also shows what audits wrote to their files.
 import { announce, h, number } from "../dom.js";
 import { drafterChoice, laneOf } from "../drafters.js";
 import { getInfo, runs } from "../store.js";
 import { collect, spoken } from "../tour/part.js";
 import { auditView, isAudit } from "./audit.js";
-import { isPlan, planView } from "./plan.js";
 import { Timeline } from "./timeline.js";
 
 export class Replay {
@@ -49,9 +48,8 @@ export class Replay {
       const text = await file.text();
       const whole = parsed(text);
       if (whole && isAudit(whole)) { this.out.replaceChildren(auditView(whole)); return; }
-      if (whole && isPlan(whole)) { this.out.replaceChildren(planView(whole)); return; }
       const lines = text.split("\n").filter((line) => line.trim()).map(parsed);
-      if (lines[0]?.type !== "run" || lines.slice(1).some((line) => !line?.rows || !line.times)) throw new Error(`${file.name} is neither a trace nor the JSON of an audit or a plan.`);
+      if (lines[0]?.type !== "run" || lines.slice(1).some((line) => !line?.rows || !line.times)) throw new Error(`${file.name} is neither a trace nor the JSON of an audit.`);
       if ((lines[0].version ?? 1) !== 1) throw new Error(`${file.name} is a trace of version ${lines[0].version}, and this page reads 1.`);
       this.#replay(lines);
     } catch (error) {
