@@ -294,11 +294,9 @@ def _plan(
     progress: Progress | None,
     with_weights: bool = True,
 ) -> ModelPlan:
-    as_safetensors = options.backend == "hf"
     directory = resolve_model(
         name,
         revision=options.revision,
-        as_safetensors=as_safetensors,
         as_stored=options.weights == AS_STORED,
         with_weights=with_weights,
         progress=progress,
@@ -500,6 +498,10 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
     if options.backend == "native" or (options.backend == "auto" and reason is None):
         config, _ = fit(checkpoint, read_config(checkpoint.directory, options.max_context))
         return plan_native(name, checkpoint, config, options, device)
+    if checkpoint.is_gguf:
+        raise ConfigError(
+            f"backend 'hf' reads safetensors, and {name!r} is a GGUF file; leave backend out"
+        )
     if options.exact:
         raise CapabilityError(
             f"exact=True needs the native decoder, and {name!r} runs through transformers, "

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 RECIPE = "GGUF converter 7"
 """Raise it when conversions change: older copies are converted again."""
-_MOST_BYTES = 2 << 30
-"""Largest file of weights; a conversion holds one file in memory."""
 _ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
 _MAY_BE_0 = (
     *(_EXPERTS, "leading_dense_block_count"),
@@ -148,23 +146,17 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     Floats stay as they are (as bfloat16 where that says the same); quantised weights are rounded
     to bfloat16, and the blocks of formats that the kernels have are kept beside them.
 
-    Args:
-        gguf: the file; of a split one the first part, beside the others.
-
     Raises:
         ModelLoadError: the file is damaged, or holds a model that is not known here.
     """
-    from foredraft.models.native.config import read_config
-
     progress.stage("converting the tokenizer")
-    files = _opened(parts_of(gguf))
-    weights = _write_description(files, into)
-    config = read_config(into)
-    family = config.family
-    if family.has_single_parts or family.names.apart != family.names or config.dense_beside:
-        _refuse(files[0], "transformers holds its experts or projections in another form")
+    weights = _write_description(_opened([gguf]), into)
     progress.stage("converting the weights to safetensors")
-    _write_weights(weights, into, progress)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        tensors[name] = _floats(name, weight)
+        progress.advance(len(tensors) / len(weights))
+    _save(tensors, into / "model.safetensors")
     _write_blocks(weights, into)
 
 
@@ -240,16 +232,6 @@ def _all_tensors(files: Sequence[GgufFile]) -> dict[str, tuple[GgufFile, GgufTen
             _refuse(file, f"tensor {min(twice)!r:.80} is in another part as well")
         found |= {name: (file, tensor) for name, tensor in file.tensors.items()}
     return found
-
-
-def bytes_needed(gguf: Path) -> int:
-    """Upper estimate of the bytes that `write_checkpoint` writes.
-
-    Raises:
-        ModelLoadError: the file is damaged.
-    """
-    tensors = [tensor for part in parts_of(gguf) for tensor in GgufFile(part).tensors.values()]
-    return sum(2 * prod(tensor.shape) + tensor.num_bytes for tensor in tensors)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -671,28 +653,6 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str, str]]:
 def _gguf_norms(config: DecoderConfig) -> Mapping[str, str]:
     own = config.family.gguf.norms if config.family.gguf else {}
     return {"final_norm": "output_norm", **GGUF_NORMS, **own}
-
-
-def _write_weights(weights: Mapping[str, StoredTensor], into: Path, progress: Progress) -> None:
-    """Into one file, or into several that fit into memory and an index of them."""
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[str, str] = {}
-    num_bytes = 0
-    for done, (name, weight) in enumerate(weights.items(), start=1):
-        floats = _floats(name, weight)
-        if tensors and num_bytes + floats.nbytes > _MOST_BYTES:
-            file = f"model-{len(set(names.values())) + 1:05}.safetensors"
-            names |= dict.fromkeys(tensors, file)
-            _save(tensors, into / file)
-            tensors, num_bytes = {}, 0
-        tensors[name] = floats
-        num_bytes += floats.nbytes
-        progress.advance(done / len(weights))
-    last = "model-last.safetensors" if names else "model.safetensors"
-    _save(tensors, into / last)
-    if names:
-        names |= dict.fromkeys(tensors, last)
-        _write_json(into / "model.safetensors.index.json", {"weight_map": names})
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -9,7 +9,6 @@ text. Models of the hub stay in the hub's own cache, which other programs share.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
@@ -24,7 +23,6 @@ from pathlib import Path
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
 from foredraft.models.files import gguf_checkpoint, lora
-from foredraft.models.files.gguf import GgufFile
 from foredraft.models.files.manifest import find_damage, write_manifest
 from foredraft.models.files.packaged import MODELS, SMOLLM2, PackagedModel
 from foredraft.models.files.progress import Progress, SilentProgress
@@ -35,8 +33,6 @@ _OF_THE_HUB = re.compile(r"(?:hf\.co|huggingface\.co)/(?=[^/]+/[^/]+$)", re.IGNO
 _URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
 _MAX_NAME_BYTES = 1000
 """Longest name or path. File systems take 255 bytes between slashes and some 4000 in all."""
-_DESCRIPTION_BYTES = 50_000_000
-"""Upper estimate of the files that are written for a GGUF file: its tokenizer."""
 _LOG = logging.getLogger("foredraft")
 
 
@@ -44,7 +40,6 @@ def resolve_model(
     name: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    as_safetensors: bool = False,
     as_stored: bool = False,
     with_weights: bool = True,
     progress: Progress | None = None,
@@ -56,7 +51,6 @@ def resolve_model(
             (any part of a split one, or a directory that holds one and nothing else of a model),
             or a hub id, also as "hf.co/org/name"; "org/name:Q4_K_M" names a GGUF file there.
         revision: branch, tag or commit of a hub id.
-        as_safetensors: convert the weights of a GGUF file, for code that reads nothing else.
         as_stored: leave the weights of any GGUF file as they are, the default model's too.
         with_weights: whether those of a model of the hub are downloaded; else the directory is an
             outline, where they are not here (`foredraft.models.files.outline`).
@@ -93,7 +87,7 @@ def resolve_model(
         return directory
     if not as_stored and MODELS[SMOLLM2.name].is_gguf(gguf):
         return _converted(_packaged(MODELS[SMOLLM2.name], gguf), progress)
-    return _converted((_whole_gguf if as_safetensors else _of_gguf)(gguf), progress)
+    return _converted(_of_gguf(gguf), progress)
 
 
 def _check_spelling(name: str) -> None:
@@ -172,48 +166,29 @@ class _Conversion:
     Attributes:
         name: of the directory.
         recipe: names its sources and the version of the code.
-        num_bytes: disk space that making it takes.
         write: makes the model in its first argument. The second is a folder for downloads: it
             stays when this fails, so that the next call can go on with it.
     """
 
     name: str
     recipe: str
-    num_bytes: Callable[[], int]
     write: Callable[[Path, Path, Progress], None]
 
 
 def _packaged(model: PackagedModel, gguf: Path | None = None) -> _Conversion:
     """The conversion of a model's packages, or of its GGUF file if that is there."""
-
-    def write(into: Path, download: Path, progress: Progress) -> None:
-        if gguf is not None and model.finish is not None:
-            model.finish(gguf, into, progress)
-        else:
-            model.write(into, download, progress)
-
-    return _Conversion(model.name, model.recipe, lambda: model.disk_bytes, write)
+    finish = model.finish
+    if gguf is None or finish is None:
+        return _Conversion(model.name, model.recipe, model.write)
+    return _Conversion(model.name, model.recipe, lambda into, _, say: finish(gguf, into, say))
 
 
 def _of_gguf(path: Path) -> _Conversion:
     """Found again by the files' places, sizes and times; a changed file is another model."""
     parts = gguf_checkpoint.parts_of(path)
-
-    def num_bytes() -> int:
-        for part in parts:  # a damaged file is found before anything is made
-            GgufFile(part)
-        return _DESCRIPTION_BYTES
-
     name, recipe = _named(path, parts)
     write = partial(gguf_checkpoint.write_index, parts)
-    return _Conversion(f"gguf-{name}", recipe, num_bytes, lambda into, _, say: write(into, say))
-
-
-def _whole_gguf(path: Path) -> _Conversion:
-    name, recipe = _named(path, gguf_checkpoint.parts_of(path))
-    size = partial(gguf_checkpoint.bytes_needed, path)
-    write = partial(gguf_checkpoint.write_checkpoint, path)
-    return _Conversion(f"safetensors-{name}", recipe, size, lambda into, _, say: write(into, say))
+    return _Conversion(f"gguf-{name}", recipe, lambda into, _, say: write(into, say))
 
 
 def _adapted(adapter: Path, base: Path) -> _Conversion:
@@ -223,7 +198,7 @@ def _adapted(adapter: Path, base: Path) -> _Conversion:
     name, recipe = _named(adapter / lora.CONFIG, files)
     name = f"lora-{name.replace('adapter-config', adapter.resolve().name)}"
     link = partial(lora.link_both, adapter, base)
-    return _Conversion(name, f"{recipe} on {base}", lambda: 0, lambda into, *_: link(into))
+    return _Conversion(name, f"{recipe} on {base}", lambda into, *_: link(into))
 
 
 def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:
@@ -236,39 +211,18 @@ def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:
 
 def _converted(conversion: _Conversion, progress: Progress) -> Path:
     directory = cache_root() / "models" / conversion.name
-    if find_damage(directory, conversion.recipe) is None:
-        return directory
-    num_bytes = conversion.num_bytes()
     try:
-        return _make_alone(directory, conversion, num_bytes, progress)
+        if find_damage(directory, conversion.recipe) is not None:
+            _make_alone(directory, conversion, progress)
     except OSError as error:
-        raise ModelLoadError(_cannot_keep(directory, num_bytes, error)) from error
+        raise ModelLoadError(
+            f"cannot keep {directory.name} in {directory.parent}: {error.strerror or error}. Free "
+            "some space, or set FOREDRAFT_CACHE to a directory that can be written and has it"
+        ) from error
+    return directory
 
 
-def _cannot_keep(directory: Path, num_bytes: int, error: OSError) -> str:
-    return (
-        f"cannot keep {directory.name} in {directory.parent}: {error.strerror or error}. Preparing "
-        f"it takes about {num_bytes / 1e9:.1f} GB there{_free_there(directory)}; free some "
-        "space, or set FOREDRAFT_CACHE to a directory that can be written and has it"
-    )
-
-
-def _free_there(directory: Path) -> str:
-    try:
-        return f" ({shutil.disk_usage(directory.parent).free / 1e9:.1f} GB are free)"
-    except OSError:
-        return ""
-
-
-def _check_space(directory: Path, num_bytes: int) -> None:
-    """Find out before the download, and not after it."""
-    if shutil.disk_usage(directory).free < num_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _make_alone(
-    directory: Path, conversion: _Conversion, num_bytes: int, progress: Progress
-) -> Path:
+def _make_alone(directory: Path, conversion: _Conversion, progress: Progress) -> None:
     """Make the directory unless another process has done so while this one waited."""
     from filelock import FileLock, Timeout
 
@@ -284,18 +238,16 @@ def _make_alone(
         if damage is not None:
             if directory.exists():
                 _LOG.warning("the cached model %s is made anew: %s", directory, damage)
-            _make(directory, conversion, num_bytes, progress)
+            _make(directory, conversion, progress)
     finally:
         lock.release()
-    return directory
 
 
-def _make(directory: Path, conversion: _Conversion, num_bytes: int, progress: Progress) -> None:
+def _make(directory: Path, conversion: _Conversion, progress: Progress) -> None:
     """Convert in a scratch folder beside ``directory``, then rename: whole, or not there."""
     prefix = f".{directory.name}.partial-"
     for left_behind in directory.parent.glob(f"{prefix}*"):  # by a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
-    _check_space(directory.parent, num_bytes)
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
     download = directory.with_name(f".{directory.name}.download")
     try:
