@@ -274,22 +274,6 @@ def test_a_slow_grammar_keeps_no_other_waiting(
     assert compiled == [quick, slow]
 
 
-def test_what_nobody_waits_for_is_not_compiled(
-    held: tuple[Grammars, threading.Event, list[Grammar]],
-) -> None:
-    grammars, go_on, compiled = held
-    first = [grammars.compile(Grammar.regex(f"slow{number}")) for number in range(2)]
-    queued = Grammar.regex("queued")
-    left, stayed = Grammar.regex("left"), grammars.compile(queued)
-    assert grammars.compile(queued).cancel()
-    assert grammars.compile(left).cancel()
-    go_on.set()
-    for wait in (*first, stayed, grammars.compile(Grammar.regex("last"))):
-        wait.result(20)
-    assert left not in compiled
-    assert queued in compiled
-
-
 def test_a_grammar_that_failed_is_tried_again(grammars: Grammars) -> None:
     for _ in range(2):
         with pytest.raises(GrammarError, match="unclosed group"):
