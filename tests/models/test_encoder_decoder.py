@@ -461,10 +461,10 @@ def test_defaults_that_are_left_out_are_said(
 ) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "generation_config.json"
-    config = json.loads(path.read_text()) | {"num_beams": 4, "no_repeat_ngram_size": 3}
-    path.write_text(json.dumps(config))
-    EncoderDecoderTarget.load(tmp_path)
-    assert "has num_beams=4, no_repeat_ngram_size=3, which foredraft leaves out" in caplog.text
+    said = {"num_beams": 4, "no_repeat_ngram_size": 3, "suppress_tokens": [5]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    LLM.load(tmp_path)
+    assert "names no_repeat_ngram_size, num_beams, which is left out" in caplog.text
 
 
 def test_the_server_completes_a_source(loaded: LLM) -> None:

@@ -40,11 +40,13 @@ _FILES = (
 _NEUTRAL = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
-    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_length"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0),
     **dict.fromkeys(("num_beams", "typical_p"), 1),
 }
-"""Fields of a generation config that no decoder-only model here honours, with the values that ask
-for nothing."""
+"""Fields of a generation config that are not honoured, with the values that ask for nothing."""
+_OF_ENCODERS = re.compile(r"(begin_)?suppress_tokens|forced_[be]os_token_id")
+"""Those that encoder-decoders honour."""
 _NUM_BEFORE = 4
 """Tokens of the text before a reply that its first tokens are decoded behind."""
 _SAMPLE = "Read it back: é 東 1\n"
@@ -66,7 +68,6 @@ class Tokenizer:
         chat_template: the source of the chat template; None when the model has none.
         sampling_defaults: sampling parameters that the model's makers name, as `SamplingParams` has
             them.
-        not_honoured: fields of the generation config that would change a reply, and do not here.
         tool_template: the source of the template for conversations with tools, where the model has
             one of its own; else the chat template.
 
@@ -98,14 +99,20 @@ class Tokenizer:
         self.sampling_defaults: Mapping[str, float] = {}
         if generation.exists():
             self.sampling_defaults = read_fields(generation, GenerationFields).sampling
-        config = _read_optional(generation)
-        self.not_honoured = tuple(
-            n for n, v in _NEUTRAL.items() if config.get(n, v) not in (None, [], v)
-        )
+        self._generation = _read_optional(generation)
         self.eos_token_ids = self._eos_token_ids()
         templates = self._chat_templates()
         self.chat_template = templates.get("default")
         self.tool_template = templates.get("tool_use", self.chat_template)
+
+    def not_honoured(self, has_encoder: bool = False) -> list[str]:
+        """Fields of the generation config that would change a reply, and do not here.
+
+        Args:
+            has_encoder: whether the model is an encoder-decoder.
+        """
+        asked = (n for n, v in _NEUTRAL.items() if self._generation.get(n, v) not in (None, [], v))
+        return [name for name in asked if not (has_encoder and _OF_ENCODERS.fullmatch(name))]
 
     @property
     def vocab_size(self) -> int:
