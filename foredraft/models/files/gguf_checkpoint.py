@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
     from foredraft.models.native.config import DecoderConfig, Latent
 
-RECIPE = "GGUF converter 7"
+RECIPE = "GGUF converter 8"
 """Raise it when conversions change: older copies are converted again."""
 _ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
 _MAY_BE_0 = (
@@ -124,19 +124,11 @@ def write_index(ggufs: Sequence[Path], into: Path, progress: Progress) -> None:
     for path, link in links.items():
         (into / link).symlink_to(path.resolve())
     tensors = {
-        name: {
-            "file": links[weight.file],
-            "kind": place.kind.name,
-            "shape": [*weight.shape],
-            "start": place.start,
-            "heads": place.heads,
-            "added": place.added,
-            "is_log": place.is_log,
-        }
+        name: [links[weight.file], [*weight.shape], place.kind.name, *astuple(place)[1:]]
         for name, weight in weights.items()
         if (place := weight.gguf)
     }
-    _write_json(into / GGUF_INDEX, {"files": [*links.values()], "tensors": tensors})
+    _write_json(into / GGUF_INDEX, tensors)
     progress.advance(1.0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from foredraft.models.files import lora
 from foredraft.models.files.gguf_blocks import BY_NAME
 from foredraft.models.files.json_files import read_fields, read_json
 from foredraft.models.files.quantised import with_packed
-from foredraft.models.files.schema import GgufIndexFields, IndexFields
+from foredraft.models.files.schema import IndexFields
 from foredraft.models.files.tensors import GgufPlace, StoredTensor
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -184,51 +185,42 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _gguf_tensors(directory: Path) -> dict[str, StoredTensor]:
-    index = directory / GGUF_INDEX
-    fields = read_fields(index, GgufIndexFields)
-    sizes: dict[str, int] = {}
-    for name in fields.files:
-        if name != Path(name).name or not name.endswith(".gguf") or "\\" in name:
-            raise ModelLoadError(f"{index} names {name!r}, no GGUF file of its own directory")
+    index, found = directory / GGUF_INDEX, dict[str, StoredTensor]()
+    size = cache(lambda path: path.stat().st_size)
+    for name, entry in read_json(index).items():
         try:
-            sizes[name] = (directory / name).stat().st_size
-        except OSError as error:
-            raise ModelLoadError(f"{directory / name} cannot be read: {error.strerror}") from error
-    found: dict[str, StoredTensor] = {}
-    for name, tensor in fields.tensors.items():
-        shape, kind = tuple(tensor.shape), BY_NAME.get(tensor.kind)
-        size = sizes.get(tensor.file, 0)
-        if (
-            kind is None
-            or shape[-1] % kind.block_weights
-            or (tensor.heads and shape[0] % (2 * tensor.heads))
-        ):
-            raise _damaged(index, f"tensor {name!r:.80} is {tensor.kind!r:.80} of shape {shape}")
-        if tensor.start + prod(shape) // kind.block_weights * kind.block_bytes > size:
-            raise _damaged(directory / tensor.file, f"tensor {name!r:.80} lies beyond its end")
-        place = GgufPlace(kind, tensor.start, tensor.heads, tensor.added, tensor.is_log)
-        found[name] = StoredTensor(directory / tensor.file, kind.name, shape, place)
+            file, shape, kind, *place = entry
+            path, gguf = _of_directory(index, file, ".gguf"), GgufPlace(BY_NAME[kind], *place)
+            found[name] = StoredTensor(path, kind, tuple(shape), gguf)
+            is_inside = 0 <= gguf.start <= size(path) - found[name].num_bytes
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(index, f"tensor {name!r:.80} ({error!r:.200})") from error
+        if not is_inside:
+            raise _damaged(path, f"tensor {name!r:.80} lies beyond its end")
     return found
+
+
+def _of_directory(index: Path, name: Any, suffix: str) -> Path:
+    """A file that an index names. Compared as text: files of the hub's cache are links."""
+    if name != Path(name).name or not name.endswith(suffix) or "\\" in name:
+        raise ModelLoadError(
+            f"{index} names {name!r}, which is not a {suffix[1:]} file of its own directory; it "
+            "was refused"
+        )
+    return index.with_name(name)
 
 
 def _indexed_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:
     names = sorted(set(weight_map.values()))
-    index = directory / _INDEX
-    for name in names:
-        # Compared as text: files of the hub's cache are links that rightly lead elsewhere.
-        if name != Path(name).name or not name.endswith(".safetensors") or "\\" in name:
-            raise ModelLoadError(
-                f"{index} names {name!r}, which is not a safetensors file of its own directory; "
-                "it was refused"
-            )
-    missing = [name for name in names if not (directory / name).is_file()]
+    paths = [_of_directory(directory / _INDEX, name, ".safetensors") for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ModelLoadError(
             f"{directory} lacks {len(missing)} of the {len(names)} weight files that {_INDEX} "
             f"names: {shown}. Download the checkpoint again"
         )
-    return [directory / name for name in names]
+    return paths
 
 
 def _no_weights(directory: Path) -> str:
@@ -239,15 +231,8 @@ def _no_weights(directory: Path) -> str:
             "is never opened. Get the model as safetensors, or convert it where you trust it with "
             "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)"
         )
-    if others := _names(directory, "*.safetensors"):
-        return (
-            f"{directory} has neither {_SINGLE} nor {_INDEX}, and which of its files belong "
-            f"together ({others}) is not guessed; get the whole checkpoint"
-        )
-    return (
-        f"{directory} has no weights (*.safetensors){_what_else_is_there(directory)}; get the "
-        "whole checkpoint"
-    )
+    what_else = _what_else_is_there(directory)
+    return f"{directory} has neither {_SINGLE} nor {_INDEX}{what_else}; get the whole checkpoint"
 
 
 def _what_else_is_there(directory: Path) -> str:

@@ -367,25 +367,6 @@ class IndexFields(_Schema):
     weight_map: dict[str, str] = Field(min_length=1)
 
 
-class GgufTensorFields(_Schema):
-    """Location of a tensor in a GGUF file."""
-
-    file: str
-    kind: str
-    shape: Annotated[list[Count], Field(min_length=1, max_length=4)]
-    start: Annotated[int, Field(ge=0)]
-    heads: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    added: Multiplier = 0.0
-    is_log: bool = False
-
-
-class GgufIndexFields(_Schema):
-    """Foredraft's index of GGUF files: their names, and the tensors by foredraft's names."""
-
-    files: Annotated[list[str], Field(min_length=1)]
-    tensors: Annotated[dict[str, GgufTensorFields], Field(min_length=1)]
-
-
 def _said(key: str, default: Any = ...) -> Any:
     return Field(default, validation_alias=key)
 
