@@ -30,7 +30,6 @@ from foredraft.kernels.interface import FORM_PACKED, FORM_PLAIN, FORM_TILED
 from foredraft.models.base import Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.outline import is_outline
-from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
@@ -89,7 +88,6 @@ class ModelPlan:
         state_bytes: of recurrent layers, a row's states and its log of a step's tokens.
         work_bytes: what a forward of the most tokens works in; 0: not known.
         notes: what is missing for a faster plan, and how to get it.
-        remarks: what else is worth knowing; `foredraft doctor` says it.
         cache_memory: bytes that the cache may take; None: a share of the memory there is.
         formats: of the matrices of a quantised model, the one of most weights first.
         encoder: whether it is an encoder-decoder, whose prompt is its source.
@@ -111,7 +109,6 @@ class ModelPlan:
     activation_bits: int = 16
     tiles: bool = False
     notes: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
     cache_memory: int | None = None
     formats: tuple[str, ...] = ()
     encoder: bool = False
@@ -172,6 +169,15 @@ class ModelPlan:
         """Weights that are not here yet."""
         is_here = self.checkpoint is None or not is_outline(self.directory)
         return 0 if is_here or self.checkpoint is None else self.checkpoint.num_bytes
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What else is worth knowing; `foredraft doctor` says it."""
+        if not self.download_bytes:
+            return ()
+        size = f"{self.download_bytes / 1e9:.2f} GB"
+        got = f"`foredraft models pull {self.name}` gets them"
+        return (f"its weights are not here ({size}); {got}",)
 
     def memory_bytes(self, num_tokens: int) -> int:
         """Of weights, one row of ``num_tokens``, and work."""
@@ -295,21 +301,9 @@ def _plan(
     with_weights: bool = True,
 ) -> ModelPlan:
     directory = resolve_model(
-        name,
-        revision=options.revision,
-        as_stored=options.weights == AS_STORED,
-        with_weights=with_weights,
-        progress=progress,
+        name, revision=options.revision, with_weights=with_weights, progress=progress
     )
-    plan = plan_model(name, Checkpoint(directory), options, device)
-    if plan.download_bytes:
-        size = f"{plan.download_bytes / 1e9:.2f} GB"
-        said = f"its weights are not here ({size}); `foredraft models pull {name}` gets them"
-        return replace(plan, remarks=(said,))
-    if directory.name in MODELS and name.lower().endswith(".gguf"):
-        said = f"the file is that of {directory.name} and runs as it does; weights='file' keeps it"
-        return replace(plan, remarks=(said,))
-    return plan
+    return plan_model(name, Checkpoint(directory), options, device)
 
 
 def _check_same_vocabulary(

@@ -14,14 +14,11 @@ import torch
 from safetensors import SafetensorError
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.load import plan_models
 from foredraft.models.files import packages
 from foredraft.models.files.gguf_checkpoint import write_checkpoint
-from foredraft.models.files.manifest import sha256_of
-from foredraft.models.files.packaged import MODELS, SMOLLM2
+from foredraft.models.files.packaged import SMOLLM2
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.store import resolve_model
-from foredraft.options import LoadOptions
 from tests.models.gguf_files import tiny_llama
 
 # ------------------------------------------------------------------------------------- obtaining
@@ -208,20 +205,3 @@ def test_the_converted_config_is_llama_in_the_spelling_of_the_hub() -> None:
         "eos_token_id": 2,
     }  # generation_config.json names <|endoftext|> beside it
     assert {key: config[key] for key in expected} == expected
-
-
-def test_its_file_is_the_model(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One model has one text, by whichever name; its formats are kept where that is asked for."""
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tiny_gguf.parent / "cache"))
-    assert resolve_model(tiny_gguf).name.startswith("gguf-")
-    small = replace(SMOLLM2, num_bytes=tiny_gguf.stat().st_size, sha256=sha256_of(tiny_gguf))
-    monkeypatch.setitem(MODELS, SMOLLM2.name, small)
-    directory = resolve_model(tiny_gguf)
-    assert directory == resolve_model(SMOLLM2.name)
-    assert resolve_model(tiny_gguf, as_stored=True).name.startswith("gguf-")
-    plan, _ = plan_models(LoadOptions(model=str(tiny_gguf), drafter="none"))
-    assert plan.weights == "bfloat16"
-    assert any("runs as it does" in remark for remark in plan.remarks)
-    assert not any("runs as it does" in note for note in plan.notes), "which would be a warning"
-    monkeypatch.setitem(MODELS, SMOLLM2.name, replace(small, sha256="another"))
-    assert resolve_model(tiny_gguf).name.startswith("gguf-")

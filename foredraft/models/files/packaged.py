@@ -69,14 +69,6 @@ class PackagedModel:
         else:
             shutil.move(gguf, into / gguf.name)
 
-    def is_gguf(self, path: Path) -> bool:
-        """Whether a file is this model's GGUF file. Its content is read only if the size is right.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        return path.stat().st_size == self.num_bytes and sha256_of(path) == self.sha256
-
     def _joined(self, download: Path, progress: Progress) -> Path:
         """The file, beginning with the parts that an earlier call has fetched."""
         gguf, unfinished = download / self.file, download / f"{self.file}.parts"

@@ -1,10 +1,9 @@
 """From the name of a model to a local directory that holds it.
 
 A name is one of: a packaged model, a directory, a GGUF file, a hub id ("org/name"); the folder of a
-LoRA adapter is its base model with the adapter merged. Packaged models
-are fetched once into foredraft's cache. Of a GGUF file the cache holds a description, and its
-weights stay where they are. The default model's own file is the default model: one model has one
-text. Models of the hub stay in the hub's own cache, which other programs share.
+LoRA adapter is its base model with the adapter merged. Packaged models are fetched once into
+foredraft's cache. Of a GGUF file the cache holds a description, and its weights stay where they
+are. Models of the hub stay in the hub's own cache, which other programs share.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
 from foredraft.models.files import gguf_checkpoint, lora
 from foredraft.models.files.manifest import find_damage, write_manifest
-from foredraft.models.files.packaged import MODELS, SMOLLM2, PackagedModel
+from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.system.paths import cache_root
 
@@ -40,7 +39,6 @@ def resolve_model(
     name: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    as_stored: bool = False,
     with_weights: bool = True,
     progress: Progress | None = None,
 ) -> Path:
@@ -51,7 +49,6 @@ def resolve_model(
             (any part of a split one, or a directory that holds one and nothing else of a model),
             or a hub id, also as "hf.co/org/name"; "org/name:Q4_K_M" names a GGUF file there.
         revision: branch, tag or commit of a hub id.
-        as_stored: leave the weights of any GGUF file as they are, the default model's too.
         with_weights: whether those of a model of the hub are downloaded; else the directory is an
             outline, where they are not here (`foredraft.models.files.outline`).
         progress: receives reports of downloads and conversions.
@@ -75,18 +72,17 @@ def resolve_model(
         get = fetch if with_weights else outlined
         directory = get(found[1], revision, progress, found[2])
     elif packaged is not None:
-        directory = _converted(_packaged(packaged), progress)
+        made = _Conversion(packaged.name, packaged.recipe, packaged.write)
+        directory = _converted(made, progress)
     else:
         directory = _existing_directory(name, path)
     if lora.is_adapter(directory):
         named = lora.base_of(directory)
-        base = resolve_model(named, as_stored=True, with_weights=with_weights, progress=progress)
+        base = resolve_model(named, with_weights=with_weights, progress=progress)
         return _converted(_adapted(directory, base), progress)
     gguf = _gguf_of(directory)
     if gguf is None:
         return directory
-    if not as_stored and MODELS[SMOLLM2.name].is_gguf(gguf):
-        return _converted(_packaged(MODELS[SMOLLM2.name], gguf), progress)
     return _converted(_of_gguf(gguf), progress)
 
 
@@ -173,14 +169,6 @@ class _Conversion:
     name: str
     recipe: str
     write: Callable[[Path, Path, Progress], None]
-
-
-def _packaged(model: PackagedModel, gguf: Path | None = None) -> _Conversion:
-    """The conversion of a model's packages, or of its GGUF file if that is there."""
-    finish = model.finish
-    if gguf is None or finish is None:
-        return _Conversion(model.name, model.recipe, model.write)
-    return _Conversion(model.name, model.recipe, lambda into, _, say: finish(gguf, into, say))
 
 
 def _of_gguf(path: Path) -> _Conversion:
