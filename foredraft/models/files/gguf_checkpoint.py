@@ -8,7 +8,6 @@ text.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import re
@@ -141,6 +140,8 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     Raises:
         ModelLoadError: the file is damaged, or holds a model that is not known here.
     """
+    from foredraft.system.files import write_tensors
+
     progress.stage("converting the tokenizer")
     weights = _write_description(_opened([gguf]), into)
     progress.stage("converting the weights to safetensors")
@@ -148,7 +149,7 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     for name, weight in weights.items():
         tensors[name] = _floats(name, weight)
         progress.advance(len(tensors) / len(weights))
-    _save(tensors, into / "model.safetensors")
+    write_tensors(into / "model.safetensors", tensors, {"format": "pt"})
     _write_blocks(weights, into)
 
 
@@ -645,18 +646,6 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str, str]]:
 def _gguf_norms(config: DecoderConfig) -> Mapping[str, str]:
     own = config.family.gguf.norms if config.family.gguf else {}
     return {"final_norm": "output_norm", **GGUF_NORMS, **own}
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its only word for a full disk
-        raise OSError(errno.EIO, f"{path.name} could not be written ({error})") from error
-    # It comes out readable by its owner alone, which a cache shared by several users is not for.
-    path.chmod(path.with_name("config.json").stat().st_mode)
 
 
 def _floats(name: str, weight: StoredTensor) -> torch.Tensor:
