@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import random
 from collections.abc import Callable
@@ -170,12 +169,6 @@ def test_generation_goes_on_past_the_context_of_the_config() -> None:
     assert torch.equal(actual, expected)
 
 
-def test_options_can_be_bound_once(model: PreTrainedModel) -> None:
-    bound = functools.partial(foredraft.custom_generate, drafter="ngram", num_draft_tokens=6)
-    actual = model.generate(**one_row(), max_new_tokens=20, custom_generate=bound)
-    assert torch.equal(actual, model.generate(**one_row(), max_new_tokens=20))
-
-
 # Sampling
 
 
@@ -189,14 +182,6 @@ def test_torch_seeds_make_samples_repeatable(model: PreTrainedModel) -> None:
     assert torch.equal(sample(1, drafter="ngram"), sample(1, drafter="none"))
     several = sample(1, num_return_sequences=3)
     assert len({tuple(row.tolist()) for row in several}) == 3
-
-
-def test_greedy_text_leaves_the_seed_alone(model: PreTrainedModel) -> None:
-    torch.manual_seed(5)
-    speculate(model, max_new_tokens=5)
-    after = torch.rand(())
-    torch.manual_seed(5)
-    assert torch.equal(after, torch.rand(()))
 
 
 @pytest.mark.parametrize(
@@ -267,13 +252,6 @@ def test_a_streamer_sees_what_it_sees_from_generate(model: PreTrainedModel) -> N
 def test_a_streamer_for_several_rows_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="a streamer shows one row, and there are 2"):
         speculate(model, padded_rows(3, 4), max_new_tokens=3, token_streamer=RecordingStreamer())
-
-
-def test_statistics_come_with_the_dictionary(model: PreTrainedModel) -> None:
-    output = speculate(model, max_new_tokens=60, return_dict_in_generate=True)
-    [stats] = output.speculation
-    assert stats.committed == output.sequences.shape[1] - 12
-    assert stats.drafted == stats.accepted + stats.rejected + stats.discarded
 
 
 # Encoder-decoders
@@ -365,9 +343,7 @@ def test_beams_are_refused_by_name(encoder_decoder: Any) -> None:
         ({"do_sample": True, "typical_p": 0.5}, "the logits processor Typical"),
         ({"max_time": 5.0}, "the stopping criterion MaxTimeCriteria"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
-        ({"use_cache": False}, "use_cache=False"),
         ({CACHE: transformers.DynamicCache()}, f"{CACHE} of your own"),
         ({"position_ids": torch.arange(12)[None] + 3}, "position_ids of your own"),
         ({"inputs_embeds": torch.zeros(1, 12, 64)}, "'inputs_embeds'"),

@@ -297,17 +297,11 @@ WRONG: dict[str, tuple[str, Typed | int | float, str]] = {
     "gemma3": ("attention.sliding_window", Typed(ARRAY, [7, 8], 4), "sliding_window is"),
     "gemma2": ("final_logit_softcapping", float("nan"), "final_logit_softcapping is nan"),
     "granite": ("rope.scaling.finetuned", Typed(7, False), "finetuned' asks for"),
-    "mixtral": ("expert_gating_func", Typed(ARRAY, [1, 1], 4), "gating_func' asks for"),
     "qwen3-moe": ("expert_used_count", 7, "7 experts a token of 6"),
     "phi3": ("rope.scaling.type", "yarn", "rotary scaling 'yarn' with the tensors"),
-    "smollm3": ("attention.sliding_window", 64, "sliding_window' asks for"),
     "olmo3": ("rope.freq_base_swa", 10.0, "windowed layers that have another base"),
     "gemma4": ("attention.value_length_swa", 64, "heads that differ between layers of a kind"),
     "gemma4-moe": ("embedding_length_per_layer_input", 3, "'blk.0.inp_gate.weight' is missing"),
-    "glm4-moe": ("expert_gating_func", 1, "gating_func' asks for"),
-    "stablelm": ("use_parallel_residual", Typed(7, True), "parallel_residual' asks for"),
-    "starcoder2": ("attention.sliding_window", 64, "sliding_window' asks for"),
-    "nemotron-h-moe": ("expert_group_count", 2, "expert_group_count' asks for"),
 }
 """By model: a key, what it says, and the refusal."""
 

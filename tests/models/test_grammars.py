@@ -159,11 +159,9 @@ def test_the_end_is_the_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
     [
         (Grammar.json_schema({"type": "objekt"}), "objekt"),
         (Grammar.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-ahead"),
-        (Grammar.json_schema({"unevaluatedProperties": False}), "Unimplemented keys"),
         (Grammar.json_schema({"$ref": "http://example.org/schema"}), "does not fetch"),
         (Grammar.regex("(a"), "unclosed group"),
         (Grammar.lark("start: foo"), "unknown name"),
-        (Grammar.lark(""), "cannot be used"),
     ],
 )
 def test_malformed_grammars(grammars: Grammars, grammar: Grammar, said: str) -> None:

@@ -302,14 +302,6 @@ def test_missing_weights_are_never_made_up(checkpoint: Path) -> None:
         HFTarget.load(checkpoint)
 
 
-def test_weights_of_another_shape_are_refused(checkpoint: Path) -> None:
-    change_weights(
-        checkpoint, lambda weights: weights.update({"transformer.ln_f.bias": torch.zeros(3)})
-    )
-    with pytest.raises(ModelLoadError):
-        HFTarget.load(checkpoint)
-
-
 def change_config(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -324,13 +316,10 @@ def test_a_decoder_may_say_that_it_has_no_encoder(checkpoint: Path) -> None:
     ("changes", "message"),
     [
         ({"n_layer": 2**31 - 1}, "num_hidden_layers is 2147483647, and the weight files hold"),
-        ({"encoder_layers": 10**9}, "encoder_layers is 1000000000, and the weight files hold"),
         ({"vocab_size": 10**9}, "vocab_size is 1000000000, .* whose longest side is"),
         ({"n_head": 0}, "it should be greater than or equal to 1"),
-        ({"n_embd": None}, "it should be a valid integer"),
         ({"text_config": 3}, "text_config is 3; it must be an object"),
         ({"embd_pdrop": float("nan")}, "cannot be run by transformers: RuntimeError"),
-        ({"n_inner": 2**63}, "cannot be run by transformers"),
         ({"n_inner": 10**6}, r"describes 38\d,[\d,]* weights, and the files hold"),
         ({"model_type": ["gpt2"]}, "cannot be run by transformers"),
     ],

@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 import torch
 
-from foredraft.load import forward_cost, load_models
 from foredraft.models.base import Target
 from foredraft.models.files.kept import KeptFiles, kept_models, recipe_of
 from foredraft.models.files.safety import Checkpoint
@@ -19,7 +18,6 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import load_weights
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
 
 
@@ -202,23 +200,6 @@ def test_kept_weights_are_the_weights(
     for (name, one), *others in zip(*(each.items() for each in found), strict=True):
         assert all(name == same and torch.equal(one, other) for same, other in others)
     assert (kept.head_VE is kept.embedding_VE) == (plain.head_VE is plain.embedding_VE)
-
-
-def test_a_load_looks_for_kept_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    places: list[Path] = []
-
-    def of(checkpoint: Checkpoint) -> KeptFiles:
-        places.append(checkpoint.directory)
-        return KeptFiles(tmp_path / "kept")
-
-    monkeypatch.setattr(KeptFiles, "of", of)
-    asked = LoadOptions(model=str(_model(tmp_path / "model")), backend="native")
-    loaded, _ = load_models(asked)
-    forward_cost(loaded.plan, loaded.target, asked)
-    assert loaded.target.parts.kept("table", "recipe", lambda: TENSORS["a"]) is not None
-    assert places == [tmp_path / "model"]
-    assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {"", ".index", ".json"}
 
 
 MEASURED = (((1, 10.0), (4, 12.0)), (0.001, 0.0001), 64)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files import packages
@@ -163,18 +162,6 @@ def test_transformers_reads_the_tokenizer_as_foredraft_does() -> None:
     assert ours.encode_chat(messages) == list(rendered["input_ids"])
     tokens = [ours.decode([i]) for i in ours.encode("a\n\n7 10")]
     assert tokens == ["a", "\n\n", "7", " ", "1", "0"]
-
-
-@pytest.mark.real_model
-def test_the_converted_model_knows_the_capital_of_france() -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    directory = resolve_model(SMOLLM2.name)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    with torch.no_grad():
-        logits = model(**tokenizer("The capital of France is", return_tensors="pt")).logits
-    assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
 
 
 @pytest.mark.real_model

@@ -7,8 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -96,12 +94,6 @@ def test_a_relative_directory_is_not_taken_for_a_hub_id(
     assert resolve_model("org/model") == Path("org/model")
 
 
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    assert resolve_model("~/model") == tmp_path / "model"
-
-
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file; name the directory"):
@@ -130,15 +122,10 @@ def test_a_revision_belongs_to_a_hub_id(tmp_path: Path) -> None:
         ("~nobody-of-that-name", "no such directory: .*nobody"),
         *((name, "local directory or a hub id") for name in ("", "zzz", "two words", "\n")),
         ("a" * 300, "unknown model"),
-        ("a/" * 400, "no such directory"),
         ("a" * 100_000, r"'a{40}'… \(100000 bytes\) can be no path and no hub id: it is too long"),
         ("org/na\0me", "has a zero byte"),
         ("org/\ud800", "is no valid Unicode text"),
-        (" org/name", "no such directory"),
-        ("org/na me", "no such directory"),
-        ("~root-of-nobody/model", "no such directory"),
         ("https://huggingface.co/org/name/tree/main", "give the hub id alone, such as 'org/name'"),
-        ("hf://org/name", "is an address; give the hub id alone"),
     ],
 )
 def test_a_name_that_can_be_none_is_refused_with_a_reason(name: str, message: str) -> None:
@@ -234,20 +221,6 @@ def test_what_a_killed_process_left_is_swept_up(converter: FakeConverter, cache:
     assert not left_behind.exists()
 
 
-def test_a_failed_repair_does_not_hide_the_reason(
-    converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = resolve_model(NAME)
-    (directory / "model.safetensors").unlink()
-
-    def refuses(package: Any, scratch: Path, progress: Any) -> Path:
-        raise ModelLoadError("no network")
-
-    monkeypatch.setattr(packaged, "obtain", refuses)
-    with pytest.raises(ModelLoadError, match="no network"):
-        resolve_model(NAME)
-
-
 def test_a_cache_that_cannot_be_written_names_the_way_out(
     converter: FakeConverter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,34 +267,6 @@ def test_a_second_caller_waits_and_uses_what_the_first_made(
     second.join(60)
     assert found == [directory]
     assert converter.conversions == 1
-
-
-_IN_A_PROCESS = """
-import pathlib, sys
-from dataclasses import replace
-from foredraft.models.files import packaged, store
-def convert(files, into, progress):
-    with open(sys.argv[1], "a") as log:
-        log.write("converted\\n")
-    (into / "config.json").write_text("{}")
-model = packaged.SMOLLM2
-packaged.PackagedModel._joined = lambda model, download, progress: download
-packaged.MODELS[model.name] = replace(model, finish=convert)
-print(store.resolve_model(model.name))
-"""
-
-
-def test_two_processes_convert_once(cache: Path, tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", _IN_A_PROCESS, str(log)]
-    processes = [
-        subprocess.Popen(command, cwd=root, env=os.environ, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert printed == [str(cache / "models" / NAME)] * 2
-    assert log.read_text() == "converted\n"
 
 
 # ------------------------------------------------------------------------------------ real model
