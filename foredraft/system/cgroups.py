@@ -1,4 +1,4 @@
-"""Limits that containers set: of the process's cgroup and all above it, in both versions."""
+"""Limits that containers set: of the process's cgroup (version 2) and all above it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 """Where ``proc`` and ``sys`` are."""
-_MEMORY_FILES = {2: ("max", "current", ""), 1: ("limit_in_bytes", "usage_in_bytes", "total_")}
-_CACHED = re.compile(r"^(total_|)(?:in)?active_file (\d+)$", re.MULTILINE)
+_CACHED = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
 
 
 def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
@@ -18,24 +17,18 @@ def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
 
     Cached files give way, so they count as left.
     """
-    for folder, version in _folders("memory", root):
-        names = _MEMORY_FILES[version]
-        limit, taken = (_text(folder / f"memory.{name}").strip() for name in names[:2])
+    for folder in _folders(root):
+        limit, taken = (_text(folder / f"memory.{name}").strip() for name in ("max", "current"))
         if limit.isdecimal():  # "max", or no such file: no limit
-            counts = _CACHED.findall(_text(folder / "memory.stat"))
-            cached = sum(int(count) for of_all, count in counts if of_all == names[2])
+            cached = sum(map(int, _CACHED.findall(_text(folder / "memory.stat"))))
             yield int(limit), max(0, int(limit) - max(0, int(taken or 0) - cached))
 
 
 def cpu_limits(root: Path = ROOT) -> Iterator[float]:
     """CPUs' time in each second, one number for each cgroup that has a quota."""
-    for folder, version in _folders("cpu", root):
-        if version == 2:
-            quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
-        else:
-            names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
-            quota, period = (_text(folder / name).strip() for name in names)
-        if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1: no quota
+    for folder in _folders(root):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max": no quota
             yield int(quota) / int(period)
 
 
@@ -50,22 +43,14 @@ def available_cpus(root: Path = ROOT) -> int:
     return max(1, round(min([cpus, *cpu_limits(root)])))
 
 
-def _folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Folders that may limit the process, and the version of cgroups that each belongs to."""
-    mounted = root / "sys/fs/cgroup"
-    groups = [(mounted, Path(), 2), (mounted / controller, Path(), 1)]
+def _folders(root: Path) -> Iterator[Path]:
+    """Folders that may limit the process."""
+    mounted, groups = root / "sys/fs/cgroup", {Path()}
     for line in _text(root / "proc/self/cgroup").splitlines():
-        controllers, colon, path = line.partition(":")[2].partition(":")
-        if not colon:
-            continue
-        group = Path(path.lstrip("/"))
-        if not controllers:  # version 2 has one hierarchy for all
-            groups.append((mounted, group, 2))
-        elif controller in controllers.split(","):
-            groups.append((mounted / controller, group, 1))
-    for mount, group, version in groups:
-        for above in (group, *group.parents):
-            yield mount / above, version
+        if line.startswith("0::/"):
+            group = Path(line.removeprefix("0::/"))
+            groups |= {group, *group.parents}
+    return (mounted / group for group in groups)
 
 
 def _text(path: Path) -> str:

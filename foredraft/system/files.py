@@ -82,9 +82,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 
 def flush_folder(directory: Path) -> None:
-    """Flush a folder's renames to disk, on systems that can."""
-    if os.name == "nt":
-        return
+    """Flush a folder's renames to disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

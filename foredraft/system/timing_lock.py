@@ -6,6 +6,7 @@ and take the lock again and again, cannot keep it out for ever.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +15,6 @@ from pathlib import Path
 from typing import IO
 
 from foredraft.system.paths import cache_root
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks; timings there are taken as they come
-    fcntl = None  # type: ignore[assignment]
 
 SWITCH = "FOREDRAFT_TIMING_LOCK"
 _TO_OTHERS_S = 0.002
@@ -80,9 +76,7 @@ class Heed:
 
 
 def _files(path: Path, held: ExitStack) -> list[IO[bytes]]:
-    """Gate and lock, open; none if the system has no locks, or the folder cannot be written."""
-    if fcntl is None:
-        return []
+    """Gate and lock, open; none if the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         paths = (path.with_name(f"{path.name}.gate"), path)

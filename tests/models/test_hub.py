@@ -112,7 +112,7 @@ def hub_errors() -> dict[str, tuple[Any, type[Exception], str]]:
         "full": (
             OSError(errno.ENOSPC, "No space left on device"),
             ModelLoadError,
-            "No space left.*set HF_HOME",
+            "No space left.*the space in HF_HOME",
         ),
         "no network": (ConnectionError("refused"), ModelLoadError, "ConnectionError: refused"),
     }

@@ -125,7 +125,6 @@ def test_a_revision_belongs_to_a_hub_id(tmp_path: Path) -> None:
         ("a" * 100_000, r"'a{40}'… \(100000 bytes\) can be no path and no hub id: it is too long"),
         ("org/na\0me", "has a zero byte"),
         ("org/\ud800", "is no valid Unicode text"),
-        ("https://huggingface.co/org/name/tree/main", "give the hub id alone, such as 'org/name'"),
     ],
 )
 def test_a_name_that_can_be_none_is_refused_with_a_reason(name: str, message: str) -> None:

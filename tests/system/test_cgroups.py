@@ -1,4 +1,4 @@
-"""Limits of containers, in made-up folders of both versions of cgroups."""
+"""Limits of containers, in made-up folders of cgroups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 
 from foredraft.cache.memory import available_memory, machine_memory
 from foredraft.system.cgroups import available_cpus
-
-V1 = "sys/fs/cgroup/cpu"
 
 
 def written(root: Path, groups: str, limits: Mapping[str, str]) -> Path:
@@ -31,12 +29,6 @@ def written(root: Path, groups: str, limits: Mapping[str, str]) -> Path:
             4000,
         ),
         ("0::/not/here", {"sys/fs/cgroup/memory.max": "5000"}, 5000),
-        (
-            "7:cpu:/x\n4:memory:/docker/1\n0::/",
-            {"sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "6000"},
-            6000,
-        ),
-        ("4:memory:/docker/1", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "7000"}, 7000),
         ("", {}, None),
     ],
 )
@@ -63,15 +55,6 @@ STAT = "anon 700\nfile 900\ninactive_file 300\nactive_file 400\n"
             },
             3700,
         ),
-        (
-            "4:memory:/d",
-            {
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000",
-                "sys/fs/cgroup/memory/memory.stat": f"{STAT}total_inactive_file 1100\n",
-            },
-            100,
-        ),
         ("0::/", {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 3 kB"}, 3072),
     ],
 )
@@ -88,15 +71,6 @@ def test_others_in_a_container_have_taken_of_its_memory(
         ("0::/", {"sys/fs/cgroup/cpu.max": "max 100000"}, 4),
         ("0::/a/b", {"sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2),
         ("0::/a/b", {"sys/fs/cgroup/cpu.max": "260000 100000"}, 3),
-        (
-            "3:cpu,cpuacct:/docker/1",
-            {
-                f"{V1}/docker/1/cpu.cfs_quota_us": "50000",
-                f"{V1}/docker/1/cpu.cfs_period_us": "25000",
-            },
-            2,
-        ),
-        ("3:cpu:/", {f"{V1}/cpu.cfs_quota_us": "-1", f"{V1}/cpu.cfs_period_us": "100000"}, 4),
         ("", {}, 4),
     ],
 )

@@ -29,7 +29,6 @@ from foredraft.system.paths import cache_root
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)(?::([A-Za-z0-9_.-]+))?")
 _OF_THE_HUB = re.compile(r"(?:hf\.co|huggingface\.co)/(?=[^/]+/[^/]+$)", re.IGNORECASE)
-_URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
 _MAX_NAME_BYTES = 1000
 """Longest name or path. File systems take 255 bytes between slashes and some 4000 in all."""
 _LOG = logging.getLogger("foredraft")
@@ -96,11 +95,6 @@ def _check_spelling(name: str) -> None:
         shown = f"{name[:40]!r}… ({num_bytes} bytes)" if len(name) > 40 else repr(name)
         raise ConfigError(
             f"model {shown} can be no path and no hub id: it is too long or has a zero byte in it"
-        )
-    if page := _URL.match(name):
-        raise ConfigError(
-            f"model {name!r:.200} is an address; give the hub id alone, such as "
-            f"{page[1] or 'org/name'!r}"
         )
 
 
