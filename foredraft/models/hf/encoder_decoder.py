@@ -10,7 +10,6 @@ Shape legend: S positions of a source, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -25,7 +24,8 @@ from foredraft.core.rules.bans import ModelBans
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import Capabilities, Encoder, ScoreRow, Source
 from foredraft.models.hf.cache import HFCache
-from foredraft.models.hf.target import HFTarget, context_limit
+from foredraft.models.hf.sizes import context_limit
+from foredraft.models.hf.target import HFTarget
 from foredraft.models.native.plan import ForwardPlan
 
 _NEARLY = 0.01
@@ -167,14 +167,6 @@ class EncoderDecoderTarget(HFTarget):
                 f"{type(self.model).__name__} scores a token otherwise when others are read with "
                 "it, so guesses cannot be checked in one forward"
             )
-
-    def _decoder_config(self, model: Any) -> Any:
-        """Of T5's config, too, whose decoder may be less deep than its encoder."""
-        config = super()._decoder_config(model)
-        if num_layers := getattr(config, "num_decoder_layers", None):
-            config = copy(config)
-            config.num_hidden_layers = num_layers
-        return config
 
     def _forward(self, row: ScoreRow, plan: ForwardPlan, wants_states: bool) -> Any:
         cache = cast(SourceCache, self.cache)
