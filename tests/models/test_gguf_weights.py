@@ -16,7 +16,7 @@ from benchmarks.quality import measure_quality
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.tree import TokenTree
-from foredraft.load import ModelPlan, load_target, plan_models
+from foredraft.load import load_target
 from foredraft.models.base import ScoreRow
 from foredraft.models.files.digest import weights_digest
 from foredraft.models.files.gguf_blocks import KINDS
@@ -24,12 +24,12 @@ from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.safety import GGUF_INDEX, Checkpoint
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.quant import FORMS, PackedMatrix, StackedMatrix, as_tensor
-from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import AS_STORED, DecoderWeights, load_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import need_kernel
 from tests.models.gguf_files import CODES, Stored, Typed, metadata_of, shape_of, write_gguf
 from tests.models.gguf_files import tensors_of as stored_tensors
+from tests.models.loaded import logits_one_by_one, plan_of, target_of
 from tests.models.progress import RecordedProgress
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -54,17 +54,6 @@ def gguf_of(
     config = config or shape_of()
     stored, weights = stored_tensors(config, kind, others)
     return write_gguf(folder / "model.gguf", metadata_of(config), stored), weights
-
-
-def plan_of(path: Path, **options: object) -> ModelPlan:
-    plan, _ = plan_models(LoadOptions(model=str(path), drafter="none", **options))  # type: ignore[arg-type]
-    return plan
-
-
-def target_of(plan: ModelPlan) -> NativeTarget:
-    target = load_target(plan)
-    assert isinstance(target, NativeTarget)
-    return target
 
 
 def check_weights(found: DecoderWeights, expected: Mapping[str, torch.Tensor]) -> None:
@@ -146,16 +135,11 @@ def test_a_token_has_the_same_bits_in_any_company(
 ) -> None:
     target = target_of(plan_of(gguf_of(tmp_path, kind, others)[0], activations=activations))
     tokens = [7, 250, 31, 7, 98, 12, 255, 4, 33, 120, 121]
-    cache = target.cache
-    slots = [cache.allocate() for _ in range(3)]
-    alone = []
-    for token in tokens:
-        [scores] = target.score([ScoreRow(slots[0], [token])])
-        cache.keep(slots[0], 1, [])
-        alone.append(scores.logits_NV)
-    rows = [ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:])) for slot in slots[1:]]
+    alone = logits_one_by_one(target, tokens)
+    slots = [target.cache.allocate() for _ in range(2)]
+    rows = [ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:])) for slot in slots]
     for scores in target.score(rows):
-        assert torch.equal(scores.logits_NV, torch.cat(alone))
+        assert torch.equal(scores.logits_NV, alone)
 
 
 def test_weights_are_kept_as_they_were_packed(tmp_path: Path) -> None:
