@@ -42,7 +42,6 @@ try:
         TopPLogitsWarper,
     )
 
-    from foredraft.models.hf.cache import CACHE_ARGUMENTS
     from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
     from foredraft.models.hf.target import HFTarget, check_model
 except ImportError as problem:
@@ -82,7 +81,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Generation options that are neither processors nor criteria, and the values that ask nothing."""
 
 _EXPECTED_INPUTS = {
-    *CACHE_ARGUMENTS,
+    "cache",
     "attention_mask",
     "position_ids",
     "use_cache",
@@ -243,9 +242,8 @@ def _refuse_unimplemented(config: Any, model_kwargs: Mapping[str, Any], has_enco
         if value is not None and name not in expected:
             hint = "; pass it as token_streamer" if name == "streamer" else ""
             raise _not_implemented(f"the input {name!r}", hint)
-    for name in CACHE_ARGUMENTS:
-        if getattr(model_kwargs.get(name), "_is_user_defined", False):
-            raise _not_implemented(f"{name} of your own")
+    if getattr(model_kwargs.get("cache"), "_is_user_defined", False):
+        raise _not_implemented("cache of your own")
 
 
 def _not_implemented(what: str, hint: str = "") -> ConfigError:

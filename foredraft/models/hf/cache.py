@@ -11,14 +11,14 @@ differ in it).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from foredraft.cache.base import CacheUsage, check_keep
 from foredraft.cache.blocks import in_blocks
@@ -27,27 +27,6 @@ from foredraft.cache.memory import UNLIMITED, CacheMemory
 from foredraft.cache.paged import PagedCache
 from foredraft.core.errors import CacheFullError, CapabilityError
 from foredraft.models.base import ScoreRow
-
-try:
-    from transformers.cache_utils import DummyLayer
-except ImportError:
-
-    class DummyLayer:  # type: ignore[no-redef]
-        """Nothing is one before 5.23: layers that keep nothing have no place in a cache there."""
-
-
-CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the cache argument in transformers: from 5.24 on, and before."""
-
-
-def cache_argument(arguments: Container[str]) -> str:
-    """The one that a model's forward takes.
-
-    Args:
-        arguments: names of the forward's parameters.
-    """
-    new, old = CACHE_ARGUMENTS
-    return new if new in arguments else old
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]

@@ -177,7 +177,7 @@ class EncoderDecoderTarget(HFTarget):
             decoder_input_ids=plan.token_ids_T[None].to(self.model.device),
             use_cache=True,
             return_dict=True,
-            **{self._cache_argument: EncoderDecoderCache(cache.open(row.slot), encoded.cross)},
+            cache=EncoderDecoderCache(cache.open(row.slot), encoded.cross),
         )
         cache.set_encoded(row.slot, encoded)  # not before: a failed forward may fill it by half
         return output

@@ -34,7 +34,7 @@ from foredraft.models.base import (
     check_taps,
 )
 from foredraft.models.files.safety import Checkpoint
-from foredraft.models.hf.cache import HFCache, cache_argument, layer_factory
+from foredraft.models.hf.cache import HFCache, layer_factory
 from foredraft.models.hf.parts import HFParts, find_parts
 from foredraft.models.hf.sizes import cannot_run, context_limit, decoder_of, read_config
 from foredraft.models.hf.states import HFStateCache, find_reading, has_states, state_layers
@@ -96,7 +96,6 @@ class HFTarget:
         self.cache = new_cache(layers, self.max_context, model.device, memory)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
-        self._cache_argument = cache_argument(self._arguments)
         self._mask = _TreeMask(config, model.dtype, model.device)
         has_positions = "position_ids" in self._arguments
         may_try = trees and has_positions and not carries_state and _masks_are_known(config)
@@ -227,7 +226,7 @@ class HFTarget:
         device = self.model.device
         inputs: dict[str, Any] = {
             "input_ids": plan.token_ids_T[None].to(device),
-            self._cache_argument: self.cache.open(row.slot),
+            "cache": self.cache.open(row.slot),
             "use_cache": True,
             "return_dict": True,
         }
