@@ -26,7 +26,6 @@ import numpy.typing as npt
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.packages import Package, obtain
-from foredraft.models.files.progress import SilentProgress
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -195,7 +194,7 @@ def _obtained(name: str, scratch: Path) -> Path:
     num_bytes, sha256 = _FILES[name]
     path = f"traceforge_title_model/data/span/{name}"
     package = Package("traceforge-title-model==0.2.0", path, num_bytes)
-    found = obtain(package, scratch, SilentProgress())
+    found = obtain(package, scratch, lambda num_bytes: None)
     if sha256_of(found) != sha256:
         raise ModelLoadError(f"{package.requirement} does not hold the known {name}")
     return found

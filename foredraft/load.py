@@ -235,11 +235,7 @@ def load_models(
 
 
 def _check_memory(plan: ModelPlan, draft_plan: ModelPlan | None) -> None:
-    """Refuse what the machine cannot hold. A GPU says so itself.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Refuse what the machine cannot hold. A GPU says so itself."""
     if plan.device == "cpu":
         plans = [plan, draft_plan] if draft_plan else [plan]
         name = " and ".join(each.name for each in plans)
@@ -596,9 +592,6 @@ def _native_weights(
 def _activation_bits(options: LoadOptions, weights: str, formats: Sequence[str]) -> int:
     """Of "auto": 8 where most weights are in a K-quant, for those stay nearer to float32 than
     llama.cpp's products of them (docs/decisions/0002-cpu-kernel.md).
-
-    Raises:
-        ConfigError: there are no matrices that activations of 8 bits are for.
     """
     forms = [FORMS.get(name) for name in formats] if weights == AS_STORED else []
     if options.activations == "auto":

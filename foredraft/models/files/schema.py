@@ -393,16 +393,6 @@ _HARMONY = {"<|return|>", "<|call|>"}
 """In vocabularies with these, ``<|end|>`` ends a part of a reply and not the reply."""
 
 
-class GgufSamplingFields(_Schema):
-    """The sampling defaults of a GGUF file, under the names of ``generation_config.json``."""
-
-    temperature: float | None = _said("general.sampling.temp", None)
-    top_k: int | None = _said("general.sampling.top_k", None)
-    top_p: float | None = _said("general.sampling.top_p", None)
-    min_p: float | None = _said("general.sampling.min_p", None)
-    repetition_penalty: float | None = _said("general.sampling.penalty_repeat", None)
-
-
 TOKENIZER_KEY = "tokenizer.ggml.{}"
 
 

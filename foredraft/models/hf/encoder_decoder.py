@@ -205,11 +205,7 @@ def _decoder_prompt(model: Any, generation: Any) -> tuple[int, ...]:
 
 
 def _one_token(name: str, token: Any) -> int | None:
-    """A token of a generation config.
-
-    Raises:
-        CapabilityError: it names several.
-    """
+    """A token of a generation config."""
     if isinstance(token, list) and len(token) == 1:
         (token,) = token
     if token is not None and type(token) is not int:

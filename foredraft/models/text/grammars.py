@@ -179,11 +179,7 @@ def _check(matcher: LLMatcher, grammar: Grammar | None = None) -> None:
 
 
 def _probe(matcher: LLMatcher, grammar: Grammar) -> None:
-    """Read some tokens that the grammar allows: a parser may outgrow its limits at once.
-
-    Raises:
-        GrammarError: it does.
-    """
+    """Read some tokens that the grammar allows: a parser may outgrow its limits at once."""
     for _ in range(_NUM_PROBED):
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         _check(matcher, grammar)

@@ -66,6 +66,8 @@ class Tokenizer:
     Attributes:
         eos_token_ids: every id that ends the model's text.
         chat_template: the source of the chat template; None when the model has none.
+        named_tokens: special tokens by the names of ``tokenizer_config.json``, such as
+            ``eos_token``.
         sampling_defaults: sampling parameters that the model's makers name, as `SamplingParams` has
             them.
         tool_template: the source of the template for conversations with tools, where the model has
@@ -93,7 +95,7 @@ class Tokenizer:
         self._config = _read_optional(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in self._config:  # of before transformers 4.34
             self._config |= _read_optional(directory / "special_tokens_map.json")
-        self._named = _named_tokens(self._config, directory / "tokenizer_config.json")
+        self.named_tokens = _named_tokens(self._config, directory / "tokenizer_config.json")
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
         generation = directory / "generation_config.json"
         self.sampling_defaults: Mapping[str, float] = {}
@@ -172,11 +174,6 @@ class Tokenizer:
         if (count := len(self.encode(beginning, False))) > 2 * most + _CUT:
             about = count * len(text) // len(beginning)
             raise PromptError.too_long(about, most, "by the beginning of the text")
-
-    @property
-    def named_tokens(self) -> Mapping[str, str]:
-        """Special tokens by the names of ``tokenizer_config.json``, such as ``eos_token``."""
-        return self._named
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # As in `encode`, a batch of one lets other threads run.
@@ -288,7 +285,9 @@ class Tokenizer:
         from foredraft.models.text.chat_encoding import ChatEncoder
         from foredraft.models.text.chat_template import ChatTemplate
 
-        return ChatEncoder(self._fast, ChatTemplate(source, self._directory.name), self._named)
+        return ChatEncoder(
+            self._fast, ChatTemplate(source, self._directory.name), self.named_tokens
+        )
 
     def _chat_templates(self) -> dict[str, str]:
         """The sources of the chat templates by name: "default", "tool_use" and others.
@@ -317,7 +316,7 @@ class Tokenizer:
             path = self._directory / name
             if path.exists():
                 found.update(read_fields(path, GenerationFields).eos_token_id)
-        eos = self._fast.token_to_id(self._named.get("eos_token", ""))
+        eos = self._fast.token_to_id(self.named_tokens.get("eos_token", ""))
         return tuple(sorted(found if eos is None else found | {eos}))
 
     @property
