@@ -263,6 +263,11 @@ def test_a_start_token_is_added_where_the_model_has_it(
     assert ids.count(0) == adds
 
 
+def test_sampling_defaults_of_a_file(tmp_path: Path) -> None:
+    said = {"general__sampling__temp": 0.5, "general__sampling__top_k": 7}
+    assert tokenizer_of(tmp_path, **said).sampling_defaults == {"temperature": 0.5, "top_k": 7}
+
+
 HARMONY = ["<|end|>", "<|return|>", "<|call|>"]
 """The first ends a part of a reply, and not the reply."""
 
