@@ -62,7 +62,6 @@ def client(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
 
 def test_the_order_of_the_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     marks = Infill.of(tokenizer)
-    assert marks is not None
     text = tokenizer.decode(marks.prompt(tokenizer, "def f", " end", "(a"), False)
     assert text == "<|fim_prefix|>def f(a<|fim_suffix|> end<|fim_middle|>"
     shown = marks.prompt(tokenizer, "x", "y", files=[("a.py", "import b")])
@@ -72,7 +71,6 @@ def test_the_order_of_the_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     )
     turned = with_tokens(tmp_path, "[PREFIX]", "[SUFFIX]")
     found = Infill.of(turned)
-    assert found is not None
     assert turned.decode(found.prompt(turned, "x", "y"), False) == "[SUFFIX]y[PREFIX]x"
 
 
@@ -82,7 +80,8 @@ def test_a_prompt_that_is_far_too_long_is_not_encoded_whole(
     sizes, encode = list[int](), Tokenizer.encode
 
     def noted(tokenizer: Tokenizer, text: str, *more: bool, **named: bool) -> list[int]:
-        sizes.append(len(text))
+        if len(text) > 100:  # not what grammars try while they read the vocabulary
+            sizes.append(len(text))
         return encode(tokenizer, text, *more, **named)
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
