@@ -83,7 +83,7 @@ def test_no_content_adds_a_special_token(tokenizer: Tokenizer, first: str, secon
 @settings(max_examples=60)
 @given(CONTENT)
 def test_nothing_of_the_content_is_lost(tokenizer: Tokenizer, content: str) -> None:
-    encoder = tokenizer._chat_encoder
+    encoder = tokenizer._encoder(tools=False)
     if encoder._template.source in (LOOKING, AS_JSON):
         return
     ids = tokenizer.encode_chat(user(content))
@@ -96,7 +96,7 @@ def test_nothing_of_the_content_is_lost(tokenizer: Tokenizer, content: str) -> N
 def test_ids_of_ordinary_content_are_those_of_the_rendered_text(
     tokenizer: Tokenizer, content: str
 ) -> None:
-    encoder = tokenizer._chat_encoder
+    encoder = tokenizer._encoder(tools=False)
     text = encoder._template.render(user(content), encoder._named)
     if all(token not in content for token in encoder._special.values()):
         expected = tokenizer.encode(text, add_special_tokens=False)

@@ -97,6 +97,7 @@ class Tokenizer:
             self._config |= _read_optional(directory / "special_tokens_map.json")
         self.named_tokens = _named_tokens(self._config, directory / "tokenizer_config.json")
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
+        self._encoders: dict[str, ChatEncoder] = {}  # by the source of their template
         generation = directory / "generation_config.json"
         self.sampling_defaults: Mapping[str, float] = {}
         if generation.exists():
@@ -242,8 +243,7 @@ class Tokenizer:
             ModelLoadError: the template cannot be used.
         """
         checked = checked_messages(messages)
-        self.require_chat_template()
-        encoder = self._tool_encoder if tools else self._chat_encoder
+        encoder = self._encoder(bool(tools))
         check = partial(self.check_length, most=most) if most else lambda text: None
         return encoder.encode(adapt(checked), tools, variables or {}, check)
 
@@ -253,8 +253,7 @@ class Tokenizer:
         Args:
             tools: of the template for conversations with tools.
         """
-        self.require_chat_template()
-        return (self._tool_encoder if tools else self._chat_encoder).variables
+        return self._encoder(tools).variables
 
     def require_chat_template(self) -> None:
         """See that conversations can be encoded.
@@ -263,31 +262,22 @@ class Tokenizer:
             ConfigError: the model has no chat template.
             ModelLoadError: the template cannot be used.
         """
-        if self.chat_template is None:
-            raise ConfigError(
-                f"{self._directory.name} has no chat template: it is a base model; use generate"
-            )
-        _ = self._chat_encoder
+        self._encoder(tools=False)
 
-    @cached_property
-    def _chat_encoder(self) -> ChatEncoder:
-        assert self.chat_template is not None
-        return self._encoder_by(self.chat_template)
-
-    @cached_property
-    def _tool_encoder(self) -> ChatEncoder:
-        if self.tool_template is None or self.tool_template == self.chat_template:
-            return self._chat_encoder
-        return self._encoder_by(self.tool_template)
-
-    def _encoder_by(self, source: str) -> ChatEncoder:
+    def _encoder(self, tools: bool) -> ChatEncoder:
         # Jinja is loaded only where there is something to render.
         from foredraft.models.text.chat_encoding import ChatEncoder
         from foredraft.models.text.chat_template import ChatTemplate
 
-        return ChatEncoder(
-            self._fast, ChatTemplate(source, self._directory.name), self.named_tokens
-        )
+        if self.chat_template is None:
+            raise ConfigError(
+                f"{self._directory.name} has no chat template: it is a base model; use generate"
+            )
+        source = (tools and self.tool_template) or self.chat_template
+        if (found := self._encoders.get(source)) is None:
+            template = ChatTemplate(source, self._directory.name)
+            found = ChatEncoder(self._fast, template, self.named_tokens)
+        return self._encoders.setdefault(source, found)
 
     def _chat_templates(self) -> dict[str, str]:
         """The sources of the chat templates by name: "default", "tool_use" and others.
