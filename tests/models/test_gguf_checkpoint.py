@@ -42,12 +42,6 @@ from tests.models.gguf_files import (
 from tests.models.progress import RecordedProgress
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def converted(
     folder: Path, config: LlamaConfig, kind: str = "F32", **metadata: Any
 ) -> tuple[Path, dict[str, torch.Tensor]]:

@@ -41,10 +41,8 @@ MIXES += [("Q4_K", K_M), ("Q5_0", {"v_proj": "Q8_0"}), ("Q5_1", {"up_proj": "Q4_
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kernel(cache: Path) -> None:
     need_kernel()
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def gguf_of(

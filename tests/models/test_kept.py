@@ -22,15 +22,16 @@ from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoin
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptFiles:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    return KeptFiles(tmp_path / "cache" / "kept" / "model")
+def kept(cache: Path) -> KeptFiles:
+    return KeptFiles(cache / "kept" / "model")
 
 
 def _model(directory: Path, family: str = "llama") -> Path:
     save_checkpoint(directory, NATIVE_CONFIGS[family]())
     return directory
 
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 TENSORS = {
     "a": torch.arange(100_000, dtype=torch.float32).view(100, 1000),
@@ -128,8 +129,7 @@ def test_nothing_fails_where_nothing_can_be_written(kept: KeptFiles, tmp_path: P
     assert kept.json("value", "recipe", lambda: 3) == 3
 
 
-def test_a_changed_model_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_a_changed_model_is_another_model(tmp_path: Path) -> None:
     _model(tmp_path / "model")
     before = KeptFiles.of(Checkpoint(tmp_path / "model"), least_bytes=0)
     before.keep("piece", "recipe", TENSORS)
@@ -142,10 +142,7 @@ def test_a_changed_model_is_another_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert not before.folder.exists(), "what was made of files that are gone is deleted"
 
 
-def test_what_is_kept_of_a_deleted_model_goes_with_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_what_is_kept_of_a_deleted_model_goes_with_the_next_one(tmp_path: Path) -> None:
     for name in ("deleted", "linked", "first", "second"):
         _model(tmp_path / name)
     weights = tmp_path / "linked" / "model.safetensors"
@@ -171,10 +168,7 @@ def test_small_models_keep_nothing(tmp_path: Path) -> None:
     assert KeptFiles.of(Checkpoint(tmp_path / "model")).folder is None
 
 
-def test_weights_that_are_not_laid_out_anew_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_weights_that_are_not_laid_out_anew_are_not_kept(tmp_path: Path) -> None:
     directory = _model(tmp_path / "model")
     folder = KeptFiles(tmp_path / "kept")
     load_weights(directory, read_config(directory), torch.bfloat16, kept=folder)
@@ -187,7 +181,6 @@ def test_kept_weights_are_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, bits: int
 ) -> None:
     need_kernel()
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     directory = _model(tmp_path / "model", family)
     config = read_config(directory)
     plain = load_weights(directory, config, torch.bfloat16, bits=bits)
@@ -265,7 +258,6 @@ def test_recipes_differ_with_code_and_values() -> None:
 def test_the_fingerprint_of_a_large_vocabulary_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     directory = _model(tmp_path / "model")
     fingerprint = Tokenizer(directory).fingerprint
     monkeypatch.setattr("foredraft.models.text.tokenizer._LARGE_BYTES", 1)

