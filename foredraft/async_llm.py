@@ -305,7 +305,8 @@ class AsyncLLM:
             for grammar in {params.grammar for _, params in asked if params.grammar is not None}:
                 if self.llm.grammars is not None:
                     # It has threads of its own: a slow grammar keeps no other request waiting.
-                    await asyncio.wrap_future(self.llm.grammars.compile(grammar))
+                    compiled = asyncio.wrap_future(self.llm.grammars.compile(grammar))
+                    await asyncio.shield(compiled)  # others may wait for it, too
             requests = await asyncio.to_thread(self._prepare, asked, **options)
             ids = [request.request_id for request in requests]
             stream = EventStream(ids, partial(worker.abort, ids), self._post)

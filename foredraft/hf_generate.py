@@ -42,7 +42,6 @@ try:
         TopPLogitsWarper,
     )
 
-    from foredraft.models.hf.cache import CACHE_ARGUMENTS
     from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
     from foredraft.models.hf.target import HFTarget, check_model
 except ImportError as problem:
@@ -81,34 +80,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Generation options that are neither processors nor criteria, and the values that ask nothing."""
 
-_OPTIONS_BY_PROCESSOR = {
-    "MinLengthLogitsProcessor": "min_length or min_new_tokens",
-    "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
-    "RepetitionPenaltyLogitsProcessor": "repetition_penalty",
-    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
-    "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
-    "NoBadWordsLogitsProcessor": "bad_words_ids",
-    "SequenceBiasLogitsProcessor": "sequence_bias",
-    "SuppressTokensLogitsProcessor": "suppress_tokens",
-    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
-    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
-    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
-    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
-    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
-    "InfNanRemoveLogitsProcessor": "remove_invalid_values",
-    "LogitNormalization": "renormalize_logits",
-    "TypicalLogitsWarper": "typical_p",
-    "EpsilonLogitsWarper": "epsilon_cutoff",
-    "EtaLogitsWarper": "eta_cutoff",
-    "TopHLogitsWarper": "top_h",
-    "MaxTimeCriteria": "max_time",
-    "StopStringCriteria": "stop_strings",
-}
-"""How a caller usually comes by a processor or criterion, to be named when it is refused."""
-
 _EXPECTED_INPUTS = {
-    *CACHE_ARGUMENTS,
+    "cache",
     "attention_mask",
     "position_ids",
     "use_cache",
@@ -269,9 +242,8 @@ def _refuse_unimplemented(config: Any, model_kwargs: Mapping[str, Any], has_enco
         if value is not None and name not in expected:
             hint = "; pass it as token_streamer" if name == "streamer" else ""
             raise _not_implemented(f"the input {name!r}", hint)
-    for name in CACHE_ARGUMENTS:
-        if getattr(model_kwargs.get(name), "_is_user_defined", False):
-            raise _not_implemented(f"{name} of your own")
+    if getattr(model_kwargs.get("cache"), "_is_user_defined", False):
+        raise _not_implemented("cache of your own")
 
 
 def _not_implemented(what: str, hint: str = "") -> ConfigError:
@@ -279,12 +251,6 @@ def _not_implemented(what: str, hint: str = "") -> ConfigError:
         f"foredraft.custom_generate does not implement {what}{hint}; drop it, or call generate "
         "without custom_generate"
     )
-
-
-def _described(item: Any, kind: str) -> str:
-    name = type(item).__name__
-    option = _OPTIONS_BY_PROCESSOR.get(name)
-    return f"the {kind} {name}" + (f" (option {option})" if option else "")
 
 
 def _read_criteria(criteria: Sequence[Any]) -> tuple[int, list[int]]:
@@ -296,7 +262,7 @@ def _read_criteria(criteria: Sequence[Any]) -> tuple[int, list[int]]:
         elif type(criterion) is EosTokenCriteria:
             eos_token_ids = [int(token) for token in criterion.eos_token_id.flatten()]
         else:
-            raise _not_implemented(_described(criterion, "stopping criterion"))
+            raise _not_implemented(f"the stopping criterion {type(criterion).__name__}")
     if max_length is None:
         raise ConfigError("generate gave no length limit; set max_new_tokens")
     return max_length, eos_token_ids
@@ -322,7 +288,7 @@ def _read_processors(
         warpers.append(processor)
         name = _WARPERS.get(type(processor))
         if name is None or not do_sample or _filters_unusually(processor):
-            raise _not_implemented(_described(processor, "logits processor"))
+            raise _not_implemented(f"the logits processor {type(processor).__name__}")
         options[name] = getattr(processor, name)
     kinds = [type(processor) for processor in warpers]
     if kinds != [kind for kind in _WARPERS if kind in kinds]:

@@ -147,11 +147,11 @@ class LLM:
         loaded, draft = load_models(asked, progress)
         for note in loaded.plan.notes:
             _say_once(note)
-        if loaded.tokenizer.not_honoured and not loaded.plan.encoder:
+        if left_out := loaded.tokenizer.not_honoured(loaded.plan.encoder):
             _log.warning(
                 "the generation config of %s names %s, which is left out",
                 loaded.plan.name,
-                ", ".join(loaded.tokenizer.not_honoured),
+                ", ".join(left_out),
             )
         weighs = asked.calibrate and resolve_drafter(asked) != "none"
         return cls(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from foredraft.auto import OWN, chosen_drafter
-from foredraft.cache.base import KVShape
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory, check_fits, checked_memory
 from foredraft.core.cost import CostModel
@@ -30,7 +29,6 @@ from foredraft.kernels.interface import FORM_PACKED, FORM_PLAIN, FORM_TILED
 from foredraft.models.base import Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.outline import is_outline
-from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
@@ -89,7 +87,6 @@ class ModelPlan:
         state_bytes: of recurrent layers, a row's states and its log of a step's tokens.
         work_bytes: what a forward of the most tokens works in; 0: not known.
         notes: what is missing for a faster plan, and how to get it.
-        remarks: what else is worth knowing; `foredraft doctor` says it.
         cache_memory: bytes that the cache may take; None: a share of the memory there is.
         formats: of the matrices of a quantised model, the one of most weights first.
         encoder: whether it is an encoder-decoder, whose prompt is its source.
@@ -111,7 +108,6 @@ class ModelPlan:
     activation_bits: int = 16
     tiles: bool = False
     notes: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
     cache_memory: int | None = None
     formats: tuple[str, ...] = ()
     encoder: bool = False
@@ -173,6 +169,15 @@ class ModelPlan:
         is_here = self.checkpoint is None or not is_outline(self.directory)
         return 0 if is_here or self.checkpoint is None else self.checkpoint.num_bytes
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What else is worth knowing; `foredraft doctor` says it."""
+        if not self.download_bytes:
+            return ()
+        size = f"{self.download_bytes / 1e9:.2f} GB"
+        got = f"`foredraft models pull {self.name}` gets them"
+        return (f"its weights are not here ({size}); {got}",)
+
     def memory_bytes(self, num_tokens: int) -> int:
         """Of weights, one row of ``num_tokens``, and work."""
         cached = self.cache_bytes(num_tokens) + self.state_bytes
@@ -230,11 +235,7 @@ def load_models(
 
 
 def _check_memory(plan: ModelPlan, draft_plan: ModelPlan | None) -> None:
-    """Refuse what the machine cannot hold. A GPU says so itself.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Refuse what the machine cannot hold. A GPU says so itself."""
     if plan.device == "cpu":
         plans = [plan, draft_plan] if draft_plan else [plan]
         name = " and ".join(each.name for each in plans)
@@ -294,24 +295,10 @@ def _plan(
     progress: Progress | None,
     with_weights: bool = True,
 ) -> ModelPlan:
-    as_safetensors = options.backend == "hf"
     directory = resolve_model(
-        name,
-        revision=options.revision,
-        as_safetensors=as_safetensors,
-        as_stored=options.weights == AS_STORED,
-        with_weights=with_weights,
-        progress=progress,
+        name, revision=options.revision, with_weights=with_weights, progress=progress
     )
-    plan = plan_model(name, Checkpoint(directory), options, device)
-    if plan.download_bytes:
-        size = f"{plan.download_bytes / 1e9:.2f} GB"
-        said = f"its weights are not here ({size}); `foredraft models pull {name}` gets them"
-        return replace(plan, remarks=(said,))
-    if directory.name in MODELS and name.lower().endswith(".gguf"):
-        said = f"the file is that of {directory.name} and runs as it does; weights='file' keeps it"
-        return replace(plan, remarks=(said,))
-    return plan
+    return plan_model(name, Checkpoint(directory), options, device)
 
 
 def _check_same_vocabulary(
@@ -500,6 +487,10 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
     if options.backend == "native" or (options.backend == "auto" and reason is None):
         config, _ = fit(checkpoint, read_config(checkpoint.directory, options.max_context))
         return plan_native(name, checkpoint, config, options, device)
+    if checkpoint.is_gguf:
+        raise ConfigError(
+            f"backend 'hf' reads safetensors, and {name!r} is a GGUF file; leave backend out"
+        )
     if options.exact:
         raise CapabilityError(
             f"exact=True needs the native decoder, and {name!r} runs through transformers, "
@@ -601,9 +592,6 @@ def _native_weights(
 def _activation_bits(options: LoadOptions, weights: str, formats: Sequence[str]) -> int:
     """Of "auto": 8 where most weights are in a K-quant, for those stay nearer to float32 than
     llama.cpp's products of them (docs/decisions/0002-cpu-kernel.md).
-
-    Raises:
-        ConfigError: there are no matrices that activations of 8 bits are for.
     """
     forms = [FORMS.get(name) for name in formats] if weights == AS_STORED else []
     if options.activations == "auto":
@@ -705,26 +693,20 @@ def _bf16_is_fast(kernel_problem: str | None) -> bool:
 def _plan_hf(
     name: str, checkpoint: Checkpoint, options: LoadOptions, device: str, notes: tuple[str, ...]
 ) -> ModelPlan:
-    from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
-
     try:
         import foredraft.models.hf.target  # noqa: F401 - it must be there to load the model later
+        from foredraft.models.hf.sizes import context_limit, kv_shape, read_config
     except ImportError as problem:
         what = f"{name!r} runs through transformers, which needs"
         raise needs_extra(what, "hf", problem) from None
     reason = f"{name!r} runs through transformers"
     _refuse_few_bits(options, reason, reason)
-    sizes = read_sizes(checkpoint)
+    config = read_config(checkpoint)
     dtype = _asked_dtype(options)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     kind: torch.dtype = getattr(torch, dtype)
-    heads, limit = sizes.num_attention_heads, sizes.max_position_embeddings or NO_LIMIT
-    kv_shape = KVShape(
-        sizes.num_hidden_layers,
-        sizes.num_key_value_heads or heads,
-        sizes.head_dim or sizes.hidden_size // heads,
-    )
+    limit = context_limit(config.get_text_config(decoder=True))
     num_bytes = checkpoint.num_parameters * kind.itemsize
     return ModelPlan(
         name=name,
@@ -738,9 +720,9 @@ def _plan_hf(
         weight_bytes=num_bytes,
         read_bytes=num_bytes,
         num_parameters=checkpoint.num_parameters,
-        cache_bytes_per_token=kv_shape.bytes_per_token(kind),
+        cache_bytes_per_token=kv_shape(config).bytes_per_token(kind),
         max_context=min(options.max_context or limit, limit),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
         notes=(*notes, *_too_long(options, limit)),
-        encoder=sizes.is_encoder_decoder,
+        encoder=config.is_encoder_decoder,
     )

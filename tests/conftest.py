@@ -44,8 +44,7 @@ def _described_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
     folder = tmp_path_factory.mktemp("described")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_of_gguf", "_whole_gguf"):
-            patch.setattr(store, name, _made_in(folder, getattr(store, name)))
+        patch.setattr(store, "_of_gguf", _made_in(folder, store._of_gguf))
         yield
 
 

@@ -18,7 +18,7 @@ from benchmarks.random_model import random_config
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatchError
 from foredraft.kernels.build import LIBRARIES
-from foredraft.load import load_models, load_target, native_decoder, plan_models, plan_native
+from foredraft.load import load_models, native_decoder, plan_models, plan_native
 from foredraft.models.native.cuda import exact_decoder, graphed_decoder
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
@@ -61,22 +61,6 @@ def test_target_and_draft_model_are_loaded_as_planned(checkpoint: Path) -> None:
     assert target.plan.directory == checkpoint
     assert target.target is not draft.target
     assert target.target.max_context == 64
-
-
-def test_without_a_draft_model_there_is_none(checkpoint: Path) -> None:
-    assert plan_models(asked(checkpoint))[1] is None
-    assert load_models(asked(checkpoint))[1] is None
-
-
-def test_the_device_is_resolved_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved: list[str] = []
-    monkeypatch.setattr(
-        foredraft.load, "resolve_device", lambda device: resolved.append(device) or "cpu"
-    )
-    target, draft = load_models(asked(checkpoint, draft_model=str(checkpoint), device="auto"))
-    assert draft is not None
-    assert resolved == ["auto"]
-    assert (target.plan.device, draft.plan.device) == ("cpu", "cpu")
 
 
 def misshapen(directory: Path) -> None:
@@ -141,14 +125,6 @@ def test_a_cache_that_the_machine_cannot_hold_is_refused(
     draft = {"draft_model": str(checkpoint)} if with_draft else {}
     with pytest.raises(ConfigError, match="GB for caches"):
         load_models(asked(checkpoint, cache_memory="9000GB", **draft))
-
-
-def test_a_plan_without_a_checkpoint_cannot_be_loaded() -> None:
-    from benchmarks.random_model import random_config
-
-    plan = plan_native("made up", None, random_config("smollm2-135m"), LoadOptions(), "cpu")
-    with pytest.raises(ConfigError, match="'made up' has no checkpoint to load"):
-        load_target(plan)
 
 
 def save(directory: Path, config: Any, kind: Any = None) -> Path:

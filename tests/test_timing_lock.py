@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -52,40 +47,6 @@ def test_work_stands_still_while_somebody_measures(tmp_path: Path) -> None:
         for thread in crowd:
             thread.join()
     assert all("waiting" in text for text in said)
-
-
-_WORKER = """
-import sys
-from pathlib import Path
-from foredraft.system.timing_lock import Heed
-with Heed(Path(sys.argv[1])) as pause:
-    while True:
-        pause()
-        print("works", flush=True)
-        sys.stdin.readline()
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="nothing says who holds a lock")
-def test_nobody_waits_for_a_process_that_is_stopped(tmp_path: Path) -> None:
-    path, said = tmp_path / "lock", list[str]()
-    command = [sys.executable, "-c", _WORKER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        try:
-            assert worker.stdout.readline() == b"works\n"
-            worker.send_signal(signal.SIGSTOP)
-            os.waitpid(worker.pid, os.WUNTRACED)
-            with measuring(said.append, path):
-                assert [f"kill -CONT {worker.pid}" in text for text in said] == [True]
-                worker.send_signal(signal.SIGCONT)
-                worker.stdin.write(b"\n")  # the piece of work at hand is done
-                worker.stdin.flush()
-                assert not select.select([worker.stdout], [], [], 0.1)[0]
-            assert worker.stdout.readline() == b"works\n"
-        finally:
-            worker.kill()
 
 
 def test_nobody_waits_where_nobody_measures(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def _of_replies(plan: ModelPlan, options: LoadOptions) -> dict[str, Any]:
         "tool_format": form.name if takes_tools(form, template) else None,
         "thinks": form.thinks(template or ""),
         "sampling_defaults": dict(tokenizer.sampling_defaults) if is_asked else {},
-        "not_honoured": list(tokenizer.not_honoured),
+        "not_honoured": tokenizer.not_honoured(plan.encoder),
     }
 
 

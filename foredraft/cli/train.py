@@ -344,7 +344,6 @@ def _loaded_target(
     """
     from foredraft.cli.training_display import TrainingDisplay
     from foredraft.models.files.digest import weights_digest
-    from foredraft.system.paths import cache_root
     from foredraft.system.timing_lock import Heed
     from foredraft.train.target import TrainingTarget
 
@@ -354,7 +353,7 @@ def _loaded_target(
     assert llm.tokenizer is not None
     console = Console(stderr=True, highlight=False)
     with Heed() as heed, TrainingDisplay(console, heed, ends_at) as display:
-        weights = weights_digest(llm.plan.checkpoint, cache_root(), display)
+        weights = weights_digest(llm.plan.checkpoint, display)
         words = llm.tokenizer.fingerprint
         yield llm, TrainingTarget(llm.target, llm.plan.name, weights, words), display
 

@@ -29,13 +29,13 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     Raises:
         TrainingError: it cannot be written; the old file is unchanged.
     """
-    with _unfinished(path) as unfinished:
-        with _explained(path), unfinished.open("wb") as file:
+    with unfinished(path) as new:
+        with _explained(path), new.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         with _explained(path):
-            os.replace(unfinished, path)
+            os.replace(new, path)
             flush_folder(path.parent)
 
 
@@ -52,18 +52,18 @@ def write_tensors(
     mode: int = 0o644,
 ) -> None:
     """A whole safetensors file that ``mode`` lets read and write; see `write_atomically`."""
-    with _unfinished(path) as unfinished, _explained(path):
+    with unfinished(path) as new, _explained(path):
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(kept, unfinished, dict(metadata or {}))
-        unfinished.chmod(mode)  # safetensors makes files for their owner alone
-        with unfinished.open("rb+") as file:
+        save_file(kept, new, dict(metadata or {}))
+        new.chmod(mode)  # safetensors makes files for their owner alone
+        with new.open("rb+") as file:
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        os.replace(new, path)
         flush_folder(path.parent)
 
 
 @contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
+def unfinished(path: Path) -> Iterator[Path]:
     """A name to write under, beside ``path``; gone at the end.
 
     Every writer gets a name of its own: if two processes write the same file at once, the last one
@@ -73,18 +73,16 @@ def _unfinished(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             if time.time() - other.stat().st_mtime > _ABANDONED_S:
                 other.unlink()
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
-        yield unfinished
+        yield new
     finally:
         with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
 
 
 def flush_folder(directory: Path) -> None:
-    """Flush a folder's renames to disk, on systems that can."""
-    if os.name == "nt":
-        return
+    """Flush a folder's renames to disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

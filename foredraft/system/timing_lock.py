@@ -2,14 +2,11 @@
 
 It has two files: a measuring process takes a gate first, so that many training jobs, which release
 and take the lock again and again, cannot keep it out for ever.
-
-A measurement does not wait for a stopped process (SIGSTOP, Ctrl-Z), which disturbs no timing. A
-process that is continued during a measurement finishes its piece of work, and then finds the gate
-shut.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,18 +16,10 @@ from typing import IO
 
 from foredraft.system.paths import cache_root
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks; timings there are taken as they come
-    fcntl = None  # type: ignore[assignment]
-
 SWITCH = "FOREDRAFT_TIMING_LOCK"
 _TO_OTHERS_S = 0.002
 """Seconds of sleep between releasing the lock and taking it again, so that processes that do not
 use the gate can get it."""
-_LOOK_EVERY_S = 0.02
-_LOCKS = Path("/proc/locks")
-"""The kernel's table of file locks, on Linux."""
 
 
 def lock_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -44,8 +33,7 @@ def measuring(say: Callable[[str], None], path: Path | None = None) -> Iterator[
     """Hold the machine for a measurement: processes that heed the lock pause meanwhile.
 
     Args:
-        say: called with a message about processes that are waited for, or skipped because they are
-            stopped.
+        say: called with a message where other processes are waited for.
     """
     with ExitStack() as held:
         for file in _files(path or lock_path(), held):
@@ -88,9 +76,7 @@ class Heed:
 
 
 def _files(path: Path, held: ExitStack) -> list[IO[bytes]]:
-    """Gate and lock, open; none if the system has no locks, or the folder cannot be written."""
-    if fcntl is None:
-        return []
+    """Gate and lock, open; none if the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         paths = (path.with_name(f"{path.name}.gate"), path)
@@ -100,44 +86,8 @@ def _files(path: Path, held: ExitStack) -> list[IO[bytes]]:
 
 
 def _take(file: IO[bytes], say: Callable[[str], None]) -> None:
-    """Take a lock, unless all its holders are stopped."""
-    waits = False
-    while not _is_taken(file):
-        holders = _holders(file)
-        if holders and all(map(_is_stopped, holders)):
-            who = " ".join(map(str, holders))
-            say(f"not waiting for process {who}, which is stopped; afterwards: kill -CONT {who}")
-            return
-        if not waits:
-            say(f"waiting for a training step or another measurement to end ({file.name})")
-        waits = True
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _is_taken(file: IO[bytes]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    return True
-
-
-def _holders(file: IO[bytes]) -> list[int]:
-    """Process ids of the lock's holders; none if the system does not tell."""
-    try:
-        lines = _LOCKS.read_text().splitlines()
-    except OSError:
-        return []
-    # 1: FLOCK  ADVISORY  WRITE 4711 08:01:2342 0 EOF. Some file systems (btrfs) name another device
-    # here than stat does, so the inode alone is compared. Waiting processes have "->" before FLOCK.
-    inode = str(os.fstat(file.fileno()).st_ino)
-    locks = [fields for fields in map(str.split, lines) if fields[1] == "FLOCK"]
-    return [int(fields[4]) for fields in locks if fields[5].rpartition(":")[2] == inode]
-
-
-def _is_stopped(process: int) -> bool:
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:  # it has just ended
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
+        say(f"waiting for a training step or another measurement to end ({file.name})")
+        fcntl.flock(file, fcntl.LOCK_EX)

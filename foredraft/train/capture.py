@@ -179,7 +179,7 @@ class Capture:
                 entries = check_safetensors(path)
             except ModelLoadError:
                 return False
-            if [e["shape"][0] for e in entries.values()] != [chunk.num_tokens]:
+            if [each.shape[0] for each in entries.values()] != [chunk.num_tokens]:
                 return False
         os.utime(self._folder / chunk.digest)
         self._on_disk.add(chunk.digest)

@@ -22,7 +22,7 @@ from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.spec import DrafterContext
 from foredraft.llm import LLM, DraftModel
 from foredraft.models.base import ScoreRow, Source, Target
-from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget, SourceCache
+from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
 from foredraft.models.hf.sizes import NO_LIMIT
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
@@ -260,20 +260,6 @@ def test_the_text_survives_waiting_for_memory(t5: Any) -> None:
     small.cache.check()
 
 
-def test_a_cancelled_request_gives_its_source_back(t5: Any) -> None:
-    target = new_target()
-    engine, cache = llm_of(target, "suffix", prefix_caching=False).engine, target.cache
-    assert isinstance(cache, SourceCache)
-    request_id = engine.submit(SOURCE, GREEDY)
-    engine.step()
-    assert cache.num_bytes > 0
-    result = engine.cancel(request_id)
-    assert result is not None
-    assert result.finish_reason == "cancelled"
-    assert cache.num_bytes == 0
-    assert cache.usage.used == 0
-
-
 def test_a_source_takes_memory_as_long_as_it_is_kept(t5: Any) -> None:
     target = new_target()
     llm = llm_of(target, "none")
@@ -410,15 +396,6 @@ def test_copying_from_the_source_saves_steps(name: str, most: float) -> None:
         assert runs[name].stats.steps <= most * runs["none"].stats.steps
 
 
-def test_a_sampled_correction_is_the_same_with_drafts() -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=30, n=4, seed=1)
-    texts = [
-        [r.token_ids for r in llm_of(corrector(), name).generate([*SENTENCES], params)]
-        for name in ("none", "prediction", "suffix", "ngram")
-    ]
-    assert texts[1:] == texts[:1] * 3
-
-
 # ------------------------------------------------------------------ from a checkpoint, and served
 
 
@@ -451,20 +428,15 @@ def test_a_checkpoint_loads_and_says_how_it_runs(loaded: LLM) -> None:
         assert [event.result for event in loaded.stream(text, GREEDY)][-1].text == result.text
 
 
-def test_a_conversation_needs_a_template(loaded: LLM) -> None:
-    with pytest.raises(ConfigError, match="no chat template"):
-        loaded.chat([{"role": "user", "content": "hello"}])
-
-
 def test_defaults_that_are_left_out_are_said(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "generation_config.json"
-    config = json.loads(path.read_text()) | {"num_beams": 4, "no_repeat_ngram_size": 3}
-    path.write_text(json.dumps(config))
-    EncoderDecoderTarget.load(tmp_path)
-    assert "has num_beams=4, no_repeat_ngram_size=3, which foredraft leaves out" in caplog.text
+    said = {"num_beams": 4, "no_repeat_ngram_size": 3, "suppress_tokens": [5]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    LLM.load(tmp_path)
+    assert "names no_repeat_ngram_size, num_beams, which is left out" in caplog.text
 
 
 def test_the_server_completes_a_source(loaded: LLM) -> None:

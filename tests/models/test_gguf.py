@@ -12,8 +12,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files import gguf as reader
@@ -116,33 +114,22 @@ HUGE = 2**64 - 1
     ("content", "message"),
     [
         (b"", "cannot be read as GGUF"),
-        (b"GG", "4 bytes should follow"),
         (b"\x80\x02}q\x00", r"begins with .* and not with b'GGUF'"),
         (gguf_bytes({}, version=1), "version 1 is not read, only 2 and 3"),
         (gguf_bytes({}, version=3 << 24), "big-endian"),
         (gguf_bytes({}, num_tensors=HUGE), "claims 18446744073709551615 tensors"),
         (gguf_bytes({}, num_entries=1 << 17), "claims 131072 metadata entries"),
-        (gguf_bytes({}, num_entries=9), "should follow"),
-        (gguf_bytes({"a": Typed(STRING, "b")})[:-20], "should follow"),
-        (gguf_bytes({"a": b""}, num_entries=1).replace(text("a"), text("")[:-1] + b"\xff"), "text"),
         (gguf_bytes({"a": "bb"}).replace(b"bb", b"\xff\xfe"), "no UTF-8"),
         (gguf_bytes({"a": 1}).replace(b"\4\0\0\0\1", b"\x0d\0\0\0\1"), "13 is no type"),
         (gguf_bytes({"a": True}).replace(b"\7\0\0\0\1", b"\7\0\0\0\2"), "2 is no truth value"),
         (gguf_bytes({"a": Typed(ARRAY, [1], 4, HUGE)}), "bytes should follow"),
-        (gguf_bytes({"a": Typed(ARRAY, ["x"], STRING, HUGE)}), "bytes should follow"),
         (gguf_bytes({"a": Typed(ARRAY, [], ARRAY, 1)}), "9 is no type"),
         (gguf_bytes({"a": 1, "b": 2}).replace(text("b"), text("a")), "'a' is there twice"),
         (gguf_bytes({"general.alignment": 24}), "alignment is 24"),
-        (gguf_bytes({"general.alignment": 0}), "alignment is 0"),
-        (gguf_bytes({"general.alignment": "x"}), "alignment is 'x'"),
         (gguf_bytes({}, [("t", ROW), ("t", ROW)]), "the same name"),
         (gguf_bytes({}, [("t", Stored(0, (), b""))]), "has 0 dimensions"),
-        (gguf_bytes({}, [("t", Stored(0, (1,) * 5, b""))]), "has 5 dimensions"),
-        (gguf_bytes({}, [("t", Stored(0, (8, 0), b""))]), "dimensions"),
         (gguf_bytes({}, [("t", Stored(0, (HUGE,) * 4, FLOAT_ROW))]), "should fill bytes"),
         (gguf_bytes({}, [("t", Stored(CODES["Q4_K"], (128,), bytes(99)))]), "blocks of 256"),
-        (gguf_bytes({}, [("t", ROW)])[:-1], "the file at"),
-        (gguf_bytes({}, [("t", Stored(0, (8,), FLOAT_ROW, HUGE - 31))]), "should fill bytes"),
         (gguf_bytes({}, [("t", ROW), ("u", Stored(0, (8,), FLOAT_ROW, 0))]), "before it ends"),
         (gguf_bytes({}, [("t", Stored(0, (7,), FLOAT_ROW, 4))]), "multiples of 32"),
     ],
@@ -160,11 +147,6 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, kind: gguf.GGMLQuanti
     path = write_gguf(tmp_path / "a.gguf", {}, [("t", Stored(int(kind), (256,), bytes(512)))])
     with pytest.raises(ModelLoadError, match=rf"'t' is stored as {kind.name}.*such as a Q8_0"):
         GgufFile(path)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="cannot be read as GGUF"):
-        GgufFile(tmp_path / "nowhere.gguf")
 
 
 def test_a_header_beyond_the_limit_is_refused(
@@ -241,14 +223,6 @@ def test_ten_thousand_mutated_files_are_read_or_refused(reads: Callable[[bytes],
     assert 500 < num_read < 9500  # both happen
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_any_change_is_read_or_refused(reads: Callable[[bytes], bool], data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(VALID)))
-    stop = data.draw(st.integers(place, min(place + 16, len(VALID))))
-    reads(VALID[:place] + data.draw(st.binary(max_size=16)) + VALID[stop:])
-
-
 def test_a_file_that_was_cut_short_is_refused(reads: Callable[[bytes], bool]) -> None:
     assert reads(VALID)
     assert not any(reads(VALID[:length]) for length in range(len(VALID)))
@@ -267,13 +241,3 @@ def test_numbers_are_those_of_the_formats_own_package(code: int) -> None:
     assert ours.dtype == theirs.dtype == np.float32
     assert np.isfinite(theirs).mean() > 0.5
     assert np.array_equal(ours, theirs, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
-def test_weights_come_back_near_what_was_written(tmp_path: Path, name: str) -> None:
-    weights = np.random.default_rng(0).standard_normal((3, 64), dtype=np.float32)
-    kind = gguf.GGMLQuantizationType[name]
-    content = gguf.quantize(weights, kind).tobytes()
-    path = write_gguf(tmp_path / "a.gguf", {}, [("t", Stored(CODES[name], (64, 3), content))])
-    file = GgufFile(path)
-    assert np.abs(file.weights(file.tensors["t"]) - weights).max() < 0.3

@@ -12,7 +12,6 @@ import sentencepiece
 from sentencepiece import SentencePieceProcessor
 from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
 
-from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.gguf_checkpoint import write_checkpoint
 from foredraft.models.files.gguf_tokenizer import _rebuilt
 from foredraft.models.files.progress import SilentProgress
@@ -138,28 +137,6 @@ def test_models_without_a_first_space(tmp_path: Path) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert ids == bare.encode(text)
         assert tokenizer.decode(ids) == text.replace("\u2581", " ")
-
-
-def test_a_reply_comes_back_token_by_token(rebuilt: Tokenizer) -> None:
-    text = " and 東京 rings twice"
-    before = rebuilt.encode("the bell")
-    ids = rebuilt.encode("the bell" + text)[len(before) :]
-    decoder = rebuilt.new_decoder(before)
-    assert "".join(decoder(token) or "" for token in ids) == text
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokenizer__ggml__scores": Typed(ARRAY, [0.0], FLOAT32)}, "not one score"),
-        ({"tokenizer__ggml__remove_extra_whitespaces": True}, "remove_extra_whitespaces is True"),
-    ],
-)
-def test_what_is_not_known_is_refused(
-    tmp_path: Path, reference: SentencePieceProcessor, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ModelLoadError, match=message):
-        tokenizer_of(tmp_path, reference, **changes)
 
 
 def test_special_tokens_of_phi_3_take_the_space_behind_them() -> None:

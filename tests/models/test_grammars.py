@@ -159,11 +159,9 @@ def test_the_end_is_the_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
     [
         (Grammar.json_schema({"type": "objekt"}), "objekt"),
         (Grammar.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-ahead"),
-        (Grammar.json_schema({"unevaluatedProperties": False}), "Unimplemented keys"),
         (Grammar.json_schema({"$ref": "http://example.org/schema"}), "does not fetch"),
         (Grammar.regex("(a"), "unclosed group"),
         (Grammar.lark("start: foo"), "unknown name"),
-        (Grammar.lark(""), "cannot be used"),
     ],
 )
 def test_malformed_grammars(grammars: Grammars, grammar: Grammar, said: str) -> None:
@@ -272,22 +270,6 @@ def test_a_slow_grammar_keeps_no_other_waiting(
     go_on.set()
     assert len({id(wait.result(20)) for wait in waits}) == 1
     assert compiled == [quick, slow]
-
-
-def test_what_nobody_waits_for_is_not_compiled(
-    held: tuple[Grammars, threading.Event, list[Grammar]],
-) -> None:
-    grammars, go_on, compiled = held
-    first = [grammars.compile(Grammar.regex(f"slow{number}")) for number in range(2)]
-    queued = Grammar.regex("queued")
-    left, stayed = Grammar.regex("left"), grammars.compile(queued)
-    assert grammars.compile(queued).cancel()
-    assert grammars.compile(left).cancel()
-    go_on.set()
-    for wait in (*first, stayed, grammars.compile(Grammar.regex("last"))):
-        wait.result(20)
-    assert left not in compiled
-    assert queued in compiled
 
 
 def test_a_grammar_that_failed_is_tried_again(grammars: Grammars) -> None:

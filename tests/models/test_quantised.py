@@ -14,14 +14,10 @@ from torch import Tensor
 
 from benchmarks.gguf_models import save_tiny
 from foredraft.core.errors import ModelLoadError
-from foredraft.core.tree import TokenTree
-from foredraft.load import ModelPlan, load_target, plan_models
-from foredraft.models.base import ScoreRow
 from foredraft.models.native.quant import PackedMatrix, as_tensor
-from foredraft.models.native.target import NativeTarget
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, need_kernel, save_checkpoint
 from tests.models.gguf_files import shape_of
+from tests.models.loaded import logits_at_once, logits_one_by_one, plan_of, target_of
 
 GROUP = 64
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -172,16 +168,6 @@ def written(folder: Path, kind: str, family: str | None = None) -> dict[str, Ten
     return numbers
 
 
-def plan_of(folder: Path, **options: Any) -> ModelPlan:
-    return plan_models(LoadOptions(model=str(folder), drafter="none", **options))[0]
-
-
-def target_of(plan: ModelPlan) -> NativeTarget:
-    target = load_target(plan)
-    assert isinstance(target, NativeTarget)
-    return target
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_very_weights_are_taken(tmp_path: Path, kind: str) -> None:
     numbers = written(tmp_path, kind)
@@ -211,15 +197,8 @@ def test_they_are_kept_in_few_bits_and_give_the_same_bits_in_any_company(
     assert any("head" in note and "8 bits" in note for note in plan.notes)
     target = target_of(plan)
     assert target.weights.num_bytes == pytest.approx(plan.weight_bytes, rel=0.05)
-    tokens, cache = [7, 250, 31, 7, 98], target.cache
-    slots = [cache.allocate() for _ in range(2)]
-    alone = []
-    for token in tokens:
-        [scores] = target.score([ScoreRow(slots[0], [token])])
-        cache.keep(slots[0], 1, [])
-        alone.append(scores.logits_NV)
-    [scores] = target.score([ScoreRow(slots[1], tokens[:1], TokenTree.chain(tokens[1:]))])
-    assert torch.equal(scores.logits_NV, torch.cat(alone))
+    tokens = [7, 250, 31, 7, 98]
+    assert torch.equal(logits_at_once(target, tokens), logits_one_by_one(target, tokens))
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "mlx"])
@@ -314,22 +293,6 @@ def gpt_oss(path: Path) -> tuple[Path, Path]:
     return folder, plain
 
 
-def test_the_experts_of_gpt_oss_come_in_floats_of_4_bits(tmp_path: Path) -> None:
-    found, expected = (
-        target_of(plan_of(directory, dtype="float32")).weights.tensors()
-        for directory in gpt_oss(tmp_path)
-    )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def chain_logits(target: NativeTarget, tokens: list[int]) -> Tensor:
-    """Of one forward."""
-    slot = target.cache.allocate()
-    [scores] = target.score([ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:]))])
-    return scores.logits_NV
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_experts_of_gpt_oss_stay_in_4_bits(tmp_path: Path, dtype: str) -> None:
     """All else is as in the model of floats, and so is the text's likelihood."""
@@ -346,7 +309,7 @@ def test_the_experts_of_gpt_oss_stay_in_4_bits(tmp_path: Path, dtype: str) -> No
             expected = as_tensor(getattr(theirs, name), theirs.output_weight.dtype)
             assert torch.equal(as_tensor(matrix, expected.dtype), expected)
     tokens = [(7 * i) % 250 + 3 for i in range(40)]
-    found, expected = chain_logits(kept, tokens), chain_logits(floats, tokens)
+    found, expected = logits_at_once(kept, tokens), logits_at_once(floats, tokens)
     most = {"float32": 1e-3, "bfloat16": 2e-2}[dtype]  # entries of the cache are rounded to it
     assert (found - expected).abs().max() < most * expected.std()
 
@@ -354,14 +317,9 @@ def test_the_experts_of_gpt_oss_stay_in_4_bits(tmp_path: Path, dtype: str) -> No
 def test_packed_experts_give_the_same_bits_in_any_company(tmp_path: Path) -> None:
     folder, _ = gpt_oss(tmp_path)
     plan = plan_of(folder)
-    tokens, alone = [(7 * i) % 250 + 3 for i in range(16)], list[Tensor]()
+    tokens = [(7 * i) % 250 + 3 for i in range(16)]
+    alone = logits_one_by_one(target_of(plan, 1), tokens)
     for threads in (1, 2):
-        target = load_target(plan, threads)
-        assert isinstance(target, NativeTarget)
-        slot = target.cache.allocate()
-        for token in tokens if threads == 1 else ():
-            [scores] = target.score([ScoreRow(slot, [token])])
-            target.cache.keep(slot, 1, [])
-            alone.append(scores.logits_NV)
+        target = target_of(plan, threads)
         for count in range(1, 17):
-            assert torch.equal(chain_logits(target, tokens[:count]), torch.cat(alone[:count]))
+            assert torch.equal(logits_at_once(target, tokens[:count]), alone[:count])

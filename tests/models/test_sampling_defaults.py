@@ -48,7 +48,7 @@ def test_fields_of_a_generation_config(
 
 def test_wrong_and_unheeded_fields(tmp_path: Path) -> None:
     found = tokenizer_of(tmp_path, num_beams=1, suppress_tokens=[5], min_length=0, typical_p=0.9)
-    assert set(found.not_honoured) == {"suppress_tokens", "typical_p"}
+    assert set(found.not_honoured()) == {"suppress_tokens", "typical_p"}
     with pytest.raises(ModelLoadError, match="top_p"):
         tokenizer_of(tmp_path, top_p=7)
 

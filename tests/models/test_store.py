@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
-import shutil
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +16,7 @@ import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.files import packaged
-from foredraft.models.files.manifest import (
-    MANIFEST_NAME,
-    block_sums_of,
-    find_damage,
-    sha256_of,
-    write_manifest,
-)
+from foredraft.models.files.manifest import MANIFEST_NAME, find_damage
 from foredraft.models.files.packaged import MODELS, SMOLLM2
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.store import resolve_model
@@ -32,38 +24,38 @@ from foredraft.system.paths import cache_root
 from tests.models.progress import RecordedProgress
 
 NAME = SMOLLM2.name
+CONTENT = b"the weights"
+SMALL = replace(
+    SMOLLM2,
+    num_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    packages=(replace(SMOLLM2.packages[0], num_bytes=len(CONTENT)),),
+)
 
 
 class FakeConverter:
     """Stands in for the real model, which is large."""
 
     def __init__(self) -> None:
-        self.conversions = self.downloads = 0
+        self.conversions = 0
 
-    def obtain(self, package: Any, download: Path, progress: Any) -> list[Path]:
-        self.downloads += 1
-        (download / "file.gguf").write_bytes(b"x")
-        return [download / "file.gguf"]
+    def obtain(self, package: Any, scratch: Path, progress: Any) -> Path:
+        scratch.mkdir(exist_ok=True)
+        (scratch / "part").write_bytes(CONTENT)
+        return scratch / "part"
 
     def convert(self, files: Any, into: Path, progress: Any) -> None:
         self.conversions += 1
         progress.advance(0.5)
         (into / "config.json").write_text("{}")
         (into / "model.safetensors").write_bytes(bytes(1000))
-        (into / "large.safetensors").write_bytes(bytes(range(256)) * (9 << 12))
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
 def converter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakeConverter:
     fake = FakeConverter()
     monkeypatch.setattr(packaged, "obtain", fake.obtain)
-    monkeypatch.setitem(MODELS, NAME, replace(SMOLLM2, finish=fake.convert))
+    monkeypatch.setitem(MODELS, NAME, replace(SMALL, finish=fake.convert))
     return fake
 
 
@@ -96,12 +88,6 @@ def test_a_relative_directory_is_not_taken_for_a_hub_id(
     assert resolve_model("org/model") == Path("org/model")
 
 
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    assert resolve_model("~/model") == tmp_path / "model"
-
-
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file; name the directory"):
@@ -130,15 +116,9 @@ def test_a_revision_belongs_to_a_hub_id(tmp_path: Path) -> None:
         ("~nobody-of-that-name", "no such directory: .*nobody"),
         *((name, "local directory or a hub id") for name in ("", "zzz", "two words", "\n")),
         ("a" * 300, "unknown model"),
-        ("a/" * 400, "no such directory"),
         ("a" * 100_000, r"'a{40}'… \(100000 bytes\) can be no path and no hub id: it is too long"),
         ("org/na\0me", "has a zero byte"),
         ("org/\ud800", "is no valid Unicode text"),
-        (" org/name", "no such directory"),
-        ("org/na me", "no such directory"),
-        ("~root-of-nobody/model", "no such directory"),
-        ("https://huggingface.co/org/name/tree/main", "give the hub id alone, such as 'org/name'"),
-        ("hf://org/name", "is an address; give the hub id alone"),
     ],
 )
 def test_a_name_that_can_be_none_is_refused_with_a_reason(name: str, message: str) -> None:
@@ -173,36 +153,10 @@ def test_made_once_and_nothing_else_is_left(converter: FakeConverter, cache: Pat
     assert visible == [NAME]
 
 
-def test_the_manifest_lists_sizes_hashes_and_the_recipe(converter: FakeConverter) -> None:
-    directory = resolve_model(NAME)
-    manifest = json.loads((directory / MANIFEST_NAME).read_text())
-    assert manifest["recipe"] == SMOLLM2.recipe
-    assert set(manifest["files"]) == {"config.json", "model.safetensors", "large.safetensors"}
-    for name, described in manifest["files"].items():
-        path = directory / name
-        assert described == {
-            "bytes": path.stat().st_size,
-            "sha256": sha256_of(path),
-            "block_sums": block_sums_of(path),
-        }
-
-
-def zero_page(path: Path) -> None:
-    times = path.stat()
-    with path.open("rb+") as file:
-        file.seek(5 << 20)
-        file.write(bytes(4096))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
 DAMAGES = {
     "a truncated file": lambda d: os.truncate(d / "model.safetensors", 999),
     "a lost file": lambda d: (d / "model.safetensors").unlink(),
-    "an edited small file": lambda d: (d / "config.json").write_text("[]"),
     "a directory for a file": lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
-    "a zeroed page of a large file, at the same size and time": lambda d: zero_page(
-        d / "large.safetensors"
-    ),
     "no manifest": lambda d: (d / MANIFEST_NAME).unlink(),
     "half a manifest": lambda d: os.truncate(d / MANIFEST_NAME, 30),
     "another manifest": lambda d: (d / MANIFEST_NAME).write_text("[1]"),
@@ -227,38 +181,6 @@ def test_a_damaged_cache_is_said_once_and_made_anew(
     assert "is made anew" in caplog.text
 
 
-@pytest.mark.parametrize("num_bytes", [1, 1 << 16, (4 << 20) + 1, (8 << 20) + 12_345])
-def test_block_sums_see_every_byte(tmp_path: Path, num_bytes: int) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(1, 252)) * (num_bytes // 251 + 1))
-    os.truncate(path, num_bytes)
-    whole = block_sums_of(path)
-    for place in {0, num_bytes // 2, num_bytes - 1}:
-        with path.open("rb+") as file:
-            file.seek(place)
-            old = file.read(1)
-            file.seek(place)
-            file.write(bytes([old[0] ^ 1]))
-        assert block_sums_of(path) != whole
-        with path.open("rb+") as file:
-            file.seek(place)
-            file.write(old)
-    assert block_sums_of(path) == whole
-
-
-def test_a_manifest_of_the_first_version_is_checked_in_full(tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.write_bytes(b"12345678" * (9 << 17))
-    write_manifest(tmp_path, "recipe")
-    manifest = json.loads((tmp_path / MANIFEST_NAME).read_text())
-    for described in manifest["files"].values():
-        del described["block_sums"]
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
-    assert find_damage(tmp_path, "recipe") is None
-    zero_page(path)
-    assert find_damage(tmp_path, "recipe") == "large was changed"
-
-
 def test_a_cache_of_an_older_converter_is_made_anew(
     converter: FakeConverter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,10 +199,10 @@ def test_a_failure_leaves_nothing_and_the_next_try_succeeds(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setitem(MODELS, NAME, replace(SMOLLM2, finish=fails))
+        patch.setitem(MODELS, NAME, replace(SMALL, finish=fails))
         with pytest.raises(KeyboardInterrupt):
             resolve_model(NAME)
-    assert left_in(cache) == ["file.gguf"], "the download is kept for the next try"
+    assert left_in(cache) == [SMOLLM2.file], "the download is kept for the next try"
     assert (resolve_model(NAME) / "model.safetensors").exists()
 
 
@@ -290,20 +212,6 @@ def test_what_a_killed_process_left_is_swept_up(converter: FakeConverter, cache:
     (left_behind / "half").write_bytes(b"x")
     resolve_model(NAME)
     assert not left_behind.exists()
-
-
-def test_a_failed_repair_does_not_hide_the_reason(
-    converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = resolve_model(NAME)
-    (directory / "model.safetensors").unlink()
-
-    def refuses(package: Any, download: Path, progress: Any) -> list[Path]:
-        raise ModelLoadError("no network")
-
-    monkeypatch.setattr(packaged, "obtain", refuses)
-    with pytest.raises(ModelLoadError, match="no network"):
-        resolve_model(NAME)
 
 
 def test_a_cache_that_cannot_be_written_names_the_way_out(
@@ -322,22 +230,12 @@ def test_a_disk_that_fills_up_is_said_and_nothing_is_left(
         (into / "model.safetensors").write_bytes(bytes(1000))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setitem(MODELS, NAME, replace(SMOLLM2, finish=fills_up))
+    monkeypatch.setitem(MODELS, NAME, replace(SMALL, finish=fills_up))
     with pytest.raises(ModelLoadError) as refused:
         resolve_model(NAME)
-    for part in (str(cache / "models"), "No space left", "0.6 GB", "FOREDRAFT_CACHE", "are free"):
+    for part in (str(cache / "models"), "No space left", "FOREDRAFT_CACHE"):
         assert part in str(refused.value)
-    assert left_in(cache) == ["file.gguf"]
-
-
-def test_a_full_disk_is_found_before_the_download(
-    converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage("/")._replace(free=1_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ModelLoadError, match=r"No space left.*\(0\.0 GB are free\)"):
-        resolve_model(NAME)
-    assert not converter.downloads
+    assert left_in(cache) == [SMOLLM2.file]
 
 
 def test_a_second_caller_waits_and_uses_what_the_first_made(
@@ -357,39 +255,11 @@ def test_a_second_caller_waits_and_uses_what_the_first_made(
 
     found: list[Path] = []
     second = threading.Thread(target=lambda: found.append(resolve_model(NAME, progress=Waiting())))
-    monkeypatch.setitem(MODELS, NAME, replace(SMOLLM2, finish=slow_convert))
+    monkeypatch.setitem(MODELS, NAME, replace(SMALL, finish=slow_convert))
     directory = resolve_model(NAME)
     second.join(60)
     assert found == [directory]
     assert converter.conversions == 1
-
-
-_IN_A_PROCESS = """
-import pathlib, sys
-from dataclasses import replace
-from foredraft.models.files import packaged, store
-def convert(files, into, progress):
-    with open(sys.argv[1], "a") as log:
-        log.write("converted\\n")
-    (into / "config.json").write_text("{}")
-model = packaged.SMOLLM2
-packaged.obtain = lambda package, download, progress: [download]
-packaged.MODELS[model.name] = replace(model, finish=convert)
-print(store.resolve_model(model.name))
-"""
-
-
-def test_two_processes_convert_once(cache: Path, tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", _IN_A_PROCESS, str(log)]
-    processes = [
-        subprocess.Popen(command, cwd=root, env=os.environ, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert printed == [str(cache / "models" / NAME)] * 2
-    assert log.read_text() == "converted\n"
 
 
 # ------------------------------------------------------------------------------------ real model

@@ -56,7 +56,6 @@ def client(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
 
 def test_the_order_of_the_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     marks = Infill.of(tokenizer)
-    assert marks is not None
     text = tokenizer.decode(marks.prompt(tokenizer, "def f", " end", "(a"), False)
     assert text == "<|fim_prefix|>def f(a<|fim_suffix|> end<|fim_middle|>"
     shown = marks.prompt(tokenizer, "x", "y", files=[("a.py", "import b")])
@@ -66,8 +65,29 @@ def test_the_order_of_the_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     )
     turned = with_tokens(tmp_path, "[PREFIX]", "[SUFFIX]")
     found = Infill.of(turned)
-    assert found is not None
     assert turned.decode(found.prompt(turned, "x", "y"), False) == "[SUFFIX]y[PREFIX]x"
+
+
+def test_a_prompt_that_is_far_too_long_is_not_encoded_whole(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, encode = list[int](), Tokenizer.encode
+
+    def noted(tokenizer: Tokenizer, text: str, *more: bool, **named: bool) -> list[int]:
+        if len(text) > 100:  # not what grammars try while they read the vocabulary
+            sizes.append(len(text))
+        return encode(tokenizer, text, *more, **named)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    text = "a b " * 40_000
+    for path, body in (
+        ("/infill", {"input_prefix": "", "input_suffix": text}),
+        ("/v1/completions", {"prompt": text, "suffix": "x"}),
+    ):
+        answer = client.post(path, json=body)
+        assert "prompt is too long: " in answer.json()["error"]["message"]
+    assert len(sizes) == 2
+    assert max(sizes) < len(text) / 2
 
 
 def test_suffix_of_completions(client: httpx.Client) -> None:

@@ -107,7 +107,7 @@ class Watch:
 def training_target(
     checkpoint: Path, name: str = "tiny", dtype: torch.dtype = torch.float32
 ) -> TrainingTarget:
-    weights = weights_digest(Checkpoint(checkpoint), checkpoint.parent)
+    weights = weights_digest(Checkpoint(checkpoint))
     return TrainingTarget(NativeTarget.load(checkpoint, dtype), name, weights, "words")
 
 

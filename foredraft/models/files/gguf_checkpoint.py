@@ -8,12 +8,11 @@ text.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,7 +30,6 @@ from foredraft.models.files.schema import (
     TOKENIZER_KEY,
     DecoderFields,
     GgufFields,
-    GgufSamplingFields,
     GgufTokenizerFields,
     RopeFields,
 )
@@ -44,10 +42,8 @@ if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
     from foredraft.models.native.config import DecoderConfig, Latent
 
-RECIPE = "GGUF converter 7"
+RECIPE = "GGUF converter 8"
 """Raise it when conversions change: older copies are converted again."""
-_MOST_BYTES = 2 << 30
-"""Largest file of weights; a conversion holds one file in memory."""
 _ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
 _MAY_BE_0 = (
     *(_EXPERTS, "leading_dense_block_count"),
@@ -64,6 +60,13 @@ _SAY_NOTHING_OF_TOKENS = {
     *("suffix_token_id", "middle_token_id", "cls_token_type"),
 }
 """Keys of the tokenizer that change no ids of a text; as do those of `fim_*` tokens."""
+
+_SAMPLING = {
+    **{name: f"general.sampling.{name}" for name in ("top_k", "top_p", "min_p")},
+    "temperature": "general.sampling.temp",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""Sampling defaults, by their names in ``generation_config.json``."""
 
 _SPECIAL_LAYERS = {
     "sliding_window_pattern": "sliding_attention",
@@ -126,19 +129,11 @@ def write_index(ggufs: Sequence[Path], into: Path, progress: Progress) -> None:
     for path, link in links.items():
         (into / link).symlink_to(path.resolve())
     tensors = {
-        name: {
-            "file": links[weight.file],
-            "kind": place.kind.name,
-            "shape": [*weight.shape],
-            "start": place.start,
-            "heads": place.heads,
-            "added": place.added,
-            "is_log": place.is_log,
-        }
+        name: [links[weight.file], [*weight.shape], place.kind.name, *astuple(place)[1:]]
         for name, weight in weights.items()
         if (place := weight.gguf)
     }
-    _write_json(into / GGUF_INDEX, {"files": [*links.values()], "tensors": tensors})
+    _write_json(into / GGUF_INDEX, tensors)
     progress.advance(1.0)
 
 
@@ -148,23 +143,19 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     Floats stay as they are (as bfloat16 where that says the same); quantised weights are rounded
     to bfloat16, and the blocks of formats that the kernels have are kept beside them.
 
-    Args:
-        gguf: the file; of a split one the first part, beside the others.
-
     Raises:
         ModelLoadError: the file is damaged, or holds a model that is not known here.
     """
-    from foredraft.models.native.config import read_config
+    from foredraft.system.files import write_tensors
 
     progress.stage("converting the tokenizer")
-    files = _opened(parts_of(gguf))
-    weights = _write_description(files, into)
-    config = read_config(into)
-    family = config.family
-    if family.has_single_parts or family.names.apart != family.names or config.dense_beside:
-        _refuse(files[0], "transformers holds its experts or projections in another form")
+    weights = _write_description(_opened([gguf]), into)
     progress.stage("converting the weights to safetensors")
-    _write_weights(weights, into, progress)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        tensors[name] = _floats(name, weight)
+        progress.advance(len(tensors) / len(weights))
+    write_tensors(into / "model.safetensors", tensors, {"format": "pt"})
     _write_blocks(weights, into)
 
 
@@ -184,8 +175,8 @@ def _write_description(files: Sequence[GgufFile], into: Path) -> dict[str, Store
     weights = _weights(first, tensors, read_config(into))
     special = {key: index for key, index in tokenizer.special_ids().items() if key in config}
     ends = {"eos_token_id": tokenizer.end_ids()} if len(tokenizer.end_ids()) > 1 else {}
-    sampling = parse_fields(first.path, first.metadata, GgufSamplingFields)
-    named = sampling.model_dump(exclude_none=True)
+    said = {name: first.metadata.get(key) for name, key in _SAMPLING.items()}
+    named: dict[str, Any] = {name: n for name, n in said.items() if type(n) in (int, float)}
     if tokenizer.suppress_tokens:
         named["suppress_tokens"] = tokenizer.suppress_tokens
     _write_json(into / "generation_config.json", special | ends | named)
@@ -240,16 +231,6 @@ def _all_tensors(files: Sequence[GgufFile]) -> dict[str, tuple[GgufFile, GgufTen
             _refuse(file, f"tensor {min(twice)!r:.80} is in another part as well")
         found |= {name: (file, tensor) for name, tensor in file.tensors.items()}
     return found
-
-
-def bytes_needed(gguf: Path) -> int:
-    """Upper estimate of the bytes that `write_checkpoint` writes.
-
-    Raises:
-        ModelLoadError: the file is damaged.
-    """
-    tensors = [tensor for part in parts_of(gguf) for tensor in GgufFile(part).tensors.values()]
-    return sum(2 * prod(tensor.shape) + tensor.num_bytes for tensor in tensors)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -671,40 +652,6 @@ def _names_of_layer(config: DecoderConfig) -> Iterator[tuple[str, str]]:
 def _gguf_norms(config: DecoderConfig) -> Mapping[str, str]:
     own = config.family.gguf.norms if config.family.gguf else {}
     return {"final_norm": "output_norm", **GGUF_NORMS, **own}
-
-
-def _write_weights(weights: Mapping[str, StoredTensor], into: Path, progress: Progress) -> None:
-    """Into one file, or into several that fit into memory and an index of them."""
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[str, str] = {}
-    num_bytes = 0
-    for done, (name, weight) in enumerate(weights.items(), start=1):
-        floats = _floats(name, weight)
-        if tensors and num_bytes + floats.nbytes > _MOST_BYTES:
-            file = f"model-{len(set(names.values())) + 1:05}.safetensors"
-            names |= dict.fromkeys(tensors, file)
-            _save(tensors, into / file)
-            tensors, num_bytes = {}, 0
-        tensors[name] = floats
-        num_bytes += floats.nbytes
-        progress.advance(done / len(weights))
-    last = "model-last.safetensors" if names else "model.safetensors"
-    _save(tensors, into / last)
-    if names:
-        names |= dict.fromkeys(tensors, last)
-        _write_json(into / "model.safetensors.index.json", {"weight_map": names})
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its only word for a full disk
-        raise OSError(errno.EIO, f"{path.name} could not be written ({error})") from error
-    # It comes out readable by its owner alone, which a cache shared by several users is not for.
-    path.chmod(path.with_name("config.json").stat().st_mode)
 
 
 def _floats(name: str, weight: StoredTensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,11 +124,7 @@ def _fetch_gguf(name: str, revision: str | None, progress: Progress, form: str |
 
 
 def _sizes(name: str, revision: str | None) -> dict[str, int]:
-    """The files of a repository with their bytes; without a network those that are cached.
-
-    Raises:
-        ConfigError, ModelLoadError: the hub does not say, and nothing is cached.
-    """
+    """The files of a repository with their bytes; without a network those that are cached."""
     from huggingface_hub import HfApi
 
     try:
@@ -169,12 +164,7 @@ def _snapshot_here(name: str, revision: str | None) -> Path | None:
 
 
 def _chosen(name: str, files: Iterable[str], form: str | None) -> list[str]:
-    """The parts of the file of one form.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-        ModelLoadError: there are no GGUF files at all.
-    """
+    """The parts of the file of one form."""
     sets: dict[str, list[str]] = {}
     for file in files:
         sets.setdefault(_PART.sub("", file), []).append(file)
@@ -214,25 +204,14 @@ def _explain(name: str, revision: str | None, error: Exception) -> ForedraftErro
             )
         case errors.RevisionNotFoundError():
             return ConfigError(f"{name!r} has no revision {revision!r}; see {page}/tree/main")
-        case errors.HFValidationError():
-            return ConfigError(f"{name!r} is not a valid hub id ('org/name'): {error}")
-    reason = _root_cause(error)
-    if isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
-        return ModelLoadError(
-            f"cannot keep {name!r} in the hub's cache: {reason}. Free some space there, or set "
-            "HF_HOME to a directory that can be written and has it"
-        )
-    return ModelLoadError(
-        f"cannot fetch {name!r} from the hub: {type(reason).__name__}: {reason}. Check the network "
-        "(a proxy is set with HTTPS_PROXY, a mirror with HF_ENDPOINT, HF_HUB_OFFLINE forbids it); "
-        f"or run `hf download {name}` elsewhere and give the directory as the model"
-    )
-
-
-def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+        error = error.__cause__  # type: ignore[assignment]
+    return ModelLoadError(
+        f"cannot fetch {name!r} from the hub: {type(error).__name__}: {error}. Check the network "
+        "(a proxy is set with HTTPS_PROXY, a mirror with HF_ENDPOINT, HF_HUB_OFFLINE forbids it) "
+        f"and the space in HF_HOME; or run `hf download {name}` elsewhere and give the directory "
+        "as the model"
+    )
 
 
 def _bars_reporting_to(progress: Progress) -> type[Any]:

@@ -2,7 +2,7 @@
 
 It holds weights in the kernel's layout, the measured costs of a forward and tables of a head. Each
 piece names its recipe: the code and the inputs that it was made with. A piece of another recipe, a
-damaged one or a missing one is made anew. A cache that cannot be written is no error.
+cut one or a missing one is made anew. A cache that cannot be written is no error.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import math
 import mmap
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.models.files.manifest import BLOCK_BYTES, block_sums_of, sums_of_blocks
 from foredraft.models.files.safety import Checkpoint
+from foredraft.system.files import unfinished
 from foredraft.system.paths import bytes_below, cache_root
 
 LEAST_BYTES = 32 << 20
@@ -41,8 +39,6 @@ _NOTE = "model"
 """The file beside the versions of a model that names the model."""
 _LINE = 64
 _HUGE_PAGE = 2 << 20
-_READ_BYTES = 16 << 20
-_READERS = 2
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.uint8)}
 _WEEK_SECONDS = 7 * 24 * 3600
 _LOG = logging.getLogger("foredraft")
@@ -116,8 +112,7 @@ class KeptFiles:
     def tensors(self, name: str, recipe: str) -> dict[str, Tensor] | None:
         """The tensors of a piece, in memory of their own; None where there is no whole one.
 
-        They are read into huge pages, with a check of all bytes against the sums that were written
-        beside them.
+        They are read into huge pages.
         """
         if self.folder is None:
             return None
@@ -126,7 +121,7 @@ class KeptFiles:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            _LOG.info("%s is made anew: the cached data is damaged (%s)", name, error)
+            _LOG.info("%s is made anew: the cached data cannot be read (%s)", name, error)
             return None
 
     def keep(
@@ -143,7 +138,7 @@ class KeptFiles:
         """
         if self.folder is None:
             return
-        size = sum(_whole_lines(_num_bytes(each)) for each in tensors.values())
+        size = sum(tensor.nbytes for tensor in tensors.values())
         path = self.folder / name
         if not self._try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size):
             return
@@ -233,38 +228,35 @@ def _described(part: object) -> str:
     return repr(part)
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A new file beside ``path``, which takes its place at the end; one that fails is deleted."""
+def _write(path: Path, pieces: Iterable[Any]) -> None:
+    """Pieces of bytes, as a file that takes its place once it has reached the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent)
-    os.close(handle)
-    try:
-        yield Path(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        with suppress(OSError):
-            os.unlink(unfinished)
+    with unfinished(path) as new:
+        with new.open("wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with _replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(content), encoding="utf-8")
+    _write(path, [json.dumps(content).encode()])
 
 
 def _write_tensors(path: Path, recipe: str, tensors: Mapping[str, Tensor]) -> None:
     """The bytes of the tensors, each at the beginning of a cache line; then their index."""
-    index = []
-    with _replacing(path) as unfinished:
-        with unfinished.open("wb") as file:
-            for name, tensor in tensors.items():
-                index.append([name, str(tensor.dtype), list(tensor.shape), file.tell()])
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-                file.write(bytes(-file.tell() % _LINE))
-            size = file.tell()
-        sums = block_sums_of(unfinished)
-    content = {"recipe": recipe, "bytes": size, "sums": sums, "tensors": index}
+    index, size = list[tuple[str, str, list[int], int]](), 0
+    for name, tensor in tensors.items():
+        index.append((name, str(tensor.dtype), list(tensor.shape), size))
+        size += _whole_lines(tensor.nbytes)
+    _write(path, chain.from_iterable(map(_lines, tensors.values())))
+    content = {"recipe": recipe, "bytes": size, "tensors": index}
     _write_json(path.with_suffix(".index"), content)
+
+
+def _lines(tensor: Tensor) -> Iterator[Any]:
+    yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    yield bytes(_whole_lines(tensor.nbytes) - tensor.nbytes)
 
 
 def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
@@ -274,54 +266,19 @@ def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
     size = int(index["bytes"])
     if path.stat().st_size != size:
         raise ValueError(f"{path.stat().st_size} bytes instead of {size}")
-    places = [
-        (str(name), _DTYPES[dtype], tuple(map(int, shape)), int(offset))
-        for name, dtype, shape, offset in index["tensors"]
-    ]
-    for name, dtype, shape, offset in places:
-        end = offset + math.prod(shape) * dtype.itemsize
-        if min(shape, default=0) < 0 or offset < 0 or offset % _LINE or end > size:
-            raise ValueError(f"{name} lies outside the file")
-    memory, sums = _read_whole(path, size)
-    if sums != index["sums"]:
-        raise ValueError("its bytes have changed")
-    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-    return {
-        name: torch.frombuffer(
-            memory, dtype=dtype, count=math.prod(shape), offset=first + offset
-        ).view(shape)
-        for name, dtype, shape, offset in places
-    }
-
-
-def _read_whole(path: Path, size: int) -> tuple[mmap.mmap, str]:
-    """The file in memory that begins at a huge page, and a hash of the sums of its blocks."""
-    room = -(-size // BLOCK_BYTES) * BLOCK_BYTES
-    memory = mmap.mmap(-1, room + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the system may have none
             memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
-    place = memoryview(memory)[first : first + size]
-    with path.open("rb") as file, ThreadPoolExecutor(_READERS) as readers:
-        starts = range(0, size, _READ_BYTES)
-        pieces = [place[start : start + _READ_BYTES] for start in starts]
-        list(readers.map(partial(_read_piece, file.fileno()), pieces, starts))
-    sums = sums_of_blocks(memoryview(memory)[first : first + room])
-    return memory, hashlib.sha256(sums).hexdigest()
-
-
-def _read_piece(file: int, piece: memoryview, start: int) -> None:
-    done = 0
-    while done < len(piece):
-        count = os.preadv(file, [piece[done:]], start + done)
-        if not count:
-            raise ValueError("it ends too early")
-        done += count
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    with path.open("rb") as file:
+        file.readinto(memoryview(memory)[first : first + size])
+    return {
+        name: torch.frombuffer(
+            memory, dtype=_DTYPES[dtype], count=math.prod(shape), offset=first + offset
+        ).view(shape)
+        for name, dtype, shape, offset in index["tensors"]
+    }
 
 
 def _whole_lines(num_bytes: int) -> int:

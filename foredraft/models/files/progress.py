@@ -47,18 +47,3 @@ class Pace:
             self._done / self._total,
             f"{self._done / 1e6:.0f} of {self._total / 1e6:.0f} MB, {rate / 1e6:.0f} MB/s{left}",
         )
-
-
-class Portion(SilentProgress):
-    """A `Progress` for one of several pieces of a stage: their stages are not announced.
-
-    Args:
-        progress: of the whole stage.
-        begin, end: shares of the stage that are done before and after this piece.
-    """
-
-    def __init__(self, progress: Progress, begin: float = 0.0, end: float = 1.0) -> None:
-        self._progress, self._begin, self._end = progress, begin, end
-
-    def advance(self, fraction: float, detail: str = "") -> None:
-        self._progress.advance(self._begin + fraction * (self._end - self._begin), detail)

@@ -7,21 +7,23 @@ or as wrong numbers later.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files import lora
 from foredraft.models.files.gguf_blocks import BY_NAME
 from foredraft.models.files.json_files import read_fields, read_json
 from foredraft.models.files.quantised import with_packed
-from foredraft.models.files.schema import GgufIndexFields, IndexFields
-from foredraft.models.files.tensors import BITS, GgufPlace, StoredTensor
+from foredraft.models.files.schema import IndexFields
+from foredraft.models.files.tensors import GgufPlace, StoredTensor
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -31,8 +33,6 @@ GGUF_INDEX = "model.gguf.index.json"
 """Says where the tensors lie in GGUF files of the same directory."""
 _NEVER_NEEDED = ("rotary_emb.inv_freq", ".cos_cached", ".sin_cached", ".position_ids")
 """Suffixes of tensors that older versions of transformers stored and all versions recompute."""
-_HEADER_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _LOG = logging.getLogger("foredraft")
 
 
@@ -62,7 +62,7 @@ class Checkpoint:
         self.tensors = dict(_renamed(parts, *item) for item in self.tensors.items())
         if (directory / lora.CONFIG).is_file() and (directory / lora.WEIGHTS).is_file():
             parts = {lora.PREFIX + part: plain for part, plain in parts.items()}
-            own = _tensors_of(directory / lora.WEIGHTS)
+            own = check_safetensors(directory / lora.WEIGHTS)
             own = dict(_renamed(parts, *item) for item in own.items())
             self.tensors = lora.with_adapter(directory, self.tensors, own)
 
@@ -161,13 +161,13 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     if (directory / GGUF_INDEX).is_file():
         return _gguf_tensors(directory)
     if (directory / _SINGLE).is_file():
-        return _tensors_of(directory / _SINGLE)
+        return check_safetensors(directory / _SINGLE)
     if not (directory / _INDEX).is_file():
         raise ModelLoadError(_no_weights(directory))
     weight_map = read_fields(directory / _INDEX, IndexFields).weight_map
     found: dict[str, StoredTensor] = {}
     for path in _indexed_files(directory, weight_map):
-        tensors = _tensors_of(path)
+        tensors = check_safetensors(path)
         if twice := sorted(found.keys() & tensors):
             raise ModelLoadError(
                 f"{twice[0]} is in {found[twice[0]].file} and again in {path.name}; which one is "
@@ -185,58 +185,42 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _gguf_tensors(directory: Path) -> dict[str, StoredTensor]:
-    index = directory / GGUF_INDEX
-    fields = read_fields(index, GgufIndexFields)
-    sizes: dict[str, int] = {}
-    for name in fields.files:
-        if name != Path(name).name or not name.endswith(".gguf") or "\\" in name:
-            raise ModelLoadError(f"{index} names {name!r}, no GGUF file of its own directory")
+    index, found = directory / GGUF_INDEX, dict[str, StoredTensor]()
+    size = cache(lambda path: path.stat().st_size)
+    for name, entry in read_json(index).items():
         try:
-            sizes[name] = (directory / name).stat().st_size
-        except OSError as error:
-            raise ModelLoadError(f"{directory / name} cannot be read: {error.strerror}") from error
-    found: dict[str, StoredTensor] = {}
-    for name, tensor in fields.tensors.items():
-        shape, kind = tuple(tensor.shape), BY_NAME.get(tensor.kind)
-        size = sizes.get(tensor.file, 0)
-        if (
-            kind is None
-            or shape[-1] % kind.block_weights
-            or (tensor.heads and shape[0] % (2 * tensor.heads))
-        ):
-            raise _damaged(index, f"tensor {name!r:.80} is {tensor.kind!r:.80} of shape {shape}")
-        if tensor.start + prod(shape) // kind.block_weights * kind.block_bytes > size:
-            raise _damaged(directory / tensor.file, f"tensor {name!r:.80} lies beyond its end")
-        place = GgufPlace(kind, tensor.start, tensor.heads, tensor.added, tensor.is_log)
-        found[name] = StoredTensor(directory / tensor.file, kind.name, shape, place)
+            file, shape, kind, *place = entry
+            path, gguf = _of_directory(index, file, ".gguf"), GgufPlace(BY_NAME[kind], *place)
+            found[name] = StoredTensor(path, kind, tuple(shape), gguf)
+            is_inside = 0 <= gguf.start <= size(path) - found[name].num_bytes
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(index, f"tensor {name!r:.80} ({error!r:.200})") from error
+        if not is_inside:
+            raise _damaged(path, f"tensor {name!r:.80} lies beyond its end")
     return found
 
 
-def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    return {
-        name: StoredTensor(path, str(entry["dtype"]), tuple(entry["shape"]))
-        for name, entry in check_safetensors(path).items()
-    }
+def _of_directory(index: Path, name: Any, suffix: str) -> Path:
+    """A file that an index names. Compared as text: files of the hub's cache are links."""
+    if name != Path(name).name or not name.endswith(suffix) or "\\" in name:
+        raise ModelLoadError(
+            f"{index} names {name!r}, which is not a {suffix[1:]} file of its own directory; it "
+            "was refused"
+        )
+    return index.with_name(name)
 
 
 def _indexed_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:
     names = sorted(set(weight_map.values()))
-    index = directory / _INDEX
-    for name in names:
-        # Compared as text: files of the hub's cache are links that rightly lead elsewhere.
-        if name != Path(name).name or not name.endswith(".safetensors") or "\\" in name:
-            raise ModelLoadError(
-                f"{index} names {name!r}, which is not a safetensors file of its own directory; "
-                "it was refused"
-            )
-    missing = [name for name in names if not (directory / name).is_file()]
+    paths = [_of_directory(directory / _INDEX, name, ".safetensors") for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ModelLoadError(
             f"{directory} lacks {len(missing)} of the {len(names)} weight files that {_INDEX} "
             f"names: {shown}. Download the checkpoint again"
         )
-    return [directory / name for name in names]
+    return paths
 
 
 def _no_weights(directory: Path) -> str:
@@ -247,15 +231,8 @@ def _no_weights(directory: Path) -> str:
             "is never opened. Get the model as safetensors, or convert it where you trust it with "
             "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)"
         )
-    if others := _names(directory, "*.safetensors"):
-        return (
-            f"{directory} has neither {_SINGLE} nor {_INDEX}, and which of its files belong "
-            f"together ({others}) is not guessed; get the whole checkpoint"
-        )
-    return (
-        f"{directory} has no weights (*.safetensors){_what_else_is_there(directory)}; get the "
-        "whole checkpoint"
-    )
+    what_else = _what_else_is_there(directory)
+    return f"{directory} has neither {_SINGLE} nor {_INDEX}{what_else}; get the whole checkpoint"
 
 
 def _what_else_is_there(directory: Path) -> str:
@@ -270,62 +247,23 @@ def _names(directory: Path, *patterns: str) -> str:
     return ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
 
 
-# ---------------------------------------------------------------------------------- safetensors
+def check_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file that is whole, by name.
 
-
-def check_safetensors(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file that is whole: it describes exactly the bytes that follow.
-
-    Returns:
-        ``dtype``, ``shape`` and ``data_offsets`` of each tensor, by name.
+    The library opens a file only if its header describes exactly the bytes that follow.
 
     Raises:
         ModelLoadError: it is truncated, longer than it says, or its header is damaged.
     """
     try:
-        num_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
-            data_start = _HEADER_LENGTH_BYTES + header_bytes
-            if data_start > num_bytes or not 2 <= header_bytes <= _MAX_HEADER_BYTES:
-                raise _damaged(path, f"it has {num_bytes} bytes and a header of {header_bytes}")
-            header = json.loads(file.read(header_bytes))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header cannot be read ({error})") from error
-    if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a JSON object")
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = _check_spans(path, tensors)
-    if data_start + end != num_bytes:
-        raise _damaged(path, f"it has {num_bytes} bytes and should have {data_start + end}")
-    return tensors
-
-
-def _check_spans(path: Path, tensors: Mapping[str, Any]) -> int:
-    """The end of the last tensor, when the tensors are consecutive without a gap."""
-    spans = sorted((_span(path, name, entry), name) for name, entry in tensors.items())
-    end = 0
-    for (start, stop), name in spans:
-        if start != end:
-            raise _damaged(path, f"tensor {name!r} starts at byte {start} and not at {end}")
-        end = stop
-    return end
-
-
-def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    try:
-        (start, stop), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
-    except (TypeError, KeyError, ValueError) as error:
-        raise _damaged(path, f"tensor {name!r} is not described") from error
-    counts = [start, stop, *shape] if isinstance(shape, list) else [None]
-    if any(type(count) is not int or count < 0 for count in counts):
-        raise _damaged(path, f"tensor {name!r} has offsets {[start, stop]} and shape {shape}")
-    # A type that is not known here is left to the reader, which refuses types that it cannot read.
-    if str(dtype) in BITS and (stop - start) * 8 != prod(shape) * BITS[str(dtype)]:
-        raise _damaged(
-            path, f"tensor {name!r} of shape {shape} and type {dtype} has {stop - start} bytes"
-        )
-    return start, stop
+        with safe_open(str(path), framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(path, each.get_dtype(), tuple(each.get_shape()))
+                for name, each in slices.items()
+            }
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, str(error)) from error
 
 
 def _damaged(path: Path, what: str) -> ModelLoadError:

@@ -325,65 +325,10 @@ class DecoderFields(_Schema):
         return self
 
 
-class SizeFields(_Schema):
-    """``config.json`` of any other language model: how large it, or its decoder, is.
-
-    Attributes:
-        num_attention_heads: 1 where there is no attention.
-        max_position_embeddings: None for positions that go on (those by attention bias).
-    """
-
-    num_hidden_layers: Annotated[Count, BeforeValidator(_counted)] = _either(
-        *("decoder_layers", "num_decoder_layers"),
-        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers_block_type"),
-    )
-    num_attention_heads: Count = _either(
-        *("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "num_heads"),
-        default=1,
-    )
-    hidden_size: Count = _either("hidden_size", "n_embd", "d_model")
-    max_position_embeddings: Count | None = _either(
-        *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), default=None
-    )
-    encoder_layers: CountOr0 | None = _either("encoder_layers", "num_layers", default=None)
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = _either("head_dim", "d_kv", default=None)
-    vocab_size: Count | None = None
-    is_encoder_decoder: bool = False
-
-    @model_validator(mode="after")
-    def _has_heads(self) -> Self:
-        if self.head_dim is None and self.hidden_size < self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is smaller than num_attention_heads "
-                f"{self.num_attention_heads}"
-            )
-        return self
-
-
 class IndexFields(_Schema):
     """``model.safetensors.index.json``: the file of each tensor."""
 
     weight_map: dict[str, str] = Field(min_length=1)
-
-
-class GgufTensorFields(_Schema):
-    """Location of a tensor in a GGUF file."""
-
-    file: str
-    kind: str
-    shape: Annotated[list[Count], Field(min_length=1, max_length=4)]
-    start: Annotated[int, Field(ge=0)]
-    heads: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    added: Multiplier = 0.0
-    is_log: bool = False
-
-
-class GgufIndexFields(_Schema):
-    """Foredraft's index of GGUF files: their names, and the tensors by foredraft's names."""
-
-    files: Annotated[list[str], Field(min_length=1)]
-    tensors: Annotated[dict[str, GgufTensorFields], Field(min_length=1)]
 
 
 def _said(key: str, default: Any = ...) -> Any:
@@ -446,16 +391,6 @@ ENDS_BY_TEXT = frozenset(
 id alone. llama.cpp knows them by their text, too (src/llama-vocab.cpp)."""
 _HARMONY = {"<|return|>", "<|call|>"}
 """In vocabularies with these, ``<|end|>`` ends a part of a reply and not the reply."""
-
-
-class GgufSamplingFields(_Schema):
-    """The sampling defaults of a GGUF file, under the names of ``generation_config.json``."""
-
-    temperature: float | None = _said("general.sampling.temp", None)
-    top_k: int | None = _said("general.sampling.top_k", None)
-    top_p: float | None = _said("general.sampling.top_p", None)
-    min_p: float | None = _said("general.sampling.min_p", None)
-    repetition_penalty: float | None = _said("general.sampling.penalty_repeat", None)
 
 
 TOKENIZER_KEY = "tokenizer.ggml.{}"

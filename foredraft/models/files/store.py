@@ -1,15 +1,13 @@
 """From the name of a model to a local directory that holds it.
 
 A name is one of: a packaged model, a directory, a GGUF file, a hub id ("org/name"); the folder of a
-LoRA adapter is its base model with the adapter merged. Packaged models
-are fetched once into foredraft's cache. Of a GGUF file the cache holds a description, and its
-weights stay where they are. The default model's own file is the default model: one model has one
-text. Models of the hub stay in the hub's own cache, which other programs share.
+LoRA adapter is its base model with the adapter merged. Packaged models are fetched once into
+foredraft's cache. Of a GGUF file the cache holds a description, and its weights stay where they
+are. Models of the hub stay in the hub's own cache, which other programs share.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
@@ -24,19 +22,15 @@ from pathlib import Path
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
 from foredraft.models.files import gguf_checkpoint, lora
-from foredraft.models.files.gguf import GgufFile
 from foredraft.models.files.manifest import find_damage, write_manifest
-from foredraft.models.files.packaged import MODELS, SMOLLM2, PackagedModel
+from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.system.paths import cache_root
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)(?::([A-Za-z0-9_.-]+))?")
 _OF_THE_HUB = re.compile(r"(?:hf\.co|huggingface\.co)/(?=[^/]+/[^/]+$)", re.IGNORECASE)
-_URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
 _MAX_NAME_BYTES = 1000
 """Longest name or path. File systems take 255 bytes between slashes and some 4000 in all."""
-_DESCRIPTION_BYTES = 50_000_000
-"""Upper estimate of the files that are written for a GGUF file: its tokenizer."""
 _LOG = logging.getLogger("foredraft")
 
 
@@ -44,8 +38,6 @@ def resolve_model(
     name: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    as_safetensors: bool = False,
-    as_stored: bool = False,
     with_weights: bool = True,
     progress: Progress | None = None,
 ) -> Path:
@@ -56,8 +48,6 @@ def resolve_model(
             (any part of a split one, or a directory that holds one and nothing else of a model),
             or a hub id, also as "hf.co/org/name"; "org/name:Q4_K_M" names a GGUF file there.
         revision: branch, tag or commit of a hub id.
-        as_safetensors: convert the weights of a GGUF file, for code that reads nothing else.
-        as_stored: leave the weights of any GGUF file as they are, the default model's too.
         with_weights: whether those of a model of the hub are downloaded; else the directory is an
             outline, where they are not here (`foredraft.models.files.outline`).
         progress: receives reports of downloads and conversions.
@@ -81,19 +71,18 @@ def resolve_model(
         get = fetch if with_weights else outlined
         directory = get(found[1], revision, progress, found[2])
     elif packaged is not None:
-        directory = _converted(_packaged(packaged), progress)
+        made = _Conversion(packaged.name, packaged.recipe, packaged.write)
+        directory = _converted(made, progress)
     else:
         directory = _existing_directory(name, path)
     if lora.is_adapter(directory):
         named = lora.base_of(directory)
-        base = resolve_model(named, as_stored=True, with_weights=with_weights, progress=progress)
+        base = resolve_model(named, with_weights=with_weights, progress=progress)
         return _converted(_adapted(directory, base), progress)
     gguf = _gguf_of(directory)
     if gguf is None:
         return directory
-    if not as_stored and MODELS[SMOLLM2.name].is_gguf(gguf):
-        return _converted(_packaged(MODELS[SMOLLM2.name], gguf), progress)
-    return _converted((_whole_gguf if as_safetensors else _of_gguf)(gguf), progress)
+    return _converted(_of_gguf(gguf), progress)
 
 
 def _check_spelling(name: str) -> None:
@@ -106,11 +95,6 @@ def _check_spelling(name: str) -> None:
         shown = f"{name[:40]!r}… ({num_bytes} bytes)" if len(name) > 40 else repr(name)
         raise ConfigError(
             f"model {shown} can be no path and no hub id: it is too long or has a zero byte in it"
-        )
-    if page := _URL.match(name):
-        raise ConfigError(
-            f"model {name!r:.200} is an address; give the hub id alone, such as "
-            f"{page[1] or 'org/name'!r}"
         )
 
 
@@ -172,48 +156,21 @@ class _Conversion:
     Attributes:
         name: of the directory.
         recipe: names its sources and the version of the code.
-        num_bytes: disk space that making it takes.
         write: makes the model in its first argument. The second is a folder for downloads: it
             stays when this fails, so that the next call can go on with it.
     """
 
     name: str
     recipe: str
-    num_bytes: Callable[[], int]
     write: Callable[[Path, Path, Progress], None]
-
-
-def _packaged(model: PackagedModel, gguf: Path | None = None) -> _Conversion:
-    """The conversion of a model's packages, or of its GGUF file if that is there."""
-
-    def write(into: Path, download: Path, progress: Progress) -> None:
-        if gguf is not None and model.finish is not None:
-            model.finish(gguf, into, progress)
-        else:
-            model.write(into, download, progress)
-
-    return _Conversion(model.name, model.recipe, lambda: model.disk_bytes, write)
 
 
 def _of_gguf(path: Path) -> _Conversion:
     """Found again by the files' places, sizes and times; a changed file is another model."""
     parts = gguf_checkpoint.parts_of(path)
-
-    def num_bytes() -> int:
-        for part in parts:  # a damaged file is found before anything is made
-            GgufFile(part)
-        return _DESCRIPTION_BYTES
-
     name, recipe = _named(path, parts)
     write = partial(gguf_checkpoint.write_index, parts)
-    return _Conversion(f"gguf-{name}", recipe, num_bytes, lambda into, _, say: write(into, say))
-
-
-def _whole_gguf(path: Path) -> _Conversion:
-    name, recipe = _named(path, gguf_checkpoint.parts_of(path))
-    size = partial(gguf_checkpoint.bytes_needed, path)
-    write = partial(gguf_checkpoint.write_checkpoint, path)
-    return _Conversion(f"safetensors-{name}", recipe, size, lambda into, _, say: write(into, say))
+    return _Conversion(f"gguf-{name}", recipe, lambda into, _, say: write(into, say))
 
 
 def _adapted(adapter: Path, base: Path) -> _Conversion:
@@ -223,7 +180,7 @@ def _adapted(adapter: Path, base: Path) -> _Conversion:
     name, recipe = _named(adapter / lora.CONFIG, files)
     name = f"lora-{name.replace('adapter-config', adapter.resolve().name)}"
     link = partial(lora.link_both, adapter, base)
-    return _Conversion(name, f"{recipe} on {base}", lambda: 0, lambda into, *_: link(into))
+    return _Conversion(name, f"{recipe} on {base}", lambda into, *_: link(into))
 
 
 def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:
@@ -236,39 +193,18 @@ def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:
 
 def _converted(conversion: _Conversion, progress: Progress) -> Path:
     directory = cache_root() / "models" / conversion.name
-    if find_damage(directory, conversion.recipe) is None:
-        return directory
-    num_bytes = conversion.num_bytes()
     try:
-        return _make_alone(directory, conversion, num_bytes, progress)
+        if find_damage(directory, conversion.recipe) is not None:
+            _make_alone(directory, conversion, progress)
     except OSError as error:
-        raise ModelLoadError(_cannot_keep(directory, num_bytes, error)) from error
+        raise ModelLoadError(
+            f"cannot keep {directory.name} in {directory.parent}: {error.strerror or error}. Free "
+            "some space, or set FOREDRAFT_CACHE to a directory that can be written and has it"
+        ) from error
+    return directory
 
 
-def _cannot_keep(directory: Path, num_bytes: int, error: OSError) -> str:
-    return (
-        f"cannot keep {directory.name} in {directory.parent}: {error.strerror or error}. Preparing "
-        f"it takes about {num_bytes / 1e9:.1f} GB there{_free_there(directory)}; free some "
-        "space, or set FOREDRAFT_CACHE to a directory that can be written and has it"
-    )
-
-
-def _free_there(directory: Path) -> str:
-    try:
-        return f" ({shutil.disk_usage(directory.parent).free / 1e9:.1f} GB are free)"
-    except OSError:
-        return ""
-
-
-def _check_space(directory: Path, num_bytes: int) -> None:
-    """Find out before the download, and not after it."""
-    if shutil.disk_usage(directory).free < num_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _make_alone(
-    directory: Path, conversion: _Conversion, num_bytes: int, progress: Progress
-) -> Path:
+def _make_alone(directory: Path, conversion: _Conversion, progress: Progress) -> None:
     """Make the directory unless another process has done so while this one waited."""
     from filelock import FileLock, Timeout
 
@@ -284,18 +220,16 @@ def _make_alone(
         if damage is not None:
             if directory.exists():
                 _LOG.warning("the cached model %s is made anew: %s", directory, damage)
-            _make(directory, conversion, num_bytes, progress)
+            _make(directory, conversion, progress)
     finally:
         lock.release()
-    return directory
 
 
-def _make(directory: Path, conversion: _Conversion, num_bytes: int, progress: Progress) -> None:
+def _make(directory: Path, conversion: _Conversion, progress: Progress) -> None:
     """Convert in a scratch folder beside ``directory``, then rename: whole, or not there."""
     prefix = f".{directory.name}.partial-"
     for left_behind in directory.parent.glob(f"{prefix}*"):  # by a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
-    _check_space(directory.parent, num_bytes)
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
     download = directory.with_name(f".{directory.name}.download")
     try:

@@ -58,11 +58,8 @@ def read_rows(stored: StoredTensor, name: str, indices_R: Tensor) -> Tensor:
     """
     import torch
 
-    if stored.lora is not None:
+    if stored.lora is not None or stored.packed is not None:
         return read_tensor(stored, name)[indices_R]
-    if stored.packed is not None:
-        reader = packed_reader(stored)
-        return torch.cat([reader.dequantised(slice(i, i + 1)) for i in indices_R.tolist()])
     if stored.gguf is None:
         from safetensors import safe_open
 

@@ -11,15 +11,14 @@ differ in it).
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from foredraft.cache.base import CacheUsage, check_keep
 from foredraft.cache.blocks import in_blocks
@@ -28,27 +27,6 @@ from foredraft.cache.memory import UNLIMITED, CacheMemory
 from foredraft.cache.paged import Cache
 from foredraft.core.errors import CacheFullError, CapabilityError
 from foredraft.models.base import ScoreRow
-
-try:
-    from transformers.cache_utils import DummyLayer
-except ImportError:
-
-    class DummyLayer:  # type: ignore[no-redef]
-        """Nothing is one before 5.23: layers that keep nothing have no place in a cache there."""
-
-
-CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the cache argument in transformers: from 5.24 on, and before."""
-
-
-def cache_argument(arguments: Container[str]) -> str:
-    """The one that a model's forward takes.
-
-    Args:
-        arguments: names of the forward's parameters.
-    """
-    new, old = CACHE_ARGUMENTS
-    return new if new in arguments else old
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]
@@ -119,11 +97,20 @@ def _with_room(store_HCD: Tensor, num_entries: int) -> Tensor:
 
 
 @dataclass
-class _Text:
-    """The shareable text of a slot: its first tokens and their owner."""
+class Held:
+    """What a slot holds.
 
-    owner: bytes
-    tokens: tuple[int, ...]
+    Attributes:
+        past: as transformers has it.
+        room: entries that it takes memory for.
+        text: its first tokens, as far as its owner's other slots may share them.
+        is_parked: whether it is only kept for that.
+    """
+
+    past: Any
+    room: int = 0
+    text: tuple[int, ...] = ()
+    is_parked: bool = False
 
 
 class HFCache(Cache):
@@ -151,41 +138,38 @@ class HFCache(Cache):
         memory = memory if isinstance(memory, CacheMemory) else CacheMemory(memory)
         super().__init__(max_length, memory, device=device)
         self._new_layers = new_layers
-        self._pasts: dict[int, Any] = {}  # by slot
-        self._texts: dict[int, _Text] = {}  # by slot in use
-        self._parked: OrderedDict[int, _Text] = OrderedDict()  # by slot, the oldest first
-        self._rooms: dict[int, int] = {}  # by slot: entries that it takes memory for
-        self._num_used = self._num_cached = 0  # their sums
+        self._held: dict[int, Held] = {}  # by slot; of those kept for sharing the oldest first
         self._token_bytes = 0  # 0: no forward has shown it yet
 
     @property
     def num_bytes(self) -> int:
-        own = sum(layer.num_bytes for slot in self._pasts for layer in self._own_layers(slot))
+        own = sum(layer.num_bytes for slot in self._held for layer in self._own_layers(slot))
         return own + sum(layers.num_bytes for layers in self._layers)
 
     @property
     def slots(self) -> list[int]:
         """The allocated slots, without those that are only kept for sharing."""
-        return [slot for slot in self._slots if slot not in self._parked]
+        return [slot for slot, held in self._held.items() if not held.is_parked]
+
+    @property
+    def _parked(self) -> list[int]:
+        return [slot for slot, held in self._held.items() if held.is_parked]
 
     @property
     def usage(self) -> CacheUsage:
-        used, cached = self._num_used, self._num_cached
+        there = list(self._held.values())  # at once: another thread may change slots
+        cached = sum(held.room for held in there if held.is_parked)
+        used = sum(held.room for held in there if not held.is_parked)
         total = max(used + cached, self.memory.num_tokens if self._token_bytes else UNLIMITED)
         return CacheUsage(total, used, cached, total - used - cached)
 
     def check(self) -> None:
-        assert set(self._pasts) == set(self._slots) == set(self._rooms), "slots without entries"
-        assert set(self._parked) <= set(self._pasts), "kept slots that are not there"
-        assert self._parked.keys().isdisjoint(self._texts), "slots both kept and in use"
-        assert self._num_used == sum(map(self._rooms.__getitem__, self.slots)), "used entries"
-        assert self._num_cached == sum(map(self._rooms.__getitem__, self._parked)), "kept entries"
+        assert set(self._held) == set(self._slots), "slots without entries"
         self.pool.check([slot.table for slot in self._slots.values()])
 
     def allocate(self) -> int:
         slot = super().allocate()
-        self._pasts[slot] = self._new_past()
-        self._rooms[slot] = 0
+        self._held[slot] = Held(self._new_past())
         return slot
 
     def _new_past(self) -> Any:
@@ -203,7 +187,7 @@ class HFCache(Cache):
         needed = self.length(slot) + num_tokens
         if needed > self._max_length:
             raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
-        self._make_way(in_blocks(needed) + self._source_room(slot) - self._rooms[slot])
+        self._make_way(in_blocks(needed) + self._source_room(slot) - self._held[slot].room)
         for layer in self._own_layers(slot):
             layer.make_room(needed)
         self._measure(slot)
@@ -212,11 +196,11 @@ class HFCache(Cache):
         best, length = self._find(owner, tokens)
         if not length:
             slot = self.allocate()
-        elif best in self._parked and length == len(self._parked[best].tokens):
-            slot = self._unpark(best)
+        elif self._held[best].is_parked and length == len(self._held[best].text):
+            slot = best
+            self._held[slot].text, self._held[slot].is_parked = (), False
         else:
-            if best in self._parked:
-                self._parked.move_to_end(best)
+            self._held[best] = self._held.pop(best)  # now the newest
             slot = self.fork(best)
             self.truncate(slot, length)
         self._slots[slot].owner = owner
@@ -226,10 +210,9 @@ class HFCache(Cache):
         return self._find(owner, tokens)[1]
 
     def name(self, slot: int, tokens: Sequence[int]) -> None:
-        owner = self._slots[slot].owner
-        if owner is not None:
+        if self._slots[slot].owner is not None:
             end = min(self.length(slot), len(tokens)) // self.block_size * self.block_size
-            self._texts[slot] = _Text(owner, tuple(tokens[:end]))
+            self._held[slot].text = tuple(tokens[:end])
 
     def retire(self, slot: int, tokens: Sequence[int]) -> None:
         owner = self._slots[slot].owner
@@ -238,29 +221,29 @@ class HFCache(Cache):
             return
         self.truncate(slot, len(tokens))
         text = tuple(tokens)
-        for other, parked in [*self._parked.items()]:
-            if parked.owner == owner and text[: len(parked.tokens)] == parked.tokens:
-                self._drop(other)
-        self._texts.pop(slot, None)
-        self._parked[slot] = _Text(owner, text)
-        self._num_used -= self._rooms[slot]
-        self._num_cached += self._rooms[slot]
+        for other in self._parked:
+            begins = self._held[other].text
+            if self._slots[other].owner == owner and text[: len(begins)] == begins:
+                self.free(other)
+        held = self._held[slot] = self._held.pop(slot)  # now the newest
+        held.text, held.is_parked = text, True
 
     def distrust(self) -> None:
         super().distrust()
-        self._texts.clear()
         self.forget()
+        for held in self._held.values():
+            held.text = ()
 
     def forget(self) -> None:
-        for slot in [*self._parked]:
-            self._drop(slot)
+        for slot in self._parked:
+            self.free(slot)
 
     def open(self, slot: int) -> Any:
         """The slot as a transformers cache that holds the entries that count, and no others."""
         length = self.length(slot)
         for layer in self._own_layers(slot):
             layer.resize(length)
-        return self._pasts[slot]
+        return self._held[slot].past
 
     def num_written(self, slot: int) -> set[int]:
         """Numbers of entries in the layers, valid or not; more than one value is a fault."""
@@ -287,50 +270,36 @@ class HFCache(Cache):
     def fork(self, slot: int) -> int:
         layers = self.open(slot).layers
         copy = super().fork(slot)
-        self._pasts[copy] = _dynamic_cache(
-            [layer.copy() if isinstance(layer, SlotLayer) else DummyLayer() for layer in layers]
-        )
-        self._rooms[copy] = 0
+        copies = [each.copy() if isinstance(each, SlotLayer) else DummyLayer() for each in layers]
+        self._held[copy] = Held(_dynamic_cache(copies))
         self._measure(copy)
         return copy
 
     def free(self, slot: int) -> None:
-        self._slots[slot]
-        self._num_used -= self._rooms.pop(slot)
-        self._texts.pop(slot, None)
-        del self._pasts[slot]
         super().free(slot)
+        del self._held[slot]
 
     def _find(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """The slot with the longest beginning of a text, and its length; a kept slot if
         possible."""
         best, most = -1, 0
-        for slot, text in (*self._parked.items(), *self._texts.items()):
-            if text.owner == owner and (count := common_prefix(text.tokens, tokens)) > most:
+        for slot in (*self._parked, *self.slots):
+            if self._slots[slot].owner != owner:
+                continue
+            if (count := common_prefix(self._held[slot].text, tokens)) > most:
                 best, most = slot, count
         return best, most
-
-    def _unpark(self, slot: int) -> int:
-        """Let a slot that was kept be used again."""
-        del self._parked[slot]
-        self._num_cached -= self._rooms[slot]
-        self._num_used += self._rooms[slot]
-        return slot
-
-    def _drop(self, slot: int) -> None:
-        """Give up a slot that was kept."""
-        self.free(self._unpark(slot))
 
     def _make_way(self, num_tokens: int) -> None:
         """Evict kept slots until that many more entries fit into the memory."""
         while (usage := self.usage).free < num_tokens:
-            if not self._parked:
+            if not (parked := self._parked):
                 raise CacheFullError(
                     f"the cache has no room for {num_tokens} more tokens: {usage.used} of the "
                     f"{usage.total} that its memory allows are in use; wait until requests end, "
                     "send fewer at once, or let it have more (cache_memory)"
                 )
-            self._drop(next(iter(self._parked)))
+            self.free(parked[0])
 
     def _measure(self, slot: int) -> None:
         """Count the entries that a slot in use takes memory for: a forward may have added some."""
@@ -339,9 +308,7 @@ class HFCache(Cache):
         if room and not self._token_bytes:
             self._token_bytes = sum(layer.num_bytes for layer in layers) // room
             self.memory.add(self, self._token_bytes)
-        room += self._source_room(slot)
-        self._num_used += room - self._rooms[slot]
-        self._rooms[slot] = room
+        self._held[slot].room = room + self._source_room(slot)
 
     def _source_room(self, slot: int) -> int:
         """The memory that a slot's source takes, in entries; there is none here."""
@@ -351,7 +318,7 @@ class HFCache(Cache):
         return UNLIMITED
 
     def _own_layers(self, slot: int) -> list[SlotLayer]:
-        return [layer for layer in self._pasts[slot].layers if isinstance(layer, SlotLayer)]
+        return [layer for layer in self._held[slot].past.layers if isinstance(layer, SlotLayer)]
 
 
 def _dynamic_cache(layers: list[Any]) -> Any:

@@ -9,9 +9,7 @@ Shape legend: S positions of a source, E hidden size.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -26,10 +24,10 @@ from foredraft.core.rules.bans import ModelBans
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import Capabilities, Encoder, ScoreRow, Source
 from foredraft.models.hf.cache import HFCache
-from foredraft.models.hf.target import HFTarget, context_limit
+from foredraft.models.hf.sizes import context_limit
+from foredraft.models.hf.target import HFTarget
 from foredraft.models.native.plan import ForwardPlan
 
-_LOG = logging.getLogger("foredraft")
 _NEARLY = 0.01
 """Part of what another token changes that the order of a sum may change, in float32."""
 
@@ -148,8 +146,7 @@ class EncoderDecoderTarget(HFTarget):
         return Capabilities(encoder=Encoder(self.decoder_prompt, self.max_source, self.bans))
 
     def check_loaded(self) -> None:
-        """Check that tokens get the same scores together and one by one, and log unsupported
-        options of the model's generation config.
+        """Check that tokens get the same scores together and one by one.
 
         Raises:
             CapabilityError: they differ.
@@ -169,15 +166,6 @@ class EncoderDecoderTarget(HFTarget):
                 f"{type(self.model).__name__} scores a token otherwise when others are read with "
                 "it, so guesses cannot be checked in one forward"
             )
-        _say_what_is_left_out(type(self.model).__name__, self.model.generation_config)
-
-    def _decoder_config(self, model: Any) -> Any:
-        """Of T5's config, too, whose decoder may be less deep than its encoder."""
-        config = super()._decoder_config(model)
-        if num_layers := getattr(config, "num_decoder_layers", None):
-            config = copy(config)
-            config.num_hidden_layers = num_layers
-        return config
 
     def _forward(self, row: ScoreRow, plan: ForwardPlan, wants_states: bool) -> Any:
         cache = cast(SourceCache, self.cache)
@@ -188,7 +176,7 @@ class EncoderDecoderTarget(HFTarget):
             decoder_input_ids=plan.token_ids_T[None].to(self.model.device),
             use_cache=True,
             return_dict=True,
-            **{self._cache_argument: EncoderDecoderCache(cache.open(row.slot), encoded.cross)},
+            cache=EncoderDecoderCache(cache.open(row.slot), encoded.cross),
         )
         cache.set_encoded(row.slot, encoded)  # not before: a failed forward may fill it by half
         return output
@@ -216,37 +204,9 @@ def _decoder_prompt(model: Any, generation: Any) -> tuple[int, ...]:
 
 
 def _one_token(name: str, token: Any) -> int | None:
-    """A token of a generation config.
-
-    Raises:
-        CapabilityError: it names several.
-    """
+    """A token of a generation config."""
     if isinstance(token, list) and len(token) == 1:
         (token,) = token
     if token is not None and type(token) is not int:
         raise CapabilityError(f"{name} is {token!r}; one token is needed here")
     return token
-
-
-def _say_what_is_left_out(model: str, generation: Any) -> None:
-    """Defaults that would make `generate` of transformers write another text."""
-    given = {option: getattr(generation, option, None) for option in _LEFT_OUT}
-    said = [f"{name}={value}" for name, value in given.items() if value not in _LEFT_OUT[name]]
-    if said:
-        _LOG.warning(
-            "the generation config of %s has %s, which foredraft leaves out: it takes the "
-            "likeliest token or draws one, and speculation is for that",
-            model,
-            ", ".join(said),
-        )
-
-
-_LEFT_OUT: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None, []),
-    "min_length": (None, 0),
-    "repetition_penalty": (None, 1.0),
-}
-"""Generation options that requests set here or that have no effect, with their neutral values."""

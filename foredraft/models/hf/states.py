@@ -23,7 +23,7 @@ from foredraft.cache.blocks import in_blocks
 from foredraft.core.errors import CapabilityError
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.models.base import ScoreRow
-from foredraft.models.hf.cache import HFCache, SlotLayer
+from foredraft.models.hf.cache import Held, HFCache, SlotLayer
 
 _MOST_UNREAD = 16
 """Accepted tokens that forwards with drafts read again, until the state reads them for good."""
@@ -62,16 +62,16 @@ class HFStateCache(HFCache):
 
     def allocate(self) -> int:
         slot = super().allocate()
-        self._pasts[slot] = _Past(self._pasts[slot])
+        self._held[slot].past = _Past(self._held[slot].past)
         return slot
 
     def forwards(self, row: ScoreRow) -> Iterator[tuple[ScoreRow, int]]:
         for part, start in self._parts_of(row):
-            self._pasts[row.slot].num_run = start + len(part.pending) + len(part.tree)
+            self._held[row.slot].past.num_run = start + len(part.pending) + len(part.tree)
             yield part, start
 
     def _parts_of(self, row: ScoreRow) -> Iterator[tuple[ScoreRow, int]]:
-        slot, state = row.slot, self._pasts[row.slot]
+        slot, state = row.slot, self._held[row.slot].past
         length = self.length(slot)
         if state.num_read > length:  # the text was cut, or a forward failed
             state.past, state.num_read = self._new_past(), 0
@@ -93,18 +93,18 @@ class HFStateCache(HFCache):
             yield replace(alone, pending=(token,)), start + len(tokens) + node
 
     def open(self, slot: int) -> Any:
-        state = self._pasts[slot]
+        state = self._held[slot].past
         return state.past if state.ahead is None else state.ahead
 
     def num_written(self, slot: int) -> set[int]:
         """Of layers with attention; where there are none, no entries can be counted."""
         layers = [each for each in self.open(slot).layers if isinstance(each, DynamicLayer)]
         found = {each.get_seq_length() for each in layers if each.is_initialized}
-        return found or {self._pasts[slot].num_run}
+        return found or {self._held[slot].past.num_run}
 
     @torch.no_grad()
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
-        state, start = self._pasts[slot], self.length(slot)
+        state, start = self._held[slot].past, self.length(slot)
         row = state.row or ScoreRow(slot, [])
         check_keep(num_pending, path, len(row.pending) + len(row.tree))
         chosen = [row.tree.tokens[node] for node in path]
@@ -119,35 +119,36 @@ class HFStateCache(HFCache):
         self._measure(slot)
 
     def truncate(self, slot: int, length: int) -> int:
-        self._pasts[slot].row = self._pasts[slot].ahead = None
+        self._held[slot].past.row = self._held[slot].past.ahead = None
         return super(HFCache, self).truncate(slot, length)
 
     @torch.no_grad()
     def fork(self, slot: int) -> int:
         copy = super(HFCache, self).fork(slot)
-        self._pasts[copy] = replace(deepcopy(self._pasts[slot]), row=None, ahead=None)
+        state = deepcopy(self._held[slot].past)
+        self._held[copy] = Held(replace(state, row=None, ahead=None))
         self._measure(copy)
         return copy
 
     def _find(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        texts = {slot: self._held[slot].text for slot in self._parked}
         whole = [
-            (len(text.tokens), slot)
-            for slot, text in self._parked.items()
-            if text.owner == owner and text.tokens == tuple(tokens[: len(text.tokens)])
+            (len(text), slot)
+            for slot, text in texts.items()
+            if self._slots[slot].owner == owner and text == tuple(tokens[: len(text)])
         ]
         length, slot = max(whole, default=(0, -1))
         return slot, length
 
     def _measure(self, slot: int) -> None:
         """Count the entries of layers with attention; a state is as large whatever it has read."""
-        layers = [each for each in self._pasts[slot].past.layers if isinstance(each, DynamicLayer)]
+        state = self._held[slot].past
+        layers = [each for each in state.past.layers if isinstance(each, DynamicLayer)]
         found = [x for each in layers if each.is_initialized for x in (each.keys, each.values)]
         if found and not self._token_bytes and found[0].shape[-2]:
             self._token_bytes = sum(x.nbytes // x.shape[-2] for x in found)
             self.memory.add(self, self._token_bytes)
-        room = in_blocks(self.length(slot))
-        self._num_used += room - self._rooms[slot]
-        self._rooms[slot] = room
+        self._held[slot].room = in_blocks(self.length(slot))
 
     def _own_layers(self, slot: int) -> list[SlotLayer]:
         return []

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
@@ -34,9 +34,9 @@ from foredraft.models.base import (
     check_taps,
 )
 from foredraft.models.files.safety import Checkpoint
-from foredraft.models.hf.cache import HFCache, cache_argument, layer_factory
+from foredraft.models.hf.cache import HFCache, layer_factory
 from foredraft.models.hf.parts import HFParts, find_parts
-from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
+from foredraft.models.hf.sizes import cannot_run, context_limit, decoder_of, read_config
 from foredraft.models.hf.states import HFStateCache, find_reading, has_states, state_layers
 from foredraft.models.native.draft_layers import NativeHeadRunner, head_config, native_join
 from foredraft.models.native.plan import ForwardPlan, plan_forward
@@ -83,7 +83,7 @@ class HFTarget:
         cache_memory: CacheMemory | int | None = None,
     ) -> None:
         check_model(model, self.has_encoder)
-        config = self._decoder_config(model)
+        config = decoder_of(model.config)
         self.model = model
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or config.vocab_size)
@@ -96,7 +96,6 @@ class HFTarget:
         self.cache = new_cache(layers, self.max_context, model.device, memory)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
-        self._cache_argument = cache_argument(self._arguments)
         self._mask = _TreeMask(config, model.dtype, model.device)
         has_positions = "position_ids" in self._arguments
         may_try = trees and has_positions and not carries_state and _masks_are_known(config)
@@ -138,9 +137,9 @@ class HFTarget:
             CapabilityError: see the class.
         """
         checkpoint = Checkpoint.of(source)
-        read_sizes(checkpoint)
+        config = read_config(checkpoint)
         try:
-            model = _load_model(checkpoint, dtype, cls.auto_class)
+            model = _load_model(checkpoint, config, dtype, cls.auto_class)
             _check_finite(checkpoint.directory, model)
             target = cls(model.to(device), max_context, cache_memory=cache_memory)
             target.check_loaded()
@@ -149,7 +148,7 @@ class HFTarget:
         except ForedraftError:
             raise
         except Exception as error:  # transformers and the model's code may raise anything
-            raise _cannot_run(checkpoint.directory, error) from error
+            raise cannot_run(checkpoint.directory, error) from error
         return target
 
     def check_loaded(self) -> None:
@@ -220,9 +219,6 @@ class HFTarget:
         states = [*output.hidden_states[1:-1], *(caught or ())] if taps else []
         return Scores.of_row(logits_NV, {i: states[i][0] for i in taps})
 
-    def _decoder_config(self, model: Any) -> Any:
-        return model.config.get_text_config(decoder=True)
-
     def _forward(self, row: ScoreRow, plan: ForwardPlan, wants_states: bool) -> Any:
         return self.model(**self._inputs(row, plan), output_hidden_states=wants_states)
 
@@ -230,7 +226,7 @@ class HFTarget:
         device = self.model.device
         inputs: dict[str, Any] = {
             "input_ids": plan.token_ids_T[None].to(device),
-            self._cache_argument: self.cache.open(row.slot),
+            "cache": self.cache.open(row.slot),
             "use_cache": True,
             "return_dict": True,
         }
@@ -322,10 +318,6 @@ def check_model(model: Any, has_encoder: bool) -> None:
         raise ConfigError(f"{name} is in training mode, where dropout is random; call model.eval()")
 
 
-def context_limit(config: Any) -> int:
-    return int(getattr(config, "max_position_embeddings", None) or NO_LIMIT)
-
-
 def _masks_are_known(config: Any) -> bool:
     """Whether `_TreeMask` knows which tokens each layer may see.
 
@@ -350,11 +342,10 @@ def _quietly() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _load_model(checkpoint: Checkpoint, dtype: torch.dtype, auto_class: Any) -> Any:
+def _load_model(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, auto_class: Any) -> Any:
     directory = checkpoint.directory
     named = {"dtype": dtype, "trust_remote_code": False}
     with _quietly():
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, **named)
         with torch.device("meta"), no_init_weights():
             _check_size(checkpoint, auto_class.from_config(config, **named))
         model, info = auto_class.from_pretrained(
@@ -388,15 +379,6 @@ def _check_size(checkpoint: Checkpoint, model: Any) -> None:
             f"{checkpoint.directory}: config.json describes {size:,} weights, and the files hold "
             f"{checkpoint.num_bytes:,} bytes. Correct config.json, or get the whole checkpoint"
         )
-
-
-def _cannot_run(directory: Path, error: Exception) -> ModelLoadError:
-    # The message may quote the config, and half a surrogate pair in it could not be printed.
-    reason = f"{type(error).__name__}: {error!s:.300}".encode(errors="replace").decode()
-    return ModelLoadError(
-        f"{directory} cannot be run by transformers: {reason}. "
-        "Correct config.json, or get the whole checkpoint again"
-    )
 
 
 def _check_finite(directory: Path, model: Any) -> None:

@@ -13,8 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,14 +47,6 @@ _JSON_SPACE = r"( |\n[ \t]{0,32})?"
 """Between the parts of JSON: without a bound, a reply may be white space to its end."""
 
 
-@dataclass
-class _Job:
-    """One grammar that is being compiled, and how many requests wait for it."""
-
-    future: Future[LLMatcher]
-    num_waiting: int = 0
-
-
 class Grammars:
     """Makes matchers for the tokenizer of one model. Safe to use from several threads.
 
@@ -70,8 +61,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._jobs: dict[Grammar, _Job] = {}
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_NUM_WORKERS, "foredraft-grammar", lower_priority)
 
@@ -86,25 +76,18 @@ class Grammars:
         """Start to compile a grammar, unless it is compiled or being compiled.
 
         Returns:
-            A future for this caller alone, with the matcher that `new_matcher` copies. Cancel it
-            to stop waiting: a compilation without any waiting caller is dropped if it has not
-            begun.
+            A future, which others may share, with the matcher that `new_matcher` copies.
             It raises GrammarError where the grammar is malformed or too complex, and ConfigError
-            where llguidance is not installed or the model has no end-of-text token.
+            where the model has no end-of-text token.
         """
-        wait = Future[Any]()
         with self._lock:
-            if (compiled := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                wait.set_result(compiled)
-                return wait
-            job = self._jobs.get(grammar)
-            if job is None:
-                job = self._jobs[grammar] = _Job(self._pool.submit(self._run, grammar))
-            job.num_waiting += 1
-        wait.add_done_callback(partial(self._leave, grammar, job))
-        job.future.add_done_callback(partial(_pass_on, wait))
-        return wait
+            found = self._compiled.get(grammar)
+            if found is None or (found.done() and found.exception() is not None):
+                found = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
+            self._compiled.move_to_end(grammar)
+            if len(self._compiled) > _MAX_KEPT:
+                self._compiled.popitem(last=False)
+            return found
 
     def new_matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of a text. Waits until the grammar is compiled.
@@ -116,26 +99,6 @@ class Grammars:
         compiled = self.compile(grammar).result()
         ends = frozenset(self._tokenizer.eos_token_ids)
         return _GuidanceMatcher(compiled.deep_copy(), self._vocab_size, ends)
-
-    def _leave(self, grammar: Grammar, job: _Job, wait: Future[LLMatcher]) -> None:
-        """A request stops waiting for a compilation."""
-        with self._lock:
-            job.num_waiting -= 1
-            if job.num_waiting == 0 and self._jobs.get(grammar) is job and job.future.cancel():
-                del self._jobs[grammar]
-
-    def _run(self, grammar: Grammar) -> LLMatcher:
-        """Compile a grammar and keep it, on a thread of the pool."""
-        try:
-            compiled = self._compile(grammar)
-            with self._lock:
-                self._compiled[grammar] = compiled
-                if len(self._compiled) > _MAX_KEPT:
-                    self._compiled.popitem(last=False)
-            return compiled
-        finally:
-            with self._lock:
-                del self._jobs[grammar]
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         # The package may be missing, which `_ll_tokenizer` says in our words.
@@ -210,27 +173,13 @@ class _GuidanceMatcher:
         return bool(self._matcher.is_stopped())
 
 
-def _pass_on(wait: Future[LLMatcher], job: Future[LLMatcher]) -> None:
-    """Give the outcome of a compilation to a waiting request, unless that was cancelled."""
-    if not wait.set_running_or_notify_cancel():
-        return
-    if error := job.exception():
-        wait.set_exception(error)
-    else:
-        wait.set_result(job.result())
-
-
 def _check(matcher: LLMatcher, grammar: Grammar | None = None) -> None:
     if matcher.is_error():
         raise _error(grammar, matcher.get_error())
 
 
 def _probe(matcher: LLMatcher, grammar: Grammar) -> None:
-    """Read some tokens that the grammar allows: a parser may outgrow its limits at once.
-
-    Raises:
-        GrammarError: it does.
-    """
+    """Read some tokens that the grammar allows: a parser may outgrow its limits at once."""
     for _ in range(_NUM_PROBED):
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         _check(matcher, grammar)

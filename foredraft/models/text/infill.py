@@ -49,8 +49,12 @@ class Infill:
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Infill | None:
-        """The model's tokens; None: it has none."""
+    def of(cls, tokenizer: Tokenizer) -> Infill:
+        """The model's tokens.
+
+        Raises:
+            ConfigError: it has none.
+        """
 
         def ids(names: Sequence[str]) -> tuple[int, ...]:
             return tuple(i for name in names if (i := tokenizer.id_of(name)) is not None)
@@ -61,7 +65,11 @@ class Infill:
                 ends = {*ids(_ENDS), *marks} - {*tokenizer.eos_token_ids}
                 others = ids(_REPOSITORIES)[:1], ids(_FILES)[:1], tuple(sorted(ends))
                 return cls(marks[0], marks[1], marks[2:], *others)
-        return None
+        raise ConfigError(
+            "this model has no tokens for a text to be filled in (such as <|fim_prefix|>); leave "
+            "suffix out, or serve a model of code that has them",
+            field="suffix",
+        )
 
     def prompt(
         self,
@@ -93,19 +101,3 @@ class Infill:
         behind = [self.suffix, *encode(suffix)]
         texts = [*before, *behind] if self.middle else [*behind, *before]
         return [*tokenizer.encode(""), *shown, *texts, *self.middle]
-
-
-def required_infill(tokenizer: Tokenizer) -> Infill:
-    """The model's tokens.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    found = Infill.of(tokenizer)
-    if found is None:
-        raise ConfigError(
-            "this model has no tokens for a text to be filled in (such as <|fim_prefix|>); leave "
-            "suffix out, or serve a model of code that has them",
-            field="suffix",
-        )
-    return found

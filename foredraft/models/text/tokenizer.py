@@ -40,11 +40,13 @@ _FILES = (
 _NEUTRAL = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
-    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_length"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0),
     **dict.fromkeys(("num_beams", "typical_p"), 1),
 }
-"""Fields of a generation config that no decoder-only model here honours, with the values that ask
-for nothing."""
+"""Fields of a generation config that are not honoured, with the values that ask for nothing."""
+_OF_ENCODERS = re.compile(r"(begin_)?suppress_tokens|forced_[be]os_token_id")
+"""Those that encoder-decoders honour."""
 _NUM_BEFORE = 4
 """Tokens of the text before a reply that its first tokens are decoded behind."""
 _SAMPLE = "Read it back: é 東 1\n"
@@ -64,9 +66,10 @@ class Tokenizer:
     Attributes:
         eos_token_ids: every id that ends the model's text.
         chat_template: the source of the chat template; None when the model has none.
+        named_tokens: special tokens by the names of ``tokenizer_config.json``, such as
+            ``eos_token``.
         sampling_defaults: sampling parameters that the model's makers name, as `SamplingParams` has
             them.
-        not_honoured: fields of the generation config that would change a reply, and do not here.
         tool_template: the source of the template for conversations with tools, where the model has
             one of its own; else the chat template.
 
@@ -92,20 +95,27 @@ class Tokenizer:
         self._config = _read_optional(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in self._config:  # of before transformers 4.34
             self._config |= _read_optional(directory / "special_tokens_map.json")
-        self._named = _named_tokens(self._config, directory / "tokenizer_config.json")
+        self.named_tokens = _named_tokens(self._config, directory / "tokenizer_config.json")
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
+        self._encoders: dict[str, ChatEncoder] = {}  # by the source of their template
         generation = directory / "generation_config.json"
         self.sampling_defaults: Mapping[str, float] = {}
         if generation.exists():
             self.sampling_defaults = read_fields(generation, GenerationFields).sampling
-        config = _read_optional(generation)
-        self.not_honoured = tuple(
-            n for n, v in _NEUTRAL.items() if config.get(n, v) not in (None, [], v)
-        )
+        self._generation = _read_optional(generation)
         self.eos_token_ids = self._eos_token_ids()
         templates = self._chat_templates()
         self.chat_template = templates.get("default")
         self.tool_template = templates.get("tool_use", self.chat_template)
+
+    def not_honoured(self, has_encoder: bool = False) -> list[str]:
+        """Fields of the generation config that would change a reply, and do not here.
+
+        Args:
+            has_encoder: whether the model is an encoder-decoder.
+        """
+        asked = (n for n, v in _NEUTRAL.items() if self._generation.get(n, v) not in (None, [], v))
+        return [name for name in asked if not (has_encoder and _OF_ENCODERS.fullmatch(name))]
 
     @property
     def vocab_size(self) -> int:
@@ -165,11 +175,6 @@ class Tokenizer:
         if (count := len(self.encode(beginning, False))) > 2 * most + _CUT:
             about = count * len(text) // len(beginning)
             raise PromptError.too_long(about, most, "by the beginning of the text")
-
-    @property
-    def named_tokens(self) -> Mapping[str, str]:
-        """Special tokens by the names of ``tokenizer_config.json``, such as ``eos_token``."""
-        return self._named
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # As in `encode`, a batch of one lets other threads run.
@@ -238,8 +243,7 @@ class Tokenizer:
             ModelLoadError: the template cannot be used.
         """
         checked = checked_messages(messages)
-        self.require_chat_template()
-        encoder = self._tool_encoder if tools else self._chat_encoder
+        encoder = self._encoder(bool(tools))
         check = partial(self.check_length, most=most) if most else lambda text: None
         return encoder.encode(adapt(checked), tools, variables or {}, check)
 
@@ -249,8 +253,7 @@ class Tokenizer:
         Args:
             tools: of the template for conversations with tools.
         """
-        self.require_chat_template()
-        return (self._tool_encoder if tools else self._chat_encoder).variables
+        return self._encoder(tools).variables
 
     def require_chat_template(self) -> None:
         """See that conversations can be encoded.
@@ -259,29 +262,22 @@ class Tokenizer:
             ConfigError: the model has no chat template.
             ModelLoadError: the template cannot be used.
         """
-        if self.chat_template is None:
-            raise ConfigError(
-                f"{self._directory.name} has no chat template: it is a base model; use generate"
-            )
-        _ = self._chat_encoder
+        self._encoder(tools=False)
 
-    @cached_property
-    def _chat_encoder(self) -> ChatEncoder:
-        assert self.chat_template is not None
-        return self._encoder_by(self.chat_template)
-
-    @cached_property
-    def _tool_encoder(self) -> ChatEncoder:
-        if self.tool_template is None or self.tool_template == self.chat_template:
-            return self._chat_encoder
-        return self._encoder_by(self.tool_template)
-
-    def _encoder_by(self, source: str) -> ChatEncoder:
+    def _encoder(self, tools: bool) -> ChatEncoder:
         # Jinja is loaded only where there is something to render.
         from foredraft.models.text.chat_encoding import ChatEncoder
         from foredraft.models.text.chat_template import ChatTemplate
 
-        return ChatEncoder(self._fast, ChatTemplate(source, self._directory.name), self._named)
+        if self.chat_template is None:
+            raise ConfigError(
+                f"{self._directory.name} has no chat template: it is a base model; use generate"
+            )
+        source = (tools and self.tool_template) or self.chat_template
+        if (found := self._encoders.get(source)) is None:
+            template = ChatTemplate(source, self._directory.name)
+            found = ChatEncoder(self._fast, template, self.named_tokens)
+        return self._encoders.setdefault(source, found)
 
     def _chat_templates(self) -> dict[str, str]:
         """The sources of the chat templates by name: "default", "tool_use" and others.
@@ -310,7 +306,7 @@ class Tokenizer:
             path = self._directory / name
             if path.exists():
                 found.update(read_fields(path, GenerationFields).eos_token_id)
-        eos = self._fast.token_to_id(self._named.get("eos_token", ""))
+        eos = self._fast.token_to_id(self.named_tokens.get("eos_token", ""))
         return tuple(sorted(found if eos is None else found | {eos}))
 
     @property

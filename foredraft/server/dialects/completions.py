@@ -14,7 +14,7 @@ from starlette.responses import Response
 from foredraft.core.errors import ConfigError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.models.text.infill import Infill, required_infill
+from foredraft.models.text.infill import Infill
 from foredraft.server.answers import Called, Context, error_responses, respond, streamed
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
@@ -74,7 +74,7 @@ async def create_completion(
     special = body.add_special_tokens is not False
     prompts, ends = body.prompts(), tuple[int, ...]()
     if body.suffix:
-        marks = required_infill(context.tokenizer)
+        marks = Infill.of(context.tokenizer)
         prompts = await context.on_thread(caller.size, _with_hole, context, body, marks)
         ends = marks.ends
     wanted = await context.on_thread(

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event
-from foredraft.models.text.infill import required_infill
+from foredraft.models.text.infill import Infill
 from foredraft.server.answers import (
     AnswerWriter,
     Called,
@@ -73,7 +73,7 @@ async def infill(
 ) -> Response:
     """Fill a hole in, for models that have the tokens."""
     tokenizer = context.tokenizer
-    marks = required_infill(tokenizer)
+    marks = Infill.of(tokenizer)
     texts = body.input_prefix, body.input_suffix, body.prompt, body.files()
     whole = "".join([*texts[:3], *(text for _, text in texts[3])])
     await context.on_thread(caller.size, tokenizer.check_length, whole, context.llm.max_prompt)
