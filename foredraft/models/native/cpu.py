@@ -22,7 +22,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from ctypes import POINTER, addressof, c_double, c_int32, c_int64, c_void_p
+from ctypes import addressof, c_double, c_int32, c_int64
 from dataclasses import astuple
 from itertools import accumulate, chain
 from typing import Any
@@ -155,7 +155,7 @@ class FusedDecoder:
                 self._described.point_to_store(cache.store)
             tables = self._described.tables(plan, cache)
             states = open_rows(plan, states_of(cache)) if self._config.recurrent else []
-            work = self._point_to_states(states) if states else ()
+            work = self._point_to_states(states) if states else []
             self._describe(plan, tables, tapped)
             self._run(self._model, logits_NV)
             if work:
@@ -263,7 +263,7 @@ class FusedDecoder:
             form=self._form(),
             int8_activations=weights.activation_bits == 8,
             norm_eps=config.rms_norm_eps,
-            layers=self._layers,
+            layers=addressof(self._layers),
             embedding=self._matrix(weights.embedding_VE),
             head=self._matrix(weights.head_VE),
             final_norm=self._vector_of_norm(weights.final_norm_E),
@@ -298,31 +298,33 @@ class FusedDecoder:
             chosen_groups=experts.chosen_groups if experts else 1,
         )
 
-    def _point_to_states(self, rows: Sequence[RowStates]) -> tuple[Tensor, Tensor]:
-        """Say what recurrent layers have of each row; returns the memory they work in."""
+    def _point_to_states(self, rows: Sequence[RowStates]) -> list[Any]:
+        """Say what recurrent layers have of each row; returns the memory that this points to."""
         sizes = self._config.recurrent
         assert sizes is not None
         counts = [row.num_elements for row in rows]
         elements = torch.empty(sum(counts) if sizes.num_gates else 0, sizes.states(1).entry_size)
         matrices = torch.empty(self._most_threads, 2, sizes.key_size * sizes.value_size)
         found = (interface.StatesOfRow * len(rows))()
+        kept: list[Any] = [elements, matrices, found]
         first = 0
         for one, row, count in zip(found, rows, counts, strict=True):
             saves = [
                 interface.Save(row.num_before(save), save.values_LS.data_ptr())
                 for save in row.saves
             ]
+            parents = (c_int32 * len(row.parents))(*row.parents)
+            kept += [parents, (interface.Save * len(saves))(*saves)]
             one.state, one.old_log = row.state.values_LS.data_ptr(), row.old_LTW.data_ptr()
             one.new_log = row.new_LTW.data_ptr()
-            one.parents = (c_int32 * len(row.parents))(*row.parents)
-            one.saves = (interface.Save * len(saves))(*saves)
+            one.parents, one.saves = map(addressof, kept[-2:])
             one.elements = elements[first:].data_ptr()
             one.num_old, one.first_logged, one.num_saves = row.num_old, row.first_logged, len(saves)
             one.old_stride, one.new_stride = row.old_LTW.stride(0), row.new_LTW.stride(0)
             first += count
         described = self._described.forward
-        described.states, described.matrices = found, matrices.data_ptr()
-        return elements, matrices
+        described.states, described.matrices = addressof(found), matrices.data_ptr()
+        return kept
 
     def _form(self) -> int:
         """A ``ForedraftForm``."""
@@ -495,7 +497,7 @@ class _Description:
     """
 
     def __init__(self, phase_seconds: ctypes.Array[c_double]) -> None:
-        self.forward = interface.Forward(phase_seconds=phase_seconds)
+        self.forward = interface.Forward(phase_seconds=addressof(phase_seconds))
         self._lists: dict[str, ctypes.Array[Any]] = {}
         self._tables: list[array[int]] = []
         self._keys: weakref.ref[Tensor] | None = None
@@ -529,7 +531,8 @@ class _Description:
         forward.num_wanted, forward.num_draws = len(plan.wanted), len(plan.draws or ())
         forward.first_layer, forward.end_layer = layers.start, layers.stop
         forward.hidden = None if plan.hidden_TE is None else plan.hidden_TE.data_ptr()
-        forward.rounds_taps, forward.draws = not plan.is_beginning, plan.draws
+        forward.rounds_taps = not plan.is_beginning
+        forward.draws = None if plan.draws is None else addressof(plan.draws)
         forward.num_first, forward.num_others = num_first, num_others
 
     def tables(self, plan: ForwardPlan, cache: Entries) -> list[int]:
@@ -585,17 +588,18 @@ def work_bytes(config: DecoderConfig, is_bf16: bool, form: int, num_tokens: int)
         form: a ``ForedraftForm``.
     """
     size = interface.declared(load_library(), "decoder").foredraft_workspace_size
-    windows, names = [window for window, _ in _views(config.kinds)], config.family.names
+    views, names = _views(config.kinds), config.family.names
+    windows = (c_int64 * len(views))(*[window for window, _ in views])
     layer = interface.Layer(attention_post_norm=1 if names.attention_post_norm else None)
     model = interface.Model(
         **_sizes(config),
         num_layers=1,
-        layers=POINTER(interface.Layer)(layer),
+        layers=addressof(layer),
         is_bf16=is_bf16,
         form=form,
         num_ropes=len(config.ropes),
         num_views=len(windows),
-        windows=ctypes.cast((c_int64 * len(windows))(*windows), c_void_p),
+        windows=addressof(windows),
     )
     num_threads = min(torch.get_num_threads(), available_cpus())
     floats: int = size(model, num_tokens, 1, num_tokens, num_threads)
