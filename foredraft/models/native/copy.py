@@ -29,7 +29,6 @@ from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import quant
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.model import DecoderFactory, draws_behind_all, scored
 from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import CENTRED4, Matrix, PackedMatrix, tensor_of
@@ -110,7 +109,7 @@ class NativeLowBitCopy:
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
         cache: Entries = self._cache
-        if max(starts) >= _LONG and isinstance(self._decoder, FusedDecoder):
+        if max(starts) >= _LONG:
             slots = [row.slot for row in rows]
             cache = short = _Shortened(self._cache, dict(zip(slots, starts, strict=True)))
             there = [
@@ -196,7 +195,7 @@ class Copies:
                 return self._of(self.weights.with_tensors(tensors))
         weights = (
             rounded(self.weights, bits)
-            if self.checkpoint is None or self.weights.device.type != "cpu"
+            if self.checkpoint is None
             else load_weights(
                 *(self.checkpoint, self.config, self.weights.dtype),
                 bits=bits,
@@ -207,13 +206,12 @@ class Copies:
         return self._of(weights)
 
     def _of(self, weights: DecoderWeights) -> NativeLowBitCopy:
-        on_cpu = self.weights.device.type == "cpu"
         weights = replace(
             weights,
             embedding_VE=self.weights.embedding_VE,
             states_dtype=self.weights.dtype,
             activation_bits=self.weights.activation_bits,
-            screen_VE=screen_of(weights.head_VE, self.kept, "copy-screen") if on_cpu else None,
+            screen_VE=screen_of(weights.head_VE, self.kept, "copy-screen"),
         )
         return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
 

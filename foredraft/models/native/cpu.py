@@ -79,9 +79,7 @@ class FusedDecoder:
     """
 
     name = "fused"
-    reads_packed = runs_copies = True
-    reads_unseen = False
-    draws = True
+    reads_unseen, is_fused = False, True
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None
@@ -133,7 +131,7 @@ class FusedDecoder:
 
         Returns:
             float32 logits [N, V], and for each tap the output [T, E] of that layer, in the
-            weights' dtype (float32 if the plan is the beginning of another).
+            weights' dtype (float32 if the plan begins with hidden states).
 
         Raises:
             IndexError: a token id outside the vocabulary, or an entry outside the cache.
@@ -147,7 +145,7 @@ class FusedDecoder:
         logits_NV = torch.empty(len(plan.wanted), sum(plan.shortlist_sizes) or self._num_outputs)
         hidden = self._config.hidden_size
         # Rounded by the kernel: torch's threads would take its cores for a while.
-        precision = torch.float32 if plan.is_beginning else self._weights.dtype
+        precision = self._weights.dtype if plan.hidden_TE is None else torch.float32
         tapped = {i: torch.empty(len(plan), hidden, dtype=precision) for i in taps}
         with self._lock_here():
             if self._described.is_elsewhere(cache.store):
@@ -183,7 +181,8 @@ class FusedDecoder:
         logits_TV = torch.empty(len(states_TE), self._num_outputs)
         with self._lock_here():
             if self._num_states != len(states_TE):  # else all is said but where they lie
-                self._describe(plan_head(len(states_TE), len(self._layers)))
+                self._describe(plan_head(len(states_TE)))
+                self._described.forward.first_layer = len(self._layers)
                 self._num_states = len(states_TE)
             self._described.forward.hidden = states_TE.data_ptr()
             self._run(model or self._model, logits_TV)
@@ -209,7 +208,7 @@ class FusedDecoder:
         self._num_states, taps = None, [0] * len(self._layers)
         for i, tap_TE in (tapped or {}).items():
             taps[i] = tap_TE.data_ptr()
-        self._described.fill(plan, plan.layers_to_run(len(taps)), tables, taps)
+        self._described.fill(plan, tables, taps)
         described = self._described.forward
         described.max_entries = max(plan.entries, default=0) + 1
         amounts = described.num_tokens, described.num_wanted, described.max_entries
@@ -502,9 +501,7 @@ class _Description:
         self._tables: list[array[int]] = []
         self._keys: weakref.ref[Tensor] | None = None
 
-    def fill(
-        self, plan: ForwardPlan, layers: range, tables: Sequence[int], taps: Sequence[int]
-    ) -> None:
+    def fill(self, plan: ForwardPlan, tables: Sequence[int], taps: Sequence[int]) -> None:
         """Say all of a plan.
 
         Args:
@@ -529,9 +526,9 @@ class _Description:
             )
         forward.num_tokens, forward.num_rows = len(plan), len(plan.rows)
         forward.num_wanted, forward.num_draws = len(plan.wanted), len(plan.draws or ())
-        forward.first_layer, forward.end_layer = layers.start, layers.stop
+        forward.first_layer, forward.end_layer = 0, len(taps)
         forward.hidden = None if plan.hidden_TE is None else plan.hidden_TE.data_ptr()
-        forward.rounds_taps = not plan.is_beginning
+        forward.rounds_taps = plan.hidden_TE is None
         forward.draws = None if plan.draws is None else addressof(plan.draws)
         forward.num_first, forward.num_others = num_first, num_others
 

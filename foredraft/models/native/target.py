@@ -198,8 +198,8 @@ class NativeTarget:
 
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
-        packed = self.decoder.reads_packed
-        runner = NativeHeadRunner.of_head(weights, layers, self.weights.dtype, packed)
+        fused = self.decoder.is_fused
+        runner = NativeHeadRunner.of_head(weights, layers, self.weights.dtype, fused)
         # Another set, as steps may be recorded meanwhile.
         self._head_runners = WeakSet((*self._head_runners, runner))
         return runner
@@ -219,17 +219,16 @@ class NativeTarget:
             raise CapabilityError("the model brings no layers that predict further tokens")
         config = own_config(self.config)
         layers = self.cache.add_layers(config.kv_shape, self.weights.dtype)
-        where = self.weights, self._bits, layers, self.decoder.reads_packed
+        where = self.weights, self._bits, layers, self.decoder.is_fused
         return read_own_layers(layout, checkpoint, config, *where)
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
-        return native_join(weight_EK, table_VE, eps, self.weights.dtype, self.decoder.reads_packed)
+        return native_join(weight_EK, table_VE, eps, self.weights.dtype, self.decoder.is_fused)
 
     @property
     def low_bits(self) -> tuple[int, ...]:
         # What drafts with a copy takes the draws that its forward makes.
-        is_fit = self.decoder.runs_copies and self.decoder.draws
-        return self._copies.bits if is_fit else ()
+        return self._copies.bits if self.decoder.is_fused else ()
 
     def low_bit_copy(self, bits: int) -> NativeLowBitCopy:
         return self._copies.copy(bits)
