@@ -37,7 +37,6 @@ from foredraft.models.native.config import USUAL_KIND, DecoderConfig, Latent, La
 from foredraft.models.native.quant import (
     CENTRED4,
     FORMS,
-    GROUP_ROWS,
     INT4,
     PACKED,
     SCALE_INPUTS,
@@ -1256,24 +1255,7 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
             found = (checkpoint.tensors.get(part) for part in parts)
             if len({FORMS[one.dtype] for one in found if one}) > 1:
                 return f"the experts of layer {index} have matrices in formats of their own"
-    for layer in _attention_formats(checkpoint).values():
-        rows = {part: tensor.shape[0] for part, tensor in layer.items()}
-        formats = {FORMS.get(tensor.dtype) for tensor in layer.values()}
-        if len(formats) > 1 and any(rows[part] % GROUP_ROWS for part in "qk" if part in rows):
-            return (
-                f"queries and keys of {rows} rows in formats of their own are kept only in "
-                f"multiples of {GROUP_ROWS} rows"
-            )
     return None
-
-
-def _attention_formats(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in checkpoint.tensors.items():
-        prefix, _, part = name.removesuffix(".weight").rpartition(".")
-        if part in ("q_proj", "k_proj", "v_proj"):
-            found.setdefault(prefix, {})[part[0]] = tensor
-    return found
 
 
 def are_experts_alone(checkpoint: Checkpoint) -> bool:
