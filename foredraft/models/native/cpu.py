@@ -115,11 +115,6 @@ class FusedDecoder:
         for begin, end in _memory_ranges(self._kept):
             library.foredraft_use_huge_pages(begin, end - begin)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Work memory held between forwards: as much as the largest one so far needed."""
-        return self._workspace.numel() * self._workspace.dtype.itemsize
-
     def phase_seconds(self) -> dict[str, float]:
         """Seconds of the last forward by what was computed; Python around it is not in them."""
         return dict(zip(PHASES, self._phase_seconds, strict=True))
