@@ -211,15 +211,25 @@ def test_they_are_kept_in_few_bits_and_give_the_same_bits_in_any_company(
     assert any("head" in note and "8 bits" in note for note in plan.notes)
     target = target_of(plan)
     assert target.weights.num_bytes == pytest.approx(plan.weight_bytes, rel=0.05)
-    tokens, cache = [7, 250, 31, 7, 98], target.cache
-    slots = [cache.allocate() for _ in range(2)]
-    alone = []
+    tokens = [7, 250, 31, 7, 98]
+    assert torch.equal(chain_logits(target, tokens), logits_alone(target, tokens))
+
+
+def chain_logits(target: NativeTarget, tokens: list[int]) -> Tensor:
+    """Of one forward."""
+    slot = target.cache.allocate()
+    [scores] = target.score([ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:]))])
+    return scores.logits_NV
+
+
+def logits_alone(target: NativeTarget, tokens: list[int]) -> Tensor:
+    """Of a forward a token."""
+    slot, found = target.cache.allocate(), []
     for token in tokens:
-        [scores] = target.score([ScoreRow(slots[0], [token])])
-        cache.keep(slots[0], 1, [])
-        alone.append(scores.logits_NV)
-    [scores] = target.score([ScoreRow(slots[1], tokens[:1], TokenTree.chain(tokens[1:]))])
-    assert torch.equal(scores.logits_NV, torch.cat(alone))
+        [scores] = target.score([ScoreRow(slot, [token])])
+        target.cache.keep(slot, 1, [])
+        found.append(scores.logits_NV)
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "mlx"])
@@ -323,13 +333,6 @@ def test_the_experts_of_gpt_oss_come_in_floats_of_4_bits(tmp_path: Path) -> None
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def chain_logits(target: NativeTarget, tokens: list[int]) -> Tensor:
-    """Of one forward."""
-    slot = target.cache.allocate()
-    [scores] = target.score([ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:]))])
-    return scores.logits_NV
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_experts_of_gpt_oss_stay_in_4_bits(tmp_path: Path, dtype: str) -> None:
     """All else is as in the model of floats, and so is the text's likelihood."""
@@ -354,14 +357,10 @@ def test_the_experts_of_gpt_oss_stay_in_4_bits(tmp_path: Path, dtype: str) -> No
 def test_packed_experts_give_the_same_bits_in_any_company(tmp_path: Path) -> None:
     folder, _ = gpt_oss(tmp_path)
     plan = plan_of(folder)
-    tokens, alone = [(7 * i) % 250 + 3 for i in range(16)], list[Tensor]()
+    tokens = [(7 * i) % 250 + 3 for i in range(16)]
+    alone = logits_alone(target_of(plan), tokens)
     for threads in (1, 2):
         target = load_target(plan, threads)
         assert isinstance(target, NativeTarget)
-        slot = target.cache.allocate()
-        for token in tokens if threads == 1 else ():
-            [scores] = target.score([ScoreRow(slot, [token])])
-            target.cache.keep(slot, 1, [])
-            alone.append(scores.logits_NV)
         for count in range(1, 17):
-            assert torch.equal(chain_logits(target, tokens[:count]), torch.cat(alone[:count]))
+            assert torch.equal(chain_logits(target, tokens[:count]), alone[:count])
