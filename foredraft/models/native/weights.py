@@ -1102,11 +1102,10 @@ class Reader:
         num_rows = sum(part.rows for part in parts) if are_there else 0
         dtype = dtype or self._dtype
         stacked = torch.empty((num_rows, *columns), dtype=dtype, device=self._device)
-        first = 0
-        for part in parts:
-            if num_rows and not stacked.is_meta:
-                self._copy(part, stacked[first : first + part.rows])
-            first += part.rows
+        if num_rows and not stacked.is_meta:
+            places = torch.split(stacked, [part.rows for part in parts])
+            for part, place in zip(parts, places, strict=True):
+                self._copy(part, place)
         return stacked
 
     def _are_there(self, parts: Sequence[_Part], *columns: int) -> bool:
