@@ -19,10 +19,8 @@ from foredraft.models.native.weights import count_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import (
     NATIVE_CONFIGS,
-    biases_of_routers,
-    factors_of_layers,
     made,
-    numbers_of_activations,
+    saved_buffers,
     tiny_model,
 )
 
@@ -79,8 +77,8 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
     assert ours.max_position_embeddings == longest
     assert ours.eos_token_ids == (2,)
     model = tiny_model(theirs)
-    learned = [*model.parameters(), *biases_of_routers(model), *numbers_of_activations(model)]
-    learned += factors_of_layers(model)
+    ends = ("_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
+    learned = [*model.parameters(), *saved_buffers(model, *ends)]
     assert count_weights(ours).all == sum(weight.numel() for weight in learned)
 
 
