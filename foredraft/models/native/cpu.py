@@ -78,7 +78,6 @@ class FusedDecoder:
         KernelUnavailable: the kernel cannot be compiled here (see `kernels.build`).
     """
 
-    name = "fused"
     reads_unseen, is_fused = False, True
 
     def __init__(

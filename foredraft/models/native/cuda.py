@@ -355,7 +355,6 @@ class GraphedDecoder(EagerDecoder):
         num_replayed: forwards that ran as a recording.
     """
 
-    name = "graphed"
     reads_unseen = True
 
     def __init__(
@@ -875,8 +874,6 @@ class ExactDecoder(PagedDecoder):
     beginning ends, and whatever else is in the forward. It reads a prompt at the pace of steps of
     `MAX_ROW_TOKENS`.
     """
-
-    name = "exact"
 
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()

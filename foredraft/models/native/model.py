@@ -50,7 +50,6 @@ class Decoder(Protocol):
             and copies in few bits save time.
     """
 
-    name: str
     reads_unseen: bool
     is_fused: bool
 
@@ -112,7 +111,6 @@ class SeenEntries(NamedTuple):
 class EagerDecoder:
     """Runs a `ForwardPlan` layer by layer."""
 
-    name = "eager"
     reads_unseen = is_fused = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
@@ -705,8 +703,6 @@ _ENTRIES = 128
 
 class FixedShapeDecoder(EagerDecoder):
     """Runs a `ForwardPlan` layer by layer, in blocks of fixed shape."""
-
-    name = "fixed-shape"
 
     def _norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
