@@ -263,23 +263,6 @@ def plan_of(*rows: tuple[int, int, int], pending: int = 1):  # type: ignore[no-u
     return plan_forward(score_rows, [start for *_, start in rows])
 
 
-@pytest.mark.parametrize(
-    ("rows", "bucket"),
-    [
-        ([(0, 1, 10)], Bucket(1, 1, 256, ())),
-        ([(0, 5, 10)], Bucket(1, 8, 256, ())),
-        ([(0, 1, 256)], Bucket(1, 1, 512, ())),
-        ([(0, 8, 248)], Bucket(1, 8, 256, ())),
-        ([(1, 1, 10), (0, 3, 300)], Bucket(2, 4, 512, ())),
-        ([(0, 1, 10), (1, 1, 10), (2, 1, 10)], Bucket(4, 1, 256, ())),
-        ([(0, 1, 10), (5, 1, 10)], Bucket(2, 1, 256, ())),
-        ([(4, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1), (0, 1, 1)], Bucket(8, 1, 256, ())),
-    ],
-)
-def test_the_smallest_bucket_is_chosen(rows: list[tuple[int, int, int]], bucket: Bucket) -> None:
-    assert choose_bucket(plan_of(*rows), block_size=64) == bucket
-
-
 def test_steps_go_on_the_grid_and_all_else_does_not() -> None:
     assert fits_grid(plan_of((0, 1, 10)))
     assert fits_grid(plan_of((0, 64, 10)))
@@ -306,16 +289,9 @@ def test_the_mask_is_the_plans(target: NativeTarget) -> None:
         assert torch.equal(bias[place, : len(row)] == 0, expected)
 
 
-def test_equal_shapes_share_a_recording(pair: Pair) -> None:
-    slot = pair.open(text(20))
-    decoder = decoder_of(pair.graphed)
-    before = decoder.num_recorded
-    for size in (5, 6, 7, 4):  # with the pending token, five to eight
-        pair.score([ScoreRow(slot, [3], TokenTree.chain(text(size)))])
-    assert decoder.num_recorded == before + 1
-
-
-def test_the_least_recently_used_recording_goes(checkpoint: Path) -> None:
+def test_equal_shapes_share_a_recording_and_the_least_recently_used_one_goes(
+    checkpoint: Path,
+) -> None:
     target = NativeTarget.load(
         checkpoint, new_decoder=lambda config, weights: GraphedDecoder(config, weights, 2)
     )
@@ -326,7 +302,9 @@ def test_the_least_recently_used_recording_goes(checkpoint: Path) -> None:
         target.score([ScoreRow(slot, text(size)[:1], TokenTree.chain(text(size - 1)))])
         return decoder.num_recorded > before
 
-    assert [recorded(size) for size in (1, 2, 1, 4, 1, 2)] == [True, True, False, True, False, True]
+    sizes = (1, 2, 1, 5, 6, 8, 1, 2)  # five to eight tokens have one shape
+    is_new = [True, True, False, True, False, False, False, True]
+    assert [recorded(size) for size in sizes] == is_new
 
 
 def test_recordings_outlive_the_last_request_and_not_the_place_of_the_cache(pair: Pair) -> None:
@@ -394,19 +372,24 @@ SMALL_TREE = TokenTree((7, 8, 9, 8), (ROOT, ROOT, 0, 2))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "start", "bucket"),
+    ("sizes", "start", "bucket", "paged"),
     [
-        ([1], 10, Bucket(1, 16, 256, (), True)),
-        ([16], 10, Bucket(1, 16, 256, (), True)),
-        ([17], 10, Bucket(1, 32, 256, (), True)),
-        ([1, 1, 1], 10, Bucket(16, 1, 256, (), True)),
-        ([3, 1], 300, Bucket(4, 4, 1024, (), True)),
-        ([1] * 32, 1023, Bucket(32, 1, 1024, (), True)),
+        ([1], 10, (1, 1, 256), (1, 16, 256)),
+        ([5], 10, (1, 8, 256), (1, 16, 256)),
+        ([1], 256, (1, 1, 512), (1, 16, 1024)),
+        ([8], 248, (1, 8, 256), (1, 16, 1024)),
+        ([17], 10, (1, 32, 256), (1, 32, 256)),
+        ([3, 1], 300, (2, 4, 512), (4, 4, 1024)),
+        ([1, 1, 1], 10, (4, 1, 256), (16, 1, 256)),
+        ([1] * 32, 1023, (32, 1, 1024), (32, 1, 1024)),
     ],
 )
-def test_a_step_has_at_least_sixteen_tokens(sizes: list[int], start: int, bucket: Bucket) -> None:
-    rows = [ScoreRow(i, [5], TokenTree.chain([6] * (n - 1))) for i, n in enumerate(sizes)]
-    assert paged_bucket(plan_forward(rows, [start] * len(rows)), 64) == bucket
+def test_the_smallest_bucket_is_chosen_and_a_step_of_kernels_has_sixteen_tokens(
+    sizes: list[int], start: int, bucket: tuple[int, ...], paged: tuple[int, ...]
+) -> None:
+    plan = plan_of(*((slot, size, start) for slot, size in enumerate(sizes)))
+    assert choose_bucket(plan, block_size=64) == Bucket(*bucket, ())
+    assert paged_bucket(plan, 64) == Bucket(*paged, (), True)
 
 
 def test_paths_lead_through_the_tree() -> None:
