@@ -98,8 +98,6 @@ class SplitDecoder(FixedShapeDecoder):
         config, weights: of this process: see `part_of`.
     """
 
-    name = "split"
-
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, processes: Processes
     ) -> None:

@@ -6,8 +6,7 @@ is compiled at first use and kept in foredraft's cache. Its name holds a key of 
 what was compiled must not run, so before it is loaded the digest is compared. A file of the cache
 must be the user's own as well; one of the package is trusted as the Python beside it is. Into the
 cache it comes whole: written elsewhere, flushed, and moved into its place under a lock, so two
-processes never see half of it, and neither does the one after a power cut. A new library replaces
-the oldest of several.
+processes never see half of it, and neither does the one after a power cut.
 """
 
 from __future__ import annotations
@@ -61,9 +60,6 @@ _INSTALL = (  # the first package manager that is there, and its words for a C++
     ("xcode-select", "xcode-select --install"),
 )
 _TIMEOUT_SECONDS = 300.0
-_MAX_KEPT = 16
-"""Libraries kept of each source, the newest: of other compilers, instruction sets and versions of
-foredraft."""
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -236,7 +232,6 @@ def build(
                 return library
             _remove_left_over(directory, prefix)
             library = _compile([*compiler, *flags], sources / f"{name}.cpp", directory / prefix)
-            _remove_old(library, name)
     except OSError as problem:
         raise _UnusableDirectory(f"cannot write the kernel into {directory}: {problem}") from None
     return library
@@ -309,18 +304,6 @@ def _remove_left_over(directory: Path, prefix: str) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     for library in directory.glob(f"{prefix}-*.so"):
         with contextlib.suppress(OSError):
-            library.unlink()
-
-
-def _remove_old(new: Path, name: str) -> None:
-    """Remove all but the newest libraries. A process that has loaded one can go on using it."""
-    others: list[tuple[float, Path]] = []
-    for library in new.parent.glob(f"{name}-*.so"):
-        with contextlib.suppress(OSError):  # another process is removing it as well
-            others.append((library.stat().st_mtime, library))
-    others = sorted(other for other in others if other[1] != new)
-    for _, library in others[: 1 - _MAX_KEPT]:
-        with contextlib.suppress(OSError):  # it only takes up room
             library.unlink()
 
 

@@ -1,4 +1,4 @@
-// What Python hands over, mirrored field by field in interface.py.
+// What Python hands over. interface.py reads this file: one declaration a member, or several numbers.
 //
 // Shape legend: see worker.h.
 #pragma once

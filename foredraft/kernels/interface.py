@@ -1,17 +1,17 @@
 """The C interface of the compiled libraries: structures and functions, for ctypes.
 
-Structures are mirrored field by field from ``interface.h``. Those of draws and noise are in
+Structures are those of ``interface.h``, which is read. Those of draws and noise are in
 `foredraft.core`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from ctypes import POINTER, c_double, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
-
-from foredraft.core.draws import DrawRow
 
 FORM_PLAIN, FORM_PACKED, FORM_TILED = range(3)
 """``ForedraftForm``."""
@@ -20,152 +20,67 @@ NOT_PACKED = -1
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "clipped_silu": 3, "xielu": 4}
 """``ForedraftActivation``."""
 
-MOST_PARTS = 3
-"""Of the matrix of queries, keys and values."""
+_HEADER = re.sub(r"//.*", "", Path(__file__).with_name("interface.h").read_text(encoding="utf-8"))
+_NUMBERS: Mapping[str, type[Any]] = {"int64_t": c_int64, "double": c_double}
+
+
+def _members(structure: str, **others: type[Any]) -> Iterator[tuple[str, type[Any]]]:
+    """Names and types of a structure's members; each pointer is an address.
+
+    Args:
+        others: structures among them, by their names.
+    """
+    types = {**_NUMBERS, **{f"Foredraft{name}": kind for name, kind in others.items()}}
+    (body,) = re.findall(rf"struct Foredraft{structure} {{(.*?)}};", _HEADER, re.DOTALL)
+    for declaration in filter(None, map(str.strip, body.split(";"))):
+        if "*" in declaration:
+            yield declaration.split()[-1], c_void_p
+            continue
+        kind, names = declaration.split(maxsplit=1)
+        for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?", names):
+            yield name, types[kind] * int(count) if count else types[kind]
 
 
 class Matrix(ctypes.Structure):
-    """``ForedraftMatrix`` of interface.h."""
-
-    _fields_ = [("data", c_void_p), ("format", c_int64), ("step", c_int64)]
+    _fields_ = [*_members("Matrix")]
 
 
 class Layer(ctypes.Structure):
-    """``ForedraftLayer`` of interface.h."""
-
-    _fields_ = [
-        ("attention_norm", c_void_p),
-        ("qkv", Matrix * MOST_PARTS),
-        ("qkv_rows", c_int64 * MOST_PARTS),
-        *((name, c_void_p) for name in ("qkv_bias", "query_norm", "key_norm")),
-        ("output", Matrix),
-        *((name, c_void_p) for name in ("output_bias", "mlp_norm")),
-        *((name, Matrix) for name in ("gate", "up", "down")),
-        *((name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm", "router")),
-        *((name, c_void_p) for name in ("router_bias", "attention_norm_bias", "mlp_norm_bias")),
-        *((name, c_void_p) for name in ("sinks", "gate_bias", "up_bias", "down_bias")),
-        ("activation", c_void_p),
-        *((name, c_int64) for name in ("rope", "view", "number")),
-        *((name, c_void_p) for name in ("convolution", "convolution_bias", "gates")),
-        *((name, c_void_p) for name in ("decay_rates", "step_bias", "value_norm", "skips")),
-        ("beside", c_void_p),
-        *((name, c_int64) for name in ("kind", "is_reader", "feed_forward")),
-        ("factor", c_double),
-        *((name, Matrix) for name in ("input", "input_gate", "input_output")),
-        *((name, c_void_p) for name in ("input_norm", "dense", "router_norm")),
-        *((name, c_void_p) for name in ("expert_factors", "experts_post_norm")),
-        *((name, Matrix) for name in ("query", "key_of_head", "value_of_head")),
-    ]
+    _fields_ = [*_members("Layer", Matrix=Matrix)]
 
 
 class Heads(ctypes.Structure):
-    """``ForedraftHeads`` of interface.h."""
-
-    _fields_ = [("num_kv_heads", c_int64), ("head_dim", c_int64)]
+    _fields_ = [*_members("Heads")]
 
 
 class RecurrentSizes(ctypes.Structure):
-    """``ForedraftRecurrent`` of interface.h."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("window", "channels", "key_heads", "value_heads")),
-        *((name, c_int64) for name in ("key_size", "value_size", "is_tiled", "is_mamba")),
-    ]
+    _fields_ = [*_members("Recurrent")]
 
 
 class LatentSizes(ctypes.Structure):
-    """``ForedraftLatent`` of interface.h."""
-
-    _fields_ = [(name, c_int64) for name in ("rank", "query_rank", "still", "values")]
+    _fields_ = [*_members("Latent")]
 
 
 class Model(ctypes.Structure):
-    """``ForedraftModel`` of interface.h."""
-
     _fields_ = [
-        *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
-        ("heads", Heads * 2),
-        *((name, c_int64) for name in ("vocab", "is_bf16")),
-        *((name, c_int64) for name in ("form", "int8_activations")),
-        ("norm_eps", c_double),
-        ("layers", POINTER(Layer)),
-        *((name, Matrix) for name in ("embedding", "head")),
-        ("final_norm", c_void_p),
-        ("screen", Matrix),
-        ("num_ropes", c_int64),
-        *((name, c_void_p) for name in ("inv_freq", "rope_sizes", "amplitudes")),
-        ("num_views", c_int64),
-        *((name, c_void_p) for name in ("windows", "view_kinds")),
-        *((name, c_int64) for name in ("norms_all_heads", "activation", "num_experts")),
-        *((name, c_int64) for name in ("chosen_experts", "normalises_chances")),
-        *((name, c_double) for name in ("query_scale", "attention_cap", "logits_cap")),
-        *((name, c_double) for name in ("logits_scale", "embedding_scale", "residual_scale")),
-        ("gates_attention", c_int64),
-        ("recurrent", RecurrentSizes),
-        *((name, c_int64) for name in ("shared_experts", "shared_gate", "sigmoid_chances")),
-        *((name, c_double) for name in ("chance_floor", "chance_scale")),
-        *((name, c_int64) for name in ("dense_feed_forward", "layer_norms")),
-        ("final_norm_bias", c_void_p),
-        *((name, c_int64) for name in ("is_parallel", "norms_rotated", "keeps_inputs")),
-        *((name, c_int64) for name in ("input_size", "input_width")),
-        ("inputs", Matrix),
-        ("input_norm", c_void_p),
-        *((name, c_int64) for name in ("num_ids", "expert_groups", "chosen_groups")),
-        ("latent", LatentSizes),
+        *_members("Model", Matrix=Matrix, Heads=Heads, Recurrent=RecurrentSizes, Latent=LatentSizes)
     ]
 
 
 class Store(ctypes.Structure):
-    """``ForedraftStore`` of interface.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("block_stride", "layer_stride", "head_stride")),
-    ]
+    _fields_ = [*_members("Store")]
 
 
 class Save(ctypes.Structure):
-    """``ForedraftSave`` of interface.h."""
-
-    _fields_ = [("num_elements", c_int64), ("values", c_void_p)]
+    _fields_ = [*_members("Save")]
 
 
 class StatesOfRow(ctypes.Structure):
-    """``ForedraftStates`` of interface.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("state", "old_log", "new_log")),
-        ("parents", POINTER(c_int32)),
-        ("saves", POINTER(Save)),
-        ("elements", c_void_p),
-        *((name, c_int64) for name in ("num_old", "first_logged", "num_saves")),
-        *((name, c_int64) for name in ("old_stride", "new_stride")),
-    ]
+    _fields_ = [*_members("States")]
 
 
 class Forward(ctypes.Structure):
-    """``ForedraftForward`` of interface.h."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("num_tokens", "num_wanted", "num_rows", "max_entries")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "entries", "tables", "prefixes")),
-        *((name, c_void_p) for name in ("extra_starts", "extras", "wanted", "rows")),
-        ("stores", Store * 2),
-        ("block_entries", c_int64),
-        ("logits", c_void_p),
-        *((name, c_int64) for name in ("first_layer", "end_layer")),
-        ("hidden", c_void_p),
-        *((name, c_void_p) for name in ("taps", "workspace")),
-        ("num_threads", c_int64),
-        ("phase_seconds", POINTER(c_double)),
-        ("num_draws", c_int64),
-        ("draws", POINTER(DrawRow)),
-        *((name, c_int64) for name in ("rounds_taps", "int8_entries")),
-        ("states", POINTER(StatesOfRow)),
-        ("matrices", c_void_p),
-        *((name, c_int64) for name in ("num_first", "num_others")),
-        ("others", c_void_p),
-    ]
+    _fields_ = [*_members("Forward", Store=Store)]
 
 
 _SIZES = POINTER(Model), *[c_int64] * 4

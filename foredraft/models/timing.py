@@ -9,7 +9,6 @@ memory, and a virtual machine's cores move.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -18,7 +17,7 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.paged import Cache
 from foredraft.core.cost import Attention, CostModel, Times
 from foredraft.core.tree import TokenTree
-from foredraft.models.base import ScoreRow, Target
+from foredraft.models.base import ScoreRow, Target, read
 from foredraft.models.files.kept import KeptFiles, recipe_of, this_week
 
 _SIZES = (1, 4, 8, 2, 3, 16, 5, 12, 17, 32, 24, 33, 48)
@@ -55,37 +54,20 @@ def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -
     """
     name = f"costs-{recipe_of(recipe, max_rows)[:8]}"
     recipe = recipe_of(recipe, max_rows, this_week())
-    times, attention, context, num_left = _parsed(kept.read_json(name, recipe))
+    nothing: Any = ((), (), 0, _MOST_MEASURED)
+    earlier, attention, context, num_left = kept.read_json(name, recipe) or nothing
+    times: Times = tuple((size, ms) for size, ms in earlier)
     if num_left:
-        earlier = times
-        times, attention, context = _measure(target, max_rows)
-        times = _least(times, earlier)
+        measured, attention, context = _measure(target, max_rows)
+        times = _least(measured, times)
         kept.keep_json(name, recipe, [times, attention, context, num_left - 1])
     return CostModel(times, Attention(*attention), context)
 
 
-def _parsed(value: Any) -> tuple[Times, tuple[float, float], int, int]:
-    """A kept measurement, and how many processes are to measure at the most."""
-    try:
-        times, (entry_ms, pair_ms), context, num_left = value
-        pairs = tuple((int(size), float(ms)) for size, ms in times)
-        return pairs, (float(entry_ms), float(pair_ms)), int(context), int(num_left)
-    except (TypeError, ValueError):
-        return (), (0.0, 0.0), 0, _MOST_MEASURED
-
-
 def _least(times: Times, others: Times) -> Times:
     """The least time of each size that either measurement has; none falls with size."""
-    least = dict(times)
-    for size, ms in others:
-        least[size] = min(ms, least.get(size, ms))
-    return _rising(least)
-
-
-def _rising(ms_of: Mapping[int, float]) -> Times:
-    sizes = sorted(ms_of, reverse=True)
-    least = accumulate((ms_of[size] for size in sizes), min)
-    return tuple(zip(sizes, least, strict=True))[::-1]
+    ms_of = dict(sorted((*times, *others), reverse=True))  # of a size the least comes last
+    return tuple(zip(ms_of, accumulate(ms_of.values(), min), strict=True))[::-1]
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
@@ -114,24 +96,21 @@ def _measure(target: Target, max_rows: int) -> tuple[Times, tuple[float, float],
     try:
         if _fits_a_long_context(cache, slot):
             places[_NUM_TELLING:_NUM_TELLING] = [(_LONG_CONTEXT, size) for size in _LONG_SIZES]
-        target.score([ScoreRow(slot, _text(target, context))])
-        cache.keep(slot, context, ())
+        read(target, slot, _text(target, context))
         best = _measured(target, slot, places)
     finally:
         cache.free(slot)
-    times = _rising({size: best[context, size] for size in sizes if (context, size) in best})
-    attention = _attention(best, context)
-    return times, (attention.entry_ms, attention.pair_ms), context
+    times = tuple((size, best[context, size]) for size in sizes if (context, size) in best)
+    return _least(times, ()), _attention(best, context), context
 
 
-def forward_ms(target: Target, num_tokens: int, rounds: int = 5) -> float:
+def forward_ms(target: Target, num_tokens: int) -> float:
     """Milliseconds of one forward of ``num_tokens`` tokens, the median of a few; not cached."""
     cache, context = target.cache, min(_CONTEXT, target.max_context // 2)
     slot = cache.allocate()
     try:
-        target.score([ScoreRow(slot, _text(target, context))])
-        cache.keep(slot, context, ())
-        return median(_forward_ms(target, slot, num_tokens) for _ in range(rounds))
+        read(target, slot, _text(target, context))
+        return median(_forward_ms(target, slot, num_tokens) for _ in range(5))
     finally:
         cache.free(slot)
 
@@ -146,16 +125,16 @@ def _fits_a_long_context(cache: Cache, slot: int) -> bool:
     return True
 
 
-def _attention(best: dict[_Place, float], context: int) -> Attention:
-    """The cost of a longer context, as far as it was measured."""
+def _attention(best: dict[_Place, float], context: int) -> tuple[float, float]:
+    """The cost of an entry of a longer context, and of entry and token; 0: not measured."""
     if any((_LONG_CONTEXT, size) not in best for size in _LONG_SIZES):
-        return Attention()
+        return 0.0, 0.0
     one, several = (
         max(0.0, best[_LONG_CONTEXT, n] - best[context, n]) / (_LONG_CONTEXT - context)
         for n in _LONG_SIZES
     )
     pair_ms = max(0.0, several - one) / (_LONG_SIZES[1] - _LONG_SIZES[0])
-    return Attention(max(0.0, one - pair_ms), pair_ms)
+    return max(0.0, one - pair_ms), pair_ms
 
 
 def _measured(target: Target, slot: int, places: list[_Place]) -> dict[_Place, float]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -183,23 +184,35 @@ def queries(num_tokens: int, group: int, head_dim: int) -> Tensor:
 WAYS = [*((one, True) for one in ON_TILES), (PLAIN, False), (next(iter(HERE.values())), False)]
 
 
+def check(
+    slot: Slot,
+    tokens: Sequence[Token],
+    q_TGD: Tensor,
+    instructions: InstructionSet,
+    *how: Any,
+) -> None:
+    """Each token attends to what it sees, and with the same bits in any company.
+
+    Args:
+        how: tiles, window and cap.
+    """
+    together = slot.attend(instructions, tokens, q_TGD, *how)
+    expected = slot.reference(tokens, q_TGD, *how[1:])
+    assert (together - expected).abs().max() < 2.0**-14 * expected.abs().max()
+    singles = [(i, i + 1) for i in range(len(tokens))]
+    for first, end in (*singles, (0, 2), (1, len(tokens)), (2, 5)):
+        some = slot.attend(instructions, tokens[first:end], q_TGD[first:end], *how)
+        assert torch.equal(some, together[first:end])
+
+
 @pytest.mark.parametrize(("instructions", "tiles"), WAYS, ids=lambda one: getattr(one, "name", one))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_token_attends_to_what_it_sees_and_in_company_with_the_same_bits(
     name: str, shape: tuple[int, int], instructions: InstructionSet, tiles: bool
 ) -> None:
-    slot, tokens = Slot(shape[1]), TOKENS[name]
-    q_TGD = queries(len(tokens), *shape)
-    together = slot.attend(instructions, tokens, q_TGD, tiles)
-    expected = slot.reference(tokens, q_TGD)
-    assert (together - expected).abs().max() < 2.0**-14 * expected.abs().max()
-    for i, token in enumerate(tokens):
-        alone = slot.attend(instructions, [token], q_TGD[i : i + 1], tiles)
-        assert torch.equal(alone[0], together[i])
-    for first, end in ((0, 2), (1, len(tokens)), (2, 5)):
-        some = slot.attend(instructions, tokens[first:end], q_TGD[first:end], tiles)
-        assert torch.equal(some, together[first:end])
+    tokens = TOKENS[name]
+    check(Slot(shape[1]), tokens, queries(len(tokens), *shape), instructions, tiles)
 
 
 IN_FLOATS = [PLAIN, next(iter(HERE.values())), *([HERE["avx2"]] if "avx2" in HERE else [])]
@@ -230,16 +243,7 @@ def test_int8_entries_give_the_same_bits_alone_and_in_company(
     name: str, shape: tuple[int, int], instructions: InstructionSet
 ) -> None:
     slot, tokens = Slot(shape[1], in_int8=instructions), TOKENS[name]
-    q_TGD = queries(len(tokens), *shape)
-    together = slot.attend(instructions, tokens, q_TGD, tiles=False)
-    expected = slot.reference(tokens, q_TGD)
-    assert (together - expected).abs().max() < 2.0**-14 * expected.abs().max()
-    for i, token in enumerate(tokens):
-        alone = slot.attend(instructions, [token], q_TGD[i : i + 1], tiles=False)
-        assert torch.equal(alone[0], together[i])
-    for first, end in ((0, 2), (1, len(tokens)), (2, 5)):
-        some = slot.attend(instructions, tokens[first:end], q_TGD[first:end], tiles=False)
-        assert torch.equal(some, together[first:end])
+    check(slot, tokens, queries(len(tokens), *shape), instructions, False)
 
 
 @pytest.mark.parametrize("instructions", IN_FLOATS, ids=lambda one: one.name)
@@ -253,19 +257,8 @@ def test_a_window_and_a_cap_are_the_same_alone_and_in_company(
     behind = min(token.prefix + len(token.extras) for token in tokens) - window
     for entry in range(max(0, behind)):  # not visible: they must not matter
         slot.values[slot.table[entry // BLOCK], entry % BLOCK] = math.nan
-    q_TGD = queries(len(tokens), *shape)
     for cap in (0.0, 2.0):
-        together = slot.attend(instructions, tokens, q_TGD, False, window, cap)
-        expected = slot.reference(tokens, q_TGD, window, cap)
-        assert (together - expected).abs().max() < 2.0**-14 * expected.abs().max()
-        for i, token in enumerate(tokens):
-            alone = slot.attend(instructions, [token], q_TGD[i : i + 1], False, window, cap)
-            assert torch.equal(alone[0], together[i])
-        for first, end in ((0, 2), (1, len(tokens)), (2, 5)):
-            some = slot.attend(
-                instructions, tokens[first:end], q_TGD[first:end], False, window, cap
-            )
-            assert torch.equal(some, together[first:end])
+        check(slot, tokens, queries(len(tokens), *shape), instructions, False, window, cap)
 
 
 @pytest.mark.skipif(AMX is None, reason="this CPU has no tiles")

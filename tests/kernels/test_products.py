@@ -18,7 +18,6 @@ from torch import Tensor
 from foredraft.kernels.instructions import INSTRUCTION_SETS, InstructionSet, cpu_features
 from foredraft.models.native.quant import (
     CHUNK_INPUTS,
-    INT8,
     NESTED6,
     PACKED,
     QUANTISED,
@@ -203,17 +202,6 @@ def test_the_largest_nested_numbers_meet_activations_of_8_bits(kind: Form) -> No
             assert torch.equal(found, expected[:count])
 
 
-def test_extreme_weights_and_activations_stay_exact() -> None:
-    weight_RK = torch.full((16, 64), 3.0)
-    weight_RK[::2] = -3.0
-    x_TK = torch.tensor([1.0, -1.0])[:, None].repeat(4, 64).contiguous()
-    weights = INT8.of_weight(weight_RK)
-    scale = torch.tensor(3.0 / 127).half().float()
-    for instructions in [*EXACT, *EMULATIONS]:
-        found = multiply(instructions, weights, range(16), x_TK)
-        assert torch.allclose(found, 64 * scale * 127 * torch.sign(x_TK[:, :1] * weight_RK[:, 0]))
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_largest_numbers_meet_without_an_overflow(bits: int) -> None:
     """Least and greatest weights and activations, alone and mixed."""
@@ -249,21 +237,12 @@ def test_a_broken_activation_breaks_its_token_and_no_other(bits: int, broken: fl
         assert torch.equal(found[1:], whole[1:])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_portable_products_are_those_of_the_numbers(bits: int) -> None:
-    matrix = PACKED[bits].of_weight(noise(50, 96))
-    x_TK = noise(5, 96, seed=1)
-    step_T1 = x_TK.abs().amax(-1, keepdim=True) / 32639
-    expected = ((x_TK / step_T1).round() * step_T1) @ matrix.dequantised(torch.float32).T
-    found = multiply(PORTABLE, matrix, range(50), x_TK)
-    assert torch.allclose(found, expected, atol=1e-4)
-
-
 # -------------------------------------------------------------------------------------------- tiles
 
 
-def tiled(weight_RK: Tensor) -> PackedMatrix:
-    return TILES.of_weight(weight_RK)
+def _need_tiles(instructions: InstructionSet) -> None:
+    if not library(instructions).foredraft_has_tiles():
+        pytest.skip("the system does not let processes use tiles")
 
 
 @pytest.mark.parametrize("instructions", AMX, ids=lambda one: one.name)
@@ -273,7 +252,7 @@ def test_tiles_round_as_their_emulation(
 ) -> None:
     _need_tiles(instructions)
     num_rows, num_inputs = size
-    weights = tiled(noise(num_rows, num_inputs))
+    weights = TILES.of_weight(noise(num_rows, num_inputs))
     x_TK = noise(max(TOKENS), num_inputs, seed=1) * 10.0 ** noise(max(TOKENS), 1, seed=2)
     emulated = multiply(EMULATIONS[1], weights, range(num_rows), x_TK)
     assert torch.equal(multiply(instructions, weights, range(num_rows), x_TK), emulated)
@@ -290,7 +269,7 @@ def test_one_tile_product_rounds_as_its_emulation(scale: float) -> None:
     library(instructions).foredraft_emulated_tile_product(
         activations.data_ptr(), columns.data_ptr(), sums_TR.data_ptr()
     )
-    found = multiply(instructions, tiled(rows), range(16), activations.float())
+    found = multiply(instructions, TILES.of_weight(rows), range(16), activations.float())
     assert torch.equal(found, sums_TR)
 
 
@@ -298,7 +277,7 @@ def test_one_tile_product_rounds_as_its_emulation(scale: float) -> None:
 def test_a_token_on_tiles_has_the_same_bits_in_any_company(instructions: InstructionSet) -> None:
     _need_tiles(instructions)
     for num_rows, num_inputs in SIZES[:3]:
-        weights, rows = tiled(noise(num_rows, num_inputs)), range(num_rows)
+        weights, rows = TILES.of_weight(noise(num_rows, num_inputs)), range(num_rows)
         x_TK = noise(max(TOKENS), num_inputs, seed=1)
         expected = one_by_one(instructions, weights, rows, x_TK)
         for count in TOKENS:
@@ -311,11 +290,6 @@ def test_a_token_on_tiles_has_the_same_bits_in_any_company(instructions: Instruc
 def test_two_parts_hold_sixteen_bits_of_an_activation() -> None:
     weight_RK = noise(64, 256).bfloat16()
     x_TK = noise(8, 256, seed=1)
-    found = multiply(EMULATIONS[1], tiled(weight_RK), range(64), x_TK).double()
+    found = multiply(EMULATIONS[1], TILES.of_weight(weight_RK), range(64), x_TK).double()
     expected = x_TK.double() @ weight_RK.double().T
     assert (found - expected).abs().max() < 2.0**-15 * expected.abs().max()
-
-
-def _need_tiles(instructions: InstructionSet) -> None:
-    if not library(instructions).foredraft_has_tiles():
-        pytest.skip("the system does not let processes use tiles")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.threads import (
@@ -17,10 +16,8 @@ from foredraft.kernels.threads import (
     check_threads,
     forward_size,
     spin_briefly,
-    steps_up_to,
 )
 from foredraft.system.cgroups import available_cpus
-from tests.conftest import THREADS
 from tests.kernels.drivers import CORES, compile_driver, output_of
 
 Machine = Callable[[int], float]
@@ -53,9 +50,10 @@ def seconds_of(machine: Machine, chosen: list[int]) -> float:
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 16])
 def test_an_idle_machine_is_used_whole(cores: int) -> None:
-    chosen = run(ThreadChooser(cores), idle(cores), 500)
-    assert chosen[-20:].count(cores) >= 17
-    assert seconds_of(idle(cores), chosen) < 1.1 * seconds_of(idle(cores), [cores] * 500)
+    chosen = run(ThreadChooser(cores), idle(cores), 2000)
+    assert chosen[1000:].count(cores) >= 1000 - 2 * 3 * 1000 / 128, "trials become rare"
+    early = chosen[:500]
+    assert seconds_of(idle(cores), early) < 1.1 * seconds_of(idle(cores), [cores] * 500)
 
 
 @pytest.mark.parametrize(("cores", "free"), [(2, 1), (4, 3), (16, 12), (16, 1)])
@@ -108,17 +106,6 @@ def test_what_has_never_been_seen_runs_with_the_best_number_in_a_trial_too() -> 
     assert chooser.choose((1,)) == 1  # still to be tried
 
 
-def test_trials_become_rare() -> None:
-    chosen = run(ThreadChooser(2), idle(2), 2000)
-    assert chosen[1000:].count(1) <= 2 * 3 * 1000 / 128
-
-
-def test_numbers_worth_telling_apart() -> None:
-    assert steps_up_to(1) == [1]
-    assert steps_up_to(2) == [1, 2]
-    assert steps_up_to(20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
-
-
 def test_what_the_machine_has_not_is_refused() -> None:
     check_threads(available_cpus())
     with pytest.raises(ConfigError, match="threads is 100000; this machine runs 1 to"):
@@ -133,13 +120,6 @@ def test_how_openmp_waits_is_the_users_to_say() -> None:
     silent: dict[str, str] = {}
     spin_briefly(silent)
     assert list(silent) == ["GOMP_SPINCOUNT"]
-
-
-@pytest.mark.parametrize("turn", ["first", "second"])
-def test_a_test_sets_the_number_of_threads_for_itself_alone(turn: str) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    assert before == THREADS
 
 
 def test_cold_forwards_are_not_what_a_trial_is_compared_with() -> None:

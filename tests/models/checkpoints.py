@@ -446,27 +446,20 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
             noise = torch.randn(weight.shape, generator=generator)
             is_norm = weight.ndim == 1 and name.endswith("weight")
             weight.copy_(usual_norm + 0.1 * noise if is_norm else 0.15 * noise)
-        for factor in factors_of_layers(model):
+        for factor in saved_buffers(model, "layer_scalar"):
             factor.copy_(1 + 0.15 * torch.randn(1, generator=generator))
-        for bias in biases_of_routers(model):
+        for bias in saved_buffers(model, "_bias"):
             bias.copy_(0.15 * torch.randn(bias.shape, generator=generator))
     return model.eval()
 
 
-def biases_of_routers(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Those that are learned, but not by gradients."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("_bias")]
+def saved_buffers(model: PreTrainedModel, *ends: str) -> list[torch.Tensor]:
+    """Numbers that are saved though gradients do not learn them, by the ends of their names.
 
-
-def numbers_of_activations(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Those that are saved and not learned."""
-    ends = ("act_fn.beta", "act_fn.eps")
+    Such are biases of routers ("_bias"), numbers of activations ("act_fn.beta", "act_fn.eps") and
+    factors of Gemma 4's layers ("layer_scalar").
+    """
     return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
-
-
-def factors_of_layers(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Of Gemma 4, saved like these."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
 
 
 def save_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

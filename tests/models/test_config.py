@@ -19,10 +19,8 @@ from foredraft.models.native.weights import count_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import (
     NATIVE_CONFIGS,
-    biases_of_routers,
-    factors_of_layers,
     made,
-    numbers_of_activations,
+    saved_buffers,
     tiny_model,
 )
 
@@ -79,8 +77,8 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
     assert ours.max_position_embeddings == longest
     assert ours.eos_token_ids == (2,)
     model = tiny_model(theirs)
-    learned = [*model.parameters(), *biases_of_routers(model), *numbers_of_activations(model)]
-    learned += factors_of_layers(model)
+    ends = ("_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
+    learned = [*model.parameters(), *saved_buffers(model, *ends)]
     assert count_weights(ours).all == sum(weight.numel() for weight in learned)
 
 
@@ -115,33 +113,15 @@ def test_defaults_that_a_config_may_leave_out(tmp_path: Path) -> None:
     assert not config.tie_word_embeddings
     assert config.eos_token_ids == ()
     assert read(tmp_path, {**LLAMA, "model_type": "qwen3"}).head_dim == 128
-    assert read(tmp_path, {**LLAMA, "eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
+    for said, ids in (([1, 2], (1, 2)), (-1, ())):
+        assert read(tmp_path, {**LLAMA, "eos_token_id": said}).eos_token_ids == ids
+    gemma = {**LLAMA, "model_type": "gemma"}  # whose gelu is the tanh form
+    assert read(tmp_path, gemma | {"hidden_act": "gelu"}).activation == "gelu_tanh"
+    assert read(tmp_path, gemma).activation == "gelu_tanh"
 
 
 MISTRAL, QWEN2 = {**LLAMA, "model_type": "mistral"}, {**LLAMA, "model_type": "qwen2"}
 SLIDING = {"sliding_window": 100, "use_sliding_window": True}
-
-
-@pytest.mark.parametrize(
-    ("raw", "window"),
-    [
-        (LLAMA, None),
-        ({**LLAMA, "sliding_window": 100}, None),
-        ({**MISTRAL, "sliding_window": 100}, 100),
-        ({**MISTRAL, "sliding_window": 512}, None),
-        ({**MISTRAL, "sliding_window": None}, None),
-        ({**MISTRAL, "max_position_embeddings": 8192}, 4096),
-        ({**QWEN2, "sliding_window": 100}, None),
-        ({**QWEN2, **SLIDING, "max_window_layers": 0}, 100),
-        ({**QWEN2, **SLIDING, "max_window_layers": 28}, None),
-    ],
-)
-def test_a_sliding_window_does_not_cut_the_context(
-    raw: dict[str, Any], window: int | None, tmp_path: Path
-) -> None:
-    config = read(tmp_path, raw)
-    assert config.max_context == raw["max_position_embeddings"]
-    assert {config.kind(index).window for index in range(3)} == {window}
 
 
 PHI3 = {**LLAMA, "model_type": "phi3"}
@@ -153,6 +133,14 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 @pytest.mark.parametrize(
     ("raw", "windows"),
     [
+        (LLAMA, (None,) * 3),
+        ({**LLAMA, "sliding_window": 100}, (None,) * 3),
+        ({**MISTRAL, "sliding_window": 512}, (None,) * 3),
+        ({**MISTRAL, "sliding_window": None}, (None,) * 3),
+        ({**MISTRAL, "max_position_embeddings": 8192}, (4096,) * 3),
+        ({**QWEN2, "sliding_window": 100}, (None,) * 3),
+        ({**QWEN2, **SLIDING, "max_window_layers": 0}, (100,) * 3),
+        ({**QWEN2, **SLIDING, "max_window_layers": 28}, (None,) * 3),
         ({**QWEN2, **SLIDING, "max_window_layers": 2}, (None, None, 100)),
         ({**QWEN2, **SLIDING, "layer_types": [LOCAL, FULL, FULL]}, (100, None, None)),
         ({**MISTRAL, "sliding_window": 100}, (100, 100, 100)),
@@ -170,6 +158,7 @@ def test_which_layers_see_a_window(
 ) -> None:
     config = read(tmp_path, raw)
     assert tuple(config.kind(index).window for index in range(3)) == windows
+    assert config.max_context == raw["max_position_embeddings"], "a window does not cut it"
 
 
 def test_layers_without_rotary_embedding_and_with_their_own(tmp_path: Path) -> None:
@@ -228,12 +217,6 @@ def test_what_the_decoder_lacks_is_refused(
     assert "backend 'hf'" in str(refused.value)
 
 
-def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
-    raw = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
-    with pytest.raises(ModelLoadError, match="does not give 'rms_norm_eps'"):
-        read(tmp_path, raw)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -251,6 +234,7 @@ def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
         ({"vocab_size": 10**30}, "vocab_size is 10+; it should be less than"),
         ({"max_position_embeddings": 2**31}, "max_position_embeddings is 2147483648"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rms_norm_eps": ...}, "does not give 'rms_norm_eps'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": float("nan")}, "rope_theta is nan; it should be a finite number"),
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
@@ -271,16 +255,12 @@ def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_value_that_cannot_be_is_refused_by_name(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    raw = {**LLAMA, **change}
+    raw = {name: value for name, value in {**LLAMA, **change}.items() if value != ...}
     with pytest.raises(ModelLoadError, match=message) as refused:
         read(tmp_path, raw)
     assert str(tmp_path / "config.json") in str(refused.value)
     with pytest.raises(ModelLoadError, match=message):
         why_not_native(raw, tmp_path)
-
-
-def test_minus_one_stands_for_no_token(tmp_path: Path) -> None:
-    assert read(tmp_path, {**LLAMA, "eos_token_id": -1}).eos_token_ids == ()
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1, 2]", " " * (65 << 20)])
@@ -315,9 +295,3 @@ def test_scaling_extends_the_context_as_model_cards_say(
 ) -> None:
     raw = {**LLAMA, "max_position_embeddings": 128, "rope_theta": 1e4, "rope_scaling": scaling}
     assert read(tmp_path, raw).max_context == context
-
-
-def test_gelu_of_gemma_1_is_the_tanh_form(tmp_path: Path) -> None:
-    gemma = {**LLAMA, "model_type": "gemma"}
-    said = read(tmp_path, {**gemma, "hidden_act": "gelu"})
-    assert said.activation == read(tmp_path, gemma).activation

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks.random_model import Shape
 from foredraft.core.errors import CapabilityError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
@@ -85,18 +83,6 @@ def test_dropped_graphs_make_room_for_others(checkpoint: Path) -> None:
         assert torch.allclose(actual, wanted, atol=2e-3 * wanted.abs().max().item())
 
 
-def test_drafting_changes_no_text_in_float32(checkpoint: Path) -> None:
-    prompts = [text(30) * 2, text(12, seed=1) * 3, text(5)]
-    params = SamplingParams(max_tokens=24, seed=3)
-    graphed = NativeTarget.load(checkpoint, torch.float32, "cuda", GraphedDecoder)
-    plain, drafted = (
-        LLM(graphed, None, LoadOptions(drafter=name)).generate(prompts, params)
-        for name in ("none", "ngram")
-    )
-    assert [r.token_ids for r in plain] == [r.token_ids for r in drafted]
-    assert decoder_of(graphed).num_replayed > 0
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_exact_texts_are_equal_with_and_without_drafts(
     checkpoint: Path, temperature: float
@@ -120,14 +106,3 @@ def test_a_loaded_model_runs_on_graphs_by_default(checkpoint: Path) -> None:
     assert llm.plan is not None
     assert (llm.plan.decoder, llm.plan.dtype) == ("graphed", "bfloat16")
     assert len(llm.generate(text(20), SamplingParams(max_tokens=8))[0].token_ids) > 0
-
-
-def test_bench_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.__main__ import app
-
-    tiny = Shape(64, 128, 2, 4, 2, 16, 300, True)
-    monkeypatch.setattr("benchmarks.random_model.shapes", lambda: {"tiny": tiny})
-    arguments = ["--random-weights", "tiny", "--tokens", "1,4", "--rows", "1,2", "--rounds", "2"]
-    result = CliRunner().invoke(app, ["step", "--device", "cuda", *arguments])
-    assert result.exit_code == 0, result.exception
-    assert "graphed" in result.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -497,28 +498,9 @@ def test_every_field_that_transformers_knows_is_known(family: str) -> None:
     assert {name.removeprefix("_") for name in fields} - known == set()
 
 
+_NUMBERS = {0, 2, 3, 5, 16, 100, -1, 10**9, 2**63, 10**30, 0.25, 0.5, 30.0, 1e300, math.inf}
 VALUES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        2,
-        3,
-        5,
-        16,
-        100,
-        -1,
-        10**9,
-        2**63,
-        0.0,
-        0.25,
-        0.5,
-        1.0,
-        30.0,
-        1e300,
-    ),
+    *(None, True, False, 0.0, 1.0, math.nan, *sorted(_NUMBERS), "\ud800"),
     *("silu", "gelu", "gelu_pytorch_tanh", "relu", "", "linear", [], [1, 0, 1], [0], {}),
     ["full_attention", "sliding_attention", "full_attention"],
     ["full_attention", "chunked_attention", "full_attention"],
@@ -609,30 +591,6 @@ def test_mistral_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
     assert check_logits(path, target, config)
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"per_layer_config": {"0": {"head_dim": 24}}}, "differ between layers of one type"),
-        ({"num_kv_shared_layers": 2}, "leave a layer without entries"),
-        ({"num_kv_shared_layers": 9}, "leave a layer without entries"),
-        ({"vocab_size_per_layer_input": VOCAB_SIZE - 1}, "lacks some tokens"),
-        ({"layer_types": ["full_attention"] * 3, "per_layer_config": None}, "with a window"),
-        ({"per_layer_config": None, "global_head_dim": 25}, "heads of 25 numbers"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-        (
-            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
-            "feed-forward parts of two sizes",
-        ),
-    ],
-)
-def test_shapes_of_gemma_4_that_are_not_known_are_refused(
-    changes: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
-    path = changed("gemma4_text", changes, tmp_path)
-    with pytest.raises(ModelLoadError, match=problem):
-        read_config(path)
-
-
 def test_heads_of_gemma_4_are_read_as_they_are_published(tmp_path: Path) -> None:
     """transformers 5 writes sizes layer by layer, and the hub has them by name."""
     named = {"per_layer_config": None, "global_head_dim": 24, "num_global_key_value_heads": 2}
@@ -678,24 +636,6 @@ def test_a_window_counts_in_a_context_that_scaling_extends(tmp_path: Path) -> No
     assert check_logits(path, target, changes)
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "granitemoehybrid", "qwen3_next", "qwen3_5_text"])
-def test_recurrent_layers_have_one_activation(name: str, tmp_path: Path) -> None:
-    """In transformers their convolutions have that of feed-forward parts."""
-    path = changed(name, {"hidden_act": "gelu_pytorch_tanh"}, tmp_path)
-    with pytest.raises(ModelLoadError, match="hidden_act 'gelu_pytorch_tanh'"):
-        read_config(path)
-
-
-@pytest.mark.parametrize("changes", [{"mamba_n_heads": 10**9}, {"mamba_d_head": ""}])
-def test_sizes_of_mamba_that_do_not_fit_are_refused(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
-    for name in ("falcon_h1", "granitemoehybrid"):
-        path = changed(name, changes, tmp_path / name)
-        with pytest.raises(ModelLoadError, match=next(iter(changes))):
-            read_config(path)
-
-
 @pytest.mark.parametrize("name", ["cohere2", "starcoder2", "lfm2", "mamba2"])
 def test_a_familys_own_name_of_epsilon_counts(name: str, tmp_path: Path) -> None:
     expected = read_config(directory(name)).rms_norm_eps
@@ -724,38 +664,49 @@ def test_nemotron_without_states(kinds: list[str], decoder: Any, tmp_path: Path)
     assert llm.target.weights.bits == 8 * llm.target.weights.dtype.itemsize
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"layers_block_type": ["mlp", "moe", "full_attention"]}, "experts beside others without"),
-        ({"layers_block_type": None, "hybrid_override_pattern": "MEX"}, "layers of type 'X'"),
-        ({"num_hidden_layers": 2}, "lists 3 layers, and there are 2"),
-        ({"moe_latent_size": 16}, "moe_latent_size"),
-        ({"time_step_min": 0.5}, "time_step_min"),
-        ({"use_bias": True}, "use_bias"),
-    ],
-)
-def test_layers_of_nemotron_that_are_not_known_are_refused(
-    changes: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
-    path = changed("nemotron_h", changes, tmp_path)
-    with pytest.raises(ModelLoadError, match=problem):
-        read_config(path)
+_ALL_FULL = {"layer_types": ["full_attention"] * 3, "per_layer_config": None}
+_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+_LETTERS = {"layers_block_type": None, "hybrid_override_pattern": "MEX"}
+_OUT_OF_ORDER = {"mlp_layer_types": ["sparse", "dense", "sparse"]}
+_RECURRENT = ("falcon_h1", "granitemoehybrid", "qwen3_next", "qwen3_5_text")
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "problem"),
     [
+        ("granite", {"attention_multiplier": 0.0}, "attention_multiplier"),
+        *(
+            ("gemma4_text", changes, problem)
+            for changes, problem in (
+                ({"per_layer_config": {"0": {"head_dim": 24}}}, "differ between layers of one"),
+                ({"num_kv_shared_layers": 2}, "leave a layer without entries"),
+                ({"num_kv_shared_layers": 9}, "leave a layer without entries"),
+                ({"vocab_size_per_layer_input": VOCAB_SIZE - 1}, "lacks some tokens"),
+                (_ALL_FULL, "with a window"),
+                ({"per_layer_config": None, "global_head_dim": 25}, "heads of 25 numbers"),
+                ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+                (_MOE, "feed-forward parts of two sizes"),
+            )
+        ),
+        *((name, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act") for name in _RECURRENT),
+        *((name, {"mamba_n_heads": 10**9}, "mamba_n_heads") for name in _RECURRENT[:2]),
+        *((name, {"mamba_d_head": ""}, "mamba_d_head") for name in _RECURRENT[:2]),
+        ("nemotron_h", {"layers_block_type": ["mlp", "moe", "full_attention"]}, "beside others"),
+        ("nemotron_h", _LETTERS, "layers of type 'X'"),
+        ("nemotron_h", {"num_hidden_layers": 2}, "lists 3 layers, and there are 2"),
+        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size"),
+        ("nemotron_h", {"time_step_min": 0.5}, "time_step_min"),
+        ("nemotron_h", {"use_bias": True}, "use_bias"),
         ("deepseek_v3", {"q_lora_rank": None}, "attention_bias without a q_lora_rank"),
         ("deepseek_v3", {"n_group": 3}, "experts in 3 groups"),
         ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 3}, "3 of 8 experts in 4 groups"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+        ("glm4_moe_lite", _OUT_OF_ORDER, "mlp_layer_types"),
     ],
 )
-def test_latents_and_groups_that_are_not_known_are_refused(
+def test_what_is_not_known_of_a_family_is_refused(
     family: str, changes: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelLoadError, match=problem):
@@ -785,30 +736,26 @@ def test_a_head_of_a_model_that_attends_nowhere_is_refused() -> None:
         source.layer(-1)
 
 
-def test_a_forged_number_of_experts_takes_no_memory(tmp_path: Path) -> None:
-    """Names of all of them were made before the file was asked for one."""
-    path = changed("lfm2_moe", {"num_experts": 10**9}, tmp_path)
-    with pytest.raises(ModelLoadError, match=r"experts\.5\.w1\.weight is missing"):
-        NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
-
-
-def test_forged_sizes_of_mamba_take_no_memory(tmp_path: Path) -> None:
-    """The order of 3,200 million rows was made before the file was asked for them."""
-    forged = {"mamba_n_heads": 10**8, "mamba_d_ssm": 16 * 10**8}
-    path = changed("falcon_h1", forged, tmp_path)
-    with pytest.raises(ModelLoadError, match=r"in_proj\.weight has shape"):
-        NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
-
-
-def test_scores_times_nothing_are_refused(tmp_path: Path) -> None:
-    """The kernel takes 0 for the usual factor."""
-    path = changed("granite", {"attention_multiplier": 0.0}, tmp_path)
-    with pytest.raises(ModelLoadError, match="attention_multiplier"):
-        read_config(path)
+@pytest.mark.parametrize(
+    ("family", "forged", "problem"),
+    [
+        ("lfm2_moe", {"num_experts": 10**9}, r"experts\.5\.w1\.weight is missing"),
+        (
+            *("falcon_h1", {"mamba_n_heads": 10**8, "mamba_d_ssm": 16 * 10**8}),
+            r"in_proj\.weight has shape",
+        ),
+    ],
+)
+def test_forged_numbers_take_no_memory(
+    family: str, forged: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    """Names and orders of all rows were made before the file was asked for them."""
+    with pytest.raises(ModelLoadError, match=problem):
+        NativeTarget.load(changed(family, forged, tmp_path), new_decoder=FusedDecoder)
 
 
 def test_a_mutated_config_is_right_or_refused(family: str, tmp_path: Path) -> None:
-    check_mutations(family, 15, tmp_path)
+    check_mutations(family, 20, tmp_path)
 
 
 @pytest.mark.slow

@@ -235,15 +235,6 @@ def test_costs_of_another_week_take_the_place_of_those_before(
     assert len(list(kept.folder.glob("costs-*"))) == 1
 
 
-@pytest.mark.parametrize("value", [None, 3, [], [[[1, "x"]], [0, 0], 1, True], {"a": 1}])
-def test_costs_that_cannot_be_read_are_measured(
-    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch, value: object
-) -> None:
-    _measuring(monkeypatch, 1.0)
-    monkeypatch.setattr(KeptFiles, "read_json", lambda *arguments: value)
-    assert kept_cost(kept, "here", cast(Target, None)).ms([(1, 64)]) == pytest.approx(10.0)
-
-
 def test_the_costs_of_a_target_are_measured(tmp_path: Path, kept: KeptFiles) -> None:
     target = NativeTarget.load(_model(tmp_path / "model"))
     assert kept_cost(kept, "here", target).ms([(1, 7)]) > 0

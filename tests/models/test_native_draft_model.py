@@ -168,11 +168,6 @@ def test_tokens_that_are_not_shared_are_never_drafted(target: NativeTarget, num_
     scores = model.score([ScoreRow(slot, text[:1], TokenTree.chain(text[1:]), draw=KEYS[2])])
     assert scores.logits_NV.shape == (40, num_rows)
     assert max(tokens_of(scores)) < num_rows
-
-
-def test_a_token_that_it_has_no_row_for_is_refused(target: NativeTarget) -> None:
-    model = draft_model(target)
-    slot = model.cache.allocate()
     with pytest.raises(IndexError, match="do not fit a vocabulary"):
         model.score([ScoreRow(slot, [target.vocab_size])])
 
@@ -238,17 +233,15 @@ def options(**more: object) -> LoadOptions:
 
 def test_a_draft_model_runs_in_4_bits_unless_it_is_told_otherwise() -> None:
     fused_decoder()
-    _, draft = plan_models(options())
-    assert draft is not None
-    assert (draft.weights, draft.activation_bits) == ("int4", 8)
-    _, draft = plan_models(options(draft_weights="int8"))
-    assert draft is not None
-    assert (draft.weights, draft.activation_bits) == ("int8", 16)
-    _, draft = plan_models(options(draft_weights="bf16"))
-    assert draft is not None
-    assert draft.weights == "bfloat16"
-    target, _ = plan_models(options(draft_weights="int8"))
-    assert target.weights != "int8"
+    for asked, (weights, bits) in {
+        "int8": ("int8", 16),
+        "bf16": ("bfloat16", 16),
+        None: ("int4", 8),
+    }.items():
+        target, draft = plan_models(options(**{"draft_weights": asked} if asked else {}))
+        assert draft is not None
+        assert (draft.weights, draft.activation_bits) == (weights, bits)
+        assert target.weights != "int8"
 
 
 @pytest.mark.parametrize("num_rows", [12, 20])

@@ -16,7 +16,6 @@ from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import PagedDecoder
 from foredraft.models.native.model import EagerDecoder
-from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import (
     INT4,
     NESTED4,
@@ -213,18 +212,3 @@ def test_steps_equal_the_eager_decoder(family: str, bits: int) -> None:
     rows = [ScoreRow(slot, [11, 12], TREE), ScoreRow(other, [3], TokenTree.chain((4, 5)))]
     pair.score(rows, taps=(1,))
     assert pair.num_replayed == 1
-
-
-def test_a_copy_drafts_on_the_cache_of_its_target() -> None:
-    directory = made("llama")
-    target = NativeTarget.load(directory, device=DEVICE, new_decoder=PagedDecoder)
-    assert not target.low_bits  # its forwards draw nothing yet
-    copy, slot = target.low_bit_copy(4), target.cache.allocate()
-    target.score([ScoreRow(slot, text(20))])
-    target.cache.keep(slot, 20, ())
-    found = copy.score([ScoreRow(slot, [5])], [20])[0].logits_NV
-    eager = EagerDecoder(target.config, dequantised(copy.weights))
-    plan = plan_forward([ScoreRow(slot, [5])], [20])
-    announce(plan, target.cache)
-    expected, _ = eager.forward(plan, target.cache)
-    assert torch.allclose(found, expected, atol=1e-4)

@@ -14,8 +14,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +27,6 @@ from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import quant
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.cpu import FusedDecoder
 from foredraft.models.native.model import DecoderFactory, draws_behind_all, scored
 from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.quant import CENTRED4, Matrix, PackedMatrix, tensor_of
@@ -40,9 +37,8 @@ from foredraft.models.native.weights import (
     weight_bytes,
 )
 
-_BITS = (4, 8)
-"""Of a copy."""
-_TUNED_BITS = 4
+COPY_BITS = (4, 8)
+"""The fewest first."""
 _SCREEN_BITS = 4
 _LONG, _NEAR = 3072, 1024
 """From how many entries on a text is long, and those at its end that a copy reads at least, beside
@@ -110,7 +106,7 @@ class NativeLowBitCopy:
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
         cache: Entries = self._cache
-        if max(starts) >= _LONG and isinstance(self._decoder, FusedDecoder):
+        if max(starts) >= _LONG:
             slots = [row.slot for row in rows]
             cache = short = _Shortened(self._cache, dict(zip(slots, starts, strict=True)))
             there = [
@@ -119,117 +115,6 @@ class NativeLowBitCopy:
             positions, plan = plan.positions, plan_forward(rows, there)
             plan.positions = positions
         return scored(self._decoder, plan, cache, draws_behind_all(rows, plan))
-
-
-@dataclass
-class Copies:
-    """Makes copies of a target.
-
-    What the checkpoint holds in as many bits is taken as it is; other weights are rounded, or
-    taken as an earlier `tune` has made them.
-
-    Args:
-        config, weights, new_decoder, cache: the target's.
-        kept: where copies are kept between processes.
-        checkpoint: the target's; None: its weights are made up.
-    """
-
-    config: DecoderConfig
-    weights: DecoderWeights
-    new_decoder: DecoderFactory
-    cache: KVCache
-    kept: KeptFiles
-    checkpoint: Checkpoint | None
-
-    def __post_init__(self) -> None:
-        self._made: WeakValueDictionary[int, NativeLowBitCopy] = WeakValueDictionary()
-
-    @property
-    def bits(self) -> tuple[int, ...]:
-        """What copies may have, the fewest first."""
-        return tuple(bits for bits in _BITS if bits < self.weights.bits)
-
-    def copy(self, bits: int) -> NativeLowBitCopy:
-        """A copy in so many bits, made once for all who ask while somebody holds it.
-
-        Raises:
-            ConfigError: there is no such copy.
-            ModelLoadError: there is no memory for it.
-        """
-        if bits not in self.bits:
-            raise ConfigError(
-                f"bits is {bits!r}; this target has weights of {self.weights.bits} bits, so "
-                f"a copy that drafts for it may have {' or '.join(map(str, self.bits))}"
-            )
-        copy = self._made.get(bits)
-        if copy is None:
-            copy = self._made[bits] = self._new_copy(bits)
-        return copy
-
-    def tune(
-        self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
-    ) -> NativeLowBitCopy:
-        """Make a better copy in 4 bits, and keep it; see `foredraft.models.native.gptq`."""
-        from foredraft.models.native.gptq import compensated
-
-        if self.config.experts:
-            raise ConfigError(
-                "a copy of a mixture of experts is not tuned yet: a text says little of the "
-                "experts that it does not choose; self_draft takes one that is rounded to nearest"
-            )
-        if self.config.latent:
-            raise ConfigError(
-                "a copy of a model with latent attention is not tuned yet; self_draft takes one "
-                "that is rounded to nearest"
-            )
-        self._check_memory(_TUNED_BITS)
-        weights = compensated(self.config, self.weights, texts, advance)
-        self.kept.keep(_name(_TUNED_BITS, True), self._recipe(), packed_tensors(weights))
-        copy = self._made[_TUNED_BITS] = self._of(weights)
-        return copy
-
-    def _new_copy(self, bits: int) -> NativeLowBitCopy:
-        self._check_memory(bits)
-        for is_tuned in (True, False):
-            tensors = self.kept.tensors(_name(bits, is_tuned), self._recipe())
-            if tensors is not None:
-                return self._of(self.weights.with_tensors(tensors))
-        weights = (
-            rounded(self.weights, bits)
-            if self.checkpoint is None or self.weights.device.type != "cpu"
-            else load_weights(
-                *(self.checkpoint, self.config, self.weights.dtype),
-                bits=bits,
-                inputs_VW=self.weights.inputs_VW,
-            )
-        )
-        self.kept.keep(_name(bits, False), self._recipe(), packed_tensors(weights))
-        return self._of(weights)
-
-    def _of(self, weights: DecoderWeights) -> NativeLowBitCopy:
-        on_cpu = self.weights.device.type == "cpu"
-        weights = replace(
-            weights,
-            embedding_VE=self.weights.embedding_VE,
-            states_dtype=self.weights.dtype,
-            activation_bits=self.weights.activation_bits,
-            screen_VE=screen_of(weights.head_VE, self.kept, "copy-screen") if on_cpu else None,
-        )
-        return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
-
-    def _recipe(self) -> str:
-        modules = sys.modules[load_weights.__module__], quant
-        return recipe_of(*modules, self.config, self.weights.dtype)
-
-    def _check_memory(self, bits: int) -> None:
-        _, num_bytes = weight_bytes(self.config, self.weights.dtype.itemsize, bits)
-        available = available_memory()
-        if num_bytes > available:
-            raise ModelLoadError(
-                f"a copy of the target in {bits} bits takes {num_bytes / 1e9:.1f} GB, and "
-                f"{available / 1e9:.1f} GB of memory are available; use another drafter, or free "
-                "memory"
-            )
 
 
 def screen_of(head_VE: Matrix, kept: KeptFiles, name: str) -> PackedMatrix | None:
@@ -250,8 +135,73 @@ def screen_of(head_VE: Matrix, kept: KeptFiles, name: str) -> PackedMatrix | Non
     return PackedMatrix(CENTRED4, tensors["screen"], (rows,), inputs)
 
 
-def _name(bits: int, is_tuned: bool) -> str:
-    return f"copy-{bits}-tuned" if is_tuned else f"copy-{bits}"
+def copied(
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    bits: int,
+    kept: KeptFiles,
+    checkpoint: Checkpoint | None,
+) -> DecoderWeights:
+    """A model in few bits.
+
+    What the checkpoint holds in as many bits is taken as it is; other weights are rounded, or
+    taken as an earlier `tuned` has made them.
+
+    Args:
+        kept: where copies are kept between processes.
+        checkpoint: of the model; None: its weights are made up.
+
+    Raises:
+        ModelLoadError: there is no memory for it.
+    """
+    _check_memory(config, weights, bits)
+    name, recipe = f"copy-{bits}", _recipe(config, weights)
+    for each in (f"{name}-tuned", name):
+        if (tensors := kept.tensors(each, recipe)) is not None:
+            return weights.with_tensors(tensors)
+    if checkpoint is None:
+        found = rounded(weights, bits)
+    else:
+        table_VW = weights.inputs_VW
+        found = load_weights(checkpoint, config, weights.dtype, bits=bits, inputs_VW=table_VW)
+    kept.keep(name, recipe, packed_tensors(found))
+    return found
+
+
+def tuned(
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    texts: Sequence[Sequence[int]],
+    advance: Callable[[str], None],
+    kept: KeptFiles,
+) -> DecoderWeights:
+    """A better copy in 4 bits, which is kept; see `foredraft.models.native.gptq`."""
+    from foredraft.models.native.gptq import compensated
+
+    what = "a mixture of experts" if config.experts else "a model with latent attention"
+    if config.experts or config.latent:
+        raise ConfigError(
+            f"a copy of {what} is not tuned yet; self_draft takes one that is rounded to nearest"
+        )
+    _check_memory(config, weights, 4)
+    found = compensated(config, weights, texts, advance)
+    kept.keep("copy-4-tuned", _recipe(config, weights), packed_tensors(found))
+    return found
+
+
+def _recipe(config: DecoderConfig, weights: DecoderWeights) -> str:
+    return recipe_of(sys.modules[load_weights.__module__], quant, config, weights.dtype)
+
+
+def _check_memory(config: DecoderConfig, weights: DecoderWeights, bits: int) -> None:
+    _, num_bytes = weight_bytes(config, weights.dtype.itemsize, bits)
+    available = available_memory()
+    if num_bytes > available:
+        raise ModelLoadError(
+            f"a copy of the target in {bits} bits takes {num_bytes / 1e9:.1f} GB, and "
+            f"{available / 1e9:.1f} GB of memory are available; use another drafter, or free "
+            "memory"
+        )
 
 
 def packed_tensors(weights: DecoderWeights) -> dict[str, Tensor]:

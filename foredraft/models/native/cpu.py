@@ -22,7 +22,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from ctypes import POINTER, addressof, c_double, c_int32, c_int64, c_void_p
+from ctypes import addressof, c_double, c_int32, c_int64
 from dataclasses import astuple
 from itertools import accumulate, chain
 from typing import Any
@@ -78,10 +78,7 @@ class FusedDecoder:
         KernelUnavailable: the kernel cannot be compiled here (see `kernels.build`).
     """
 
-    name = "fused"
-    reads_packed = runs_copies = True
-    reads_unseen = False
-    draws = True
+    reads_unseen, is_fused = False, True
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None
@@ -117,11 +114,6 @@ class FusedDecoder:
         for begin, end in _memory_ranges(self._kept):
             library.foredraft_use_huge_pages(begin, end - begin)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Work memory held between forwards: as much as the largest one so far needed."""
-        return self._workspace.numel() * self._workspace.dtype.itemsize
-
     def phase_seconds(self) -> dict[str, float]:
         """Seconds of the last forward by what was computed; Python around it is not in them."""
         return dict(zip(PHASES, self._phase_seconds, strict=True))
@@ -133,7 +125,7 @@ class FusedDecoder:
 
         Returns:
             float32 logits [N, V], and for each tap the output [T, E] of that layer, in the
-            weights' dtype (float32 if the plan is the beginning of another).
+            weights' dtype (float32 if the plan begins with hidden states).
 
         Raises:
             IndexError: a token id outside the vocabulary, or an entry outside the cache.
@@ -147,7 +139,7 @@ class FusedDecoder:
         logits_NV = torch.empty(len(plan.wanted), sum(plan.shortlist_sizes) or self._num_outputs)
         hidden = self._config.hidden_size
         # Rounded by the kernel: torch's threads would take its cores for a while.
-        precision = torch.float32 if plan.is_beginning else self._weights.dtype
+        precision = self._weights.dtype if plan.hidden_TE is None else torch.float32
         tapped = {i: torch.empty(len(plan), hidden, dtype=precision) for i in taps}
         with self._lock_here():
             if self._described.is_elsewhere(cache.store):
@@ -155,7 +147,7 @@ class FusedDecoder:
                 self._described.point_to_store(cache.store)
             tables = self._described.tables(plan, cache)
             states = open_rows(plan, states_of(cache)) if self._config.recurrent else []
-            work = self._point_to_states(states) if states else ()
+            work = self._point_to_states(states) if states else []
             self._describe(plan, tables, tapped)
             self._run(self._model, logits_NV)
             if work:
@@ -183,7 +175,8 @@ class FusedDecoder:
         logits_TV = torch.empty(len(states_TE), self._num_outputs)
         with self._lock_here():
             if self._num_states != len(states_TE):  # else all is said but where they lie
-                self._describe(plan_head(len(states_TE), len(self._layers)))
+                self._describe(plan_head(len(states_TE)))
+                self._described.forward.first_layer = len(self._layers)
                 self._num_states = len(states_TE)
             self._described.forward.hidden = states_TE.data_ptr()
             self._run(model or self._model, logits_TV)
@@ -209,7 +202,7 @@ class FusedDecoder:
         self._num_states, taps = None, [0] * len(self._layers)
         for i, tap_TE in (tapped or {}).items():
             taps[i] = tap_TE.data_ptr()
-        self._described.fill(plan, plan.layers_to_run(len(taps)), tables, taps)
+        self._described.fill(plan, tables, taps)
         described = self._described.forward
         described.max_entries = max(plan.entries, default=0) + 1
         amounts = described.num_tokens, described.num_wanted, described.max_entries
@@ -263,7 +256,7 @@ class FusedDecoder:
             form=self._form(),
             int8_activations=weights.activation_bits == 8,
             norm_eps=config.rms_norm_eps,
-            layers=self._layers,
+            layers=addressof(self._layers),
             embedding=self._matrix(weights.embedding_VE),
             head=self._matrix(weights.head_VE),
             final_norm=self._vector_of_norm(weights.final_norm_E),
@@ -298,31 +291,33 @@ class FusedDecoder:
             chosen_groups=experts.chosen_groups if experts else 1,
         )
 
-    def _point_to_states(self, rows: Sequence[RowStates]) -> tuple[Tensor, Tensor]:
-        """Say what recurrent layers have of each row; returns the memory they work in."""
+    def _point_to_states(self, rows: Sequence[RowStates]) -> list[Any]:
+        """Say what recurrent layers have of each row; returns the memory that this points to."""
         sizes = self._config.recurrent
         assert sizes is not None
         counts = [row.num_elements for row in rows]
         elements = torch.empty(sum(counts) if sizes.num_gates else 0, sizes.states(1).entry_size)
         matrices = torch.empty(self._most_threads, 2, sizes.key_size * sizes.value_size)
         found = (interface.StatesOfRow * len(rows))()
+        kept: list[Any] = [elements, matrices, found]
         first = 0
         for one, row, count in zip(found, rows, counts, strict=True):
             saves = [
                 interface.Save(row.num_before(save), save.values_LS.data_ptr())
                 for save in row.saves
             ]
+            parents = (c_int32 * len(row.parents))(*row.parents)
+            kept += [parents, (interface.Save * len(saves))(*saves)]
             one.state, one.old_log = row.state.values_LS.data_ptr(), row.old_LTW.data_ptr()
             one.new_log = row.new_LTW.data_ptr()
-            one.parents = (c_int32 * len(row.parents))(*row.parents)
-            one.saves = (interface.Save * len(saves))(*saves)
+            one.parents, one.saves = map(addressof, kept[-2:])
             one.elements = elements[first:].data_ptr()
             one.num_old, one.first_logged, one.num_saves = row.num_old, row.first_logged, len(saves)
             one.old_stride, one.new_stride = row.old_LTW.stride(0), row.new_LTW.stride(0)
             first += count
         described = self._described.forward
-        described.states, described.matrices = found, matrices.data_ptr()
-        return elements, matrices
+        described.states, described.matrices = addressof(found), matrices.data_ptr()
+        return kept
 
     def _form(self) -> int:
         """A ``ForedraftForm``."""
@@ -495,14 +490,12 @@ class _Description:
     """
 
     def __init__(self, phase_seconds: ctypes.Array[c_double]) -> None:
-        self.forward = interface.Forward(phase_seconds=phase_seconds)
+        self.forward = interface.Forward(phase_seconds=addressof(phase_seconds))
         self._lists: dict[str, ctypes.Array[Any]] = {}
         self._tables: list[array[int]] = []
         self._keys: weakref.ref[Tensor] | None = None
 
-    def fill(
-        self, plan: ForwardPlan, layers: range, tables: Sequence[int], taps: Sequence[int]
-    ) -> None:
+    def fill(self, plan: ForwardPlan, tables: Sequence[int], taps: Sequence[int]) -> None:
         """Say all of a plan.
 
         Args:
@@ -527,9 +520,10 @@ class _Description:
             )
         forward.num_tokens, forward.num_rows = len(plan), len(plan.rows)
         forward.num_wanted, forward.num_draws = len(plan.wanted), len(plan.draws or ())
-        forward.first_layer, forward.end_layer = layers.start, layers.stop
+        forward.first_layer, forward.end_layer = 0, len(taps)
         forward.hidden = None if plan.hidden_TE is None else plan.hidden_TE.data_ptr()
-        forward.rounds_taps, forward.draws = not plan.is_beginning, plan.draws
+        forward.rounds_taps = plan.hidden_TE is None
+        forward.draws = None if plan.draws is None else addressof(plan.draws)
         forward.num_first, forward.num_others = num_first, num_others
 
     def tables(self, plan: ForwardPlan, cache: Entries) -> list[int]:
@@ -585,17 +579,18 @@ def work_bytes(config: DecoderConfig, is_bf16: bool, form: int, num_tokens: int)
         form: a ``ForedraftForm``.
     """
     size = interface.declared(load_library(), "decoder").foredraft_workspace_size
-    windows, names = [window for window, _ in _views(config.kinds)], config.family.names
+    views, names = _views(config.kinds), config.family.names
+    windows = (c_int64 * len(views))(*[window for window, _ in views])
     layer = interface.Layer(attention_post_norm=1 if names.attention_post_norm else None)
     model = interface.Model(
         **_sizes(config),
         num_layers=1,
-        layers=POINTER(interface.Layer)(layer),
+        layers=addressof(layer),
         is_bf16=is_bf16,
         form=form,
         num_ropes=len(config.ropes),
         num_views=len(windows),
-        windows=ctypes.cast((c_int64 * len(windows))(*windows), c_void_p),
+        windows=addressof(windows),
     )
     num_threads = min(torch.get_num_threads(), available_cpus())
     floats: int = size(model, num_tokens, 1, num_tokens, num_threads)

@@ -208,7 +208,7 @@ class Grid(NamedTuple):
 
 def fits_grid(plan: ForwardPlan) -> bool:
     """Whether ``plan`` is the forward of a decoding step, which will come again in its shape."""
-    if plan.layers is not None or plan.hidden_TE is not None or not plan.wanted:
+    if plan.hidden_TE is not None or not plan.wanted:
         return False
     rows, tokens = padded_shape(plan)
     return (
@@ -355,7 +355,6 @@ class GraphedDecoder(EagerDecoder):
         num_replayed: forwards that ran as a recording.
     """
 
-    name = "graphed"
     reads_unseen = True
 
     def __init__(
@@ -692,7 +691,6 @@ class PagedDecoder(GraphedDecoder):
     """Runs a `ForwardPlan`, that of a decoding step as one recorded graph of our own kernels."""
 
     reads_unseen = False
-    runs_copies = True
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, **options: int) -> None:
         from foredraft.models.native import triton_ops, triton_packed
@@ -877,12 +875,10 @@ class ExactDecoder(PagedDecoder):
     `MAX_ROW_TOKENS`.
     """
 
-    name = "exact"
-
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        if plan.layers is not None or self.fits(plan):  # of some layers: only drafts ask for them
+        if plan.hidden_TE is not None or self.fits(plan):  # of a draft head
             return super().forward(plan, cache, taps)
         groups = pieces(plan)
         found = [super(ExactDecoder, self).forward(plan.part(g), cache, taps) for g in groups]

@@ -176,7 +176,7 @@ class NativeHeadRunner:
         if self._last < 0:
             return self._run_head(inputs_TE)
         inputs_TE = inputs_TE.to(self._device, self._input_dtype).contiguous()
-        plan = ForwardPlan(layers=range(self._last + 1), hidden_TE=inputs_TE)
+        plan = ForwardPlan(hidden_TE=inputs_TE)
         for row in rows:
             self.layers.begin(row.slot, row.start)
             first, end = row.start + row.num_known, row.start + row.num_text + len(row.tree)

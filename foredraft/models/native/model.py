@@ -46,16 +46,12 @@ class Decoder(Protocol):
     Attributes:
         reads_unseen: whether it reads entries that no token sees, with weight 0: they must be
             finite.
-        reads_packed: whether packed weights save it time: then it also runs heads in few bits.
-        runs_copies: whether copies of its weights in few bits are faster than these.
-        draws: whether it fills in `ForwardPlan.draws`.
+        is_fused: whether it is compiled code, which draws (`ForwardPlan.draws`) and for which heads
+            and copies in few bits save time.
     """
 
-    name: str
     reads_unseen: bool
-    reads_packed: bool
-    runs_copies: bool
-    draws: bool
+    is_fused: bool
 
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
@@ -115,10 +111,7 @@ class SeenEntries(NamedTuple):
 class EagerDecoder:
     """Runs a `ForwardPlan` layer by layer."""
 
-    name = "eager"
-    reads_packed = runs_copies = False
-    reads_unseen = False
-    draws = False
+    reads_unseen = is_fused = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self._config, self._weights = config, weights
@@ -142,7 +135,7 @@ class EagerDecoder:
         run, hidden_TE = self.run_of(plan, cache), plan.hidden_TE
         if hidden_TE is None:
             hidden_TE = self.embed(plan.token_ids_T)
-        layers = plan.layers_to_run(len(self._weights.layers))
+        layers = range(len(self._weights.layers))
         with masked_attention(self._weights.device):
             hidden_TE, tapped = self._run_layers(run, hidden_TE, layers, taps)
         logits_NV = self._head(hidden_TE[plan.wanted])
@@ -711,8 +704,6 @@ _ENTRIES = 128
 class FixedShapeDecoder(EagerDecoder):
     """Runs a `ForwardPlan` layer by layer, in blocks of fixed shape."""
 
-    name = "fixed-shape"
-
     def _norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
@@ -836,7 +827,7 @@ def scored(
     taps: Sequence[int] = (),
 ) -> Scores:
     """Run a plan, and draw what is wanted where the decoder does that."""
-    if decoder.draws and wanted:
+    if decoder.is_fused and wanted:
         plan.draws = draw_array([(row, key[:3]) for row, key in wanted])
     logits_NV, tapped = decoder.forward(plan, cache, taps)
     drawn: list[Law | None] | None = None

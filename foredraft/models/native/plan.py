@@ -39,8 +39,7 @@ class ForwardPlan:
         wanted: [H] tokens whose logits are wanted.
         rows: the tokens of each row.
         row_wanted: of each row its half-open range among the H wanted logits.
-        layers: the layers to run; None: all.
-        hidden_TE: what the layer before ``layers`` gave; None: start from the embeddings.
+        hidden_TE: what the first layer reads, as of a draft head; None: the tokens' embeddings.
         draws: to be filled in from the logits, for decoders that do so.
         shortlists: of each draw, of which each wanted token has one then; the first ids are the
             same for all, and no other logits are computed. Empty: every token may be drawn.
@@ -55,7 +54,6 @@ class ForwardPlan:
     wanted: list[int] = field(default_factory=list)
     rows: list[range] = field(default_factory=list)
     row_wanted: list[range] = field(default_factory=list)
-    layers: range | None = None
     hidden_TE: Tensor | None = None
     draws: ctypes.Array[DrawRow] | None = None
     shortlists: Sequence[Shortlist] = ()
@@ -64,20 +62,11 @@ class ForwardPlan:
         return len(self.token_ids)
 
     @property
-    def is_beginning(self) -> bool:
-        """Whether another plan goes on from here: taps are then in the decoder's own precision."""
-        return self.layers is not None and self.layers.start == 0
-
-    @property
     def shortlist_sizes(self) -> tuple[int, int]:
         """First ids, and most others of a shortlist; nothing where every token may be drawn."""
         if not self.shortlists:
             return 0, 0
         return self.shortlists[0].num_first, max(len(each.others) for each in self.shortlists)
-
-    def layers_to_run(self, num_layers: int) -> range:
-        """`layers`, or all of a model's ``num_layers``."""
-        return range(num_layers) if self.layers is None else self.layers
 
     def slot(self, row: range) -> int:
         """A row's cache slot."""
@@ -158,23 +147,16 @@ def plan_forward(rows: Sequence[ScoreRow], starts: Sequence[int]) -> ForwardPlan
     return plan
 
 
-def plan_head(count: int, num_layers: int) -> ForwardPlan:
-    """Of so many tokens that run none of the layers and want all logits. It touches no cache."""
+def plan_head(count: int) -> ForwardPlan:
+    """Of so many tokens of which all logits are wanted; for a head alone."""
     zeros, tokens = [0] * count, range(count)
     nothing: list[tuple[int, ...]] = [()] * count
-    return ForwardPlan(
-        *(zeros, zeros, zeros, zeros, zeros, nothing, [*tokens]),
-        rows=[tokens],
-        row_wanted=[tokens],
-        layers=range(num_layers, num_layers),
-    )
+    numbers = (zeros, zeros, zeros, zeros, zeros, nothing, [*tokens])
+    return ForwardPlan(*numbers, rows=[tokens], row_wanted=[tokens])
 
 
 def _add_row(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     first, num_pending = len(plan), len(row.pending)
-    if num_pending == 1 and not row.tree.tokens:
-        _add_token(plan, row, start)
-        return
     root = start + num_pending  # entries from here on belong to tree nodes
     plan.token_ids.extend((*row.pending, *row.tree.tokens))
     plan.positions.extend(range(start, root))
@@ -190,21 +172,6 @@ def _add_row(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     if row.wants_logits:
         plan.wanted.extend(range(first + num_pending - 1, len(plan)))
     plan.rows.append(range(first, len(plan)))
-    plan.row_wanted.append(range(num_before, len(plan.wanted)))
-
-
-def _add_token(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
-    """A row that decodes and drafts nothing: most rows of a full batch."""
-    token, num_before = len(plan.token_ids), len(plan.wanted)
-    plan.token_ids.append(row.pending[0])
-    plan.positions.append(start)
-    plan.prefixes.append(start + 1)
-    plan.extras.append(())
-    plan.entries.append(start)
-    plan.slots.append(row.slot)
-    if row.wants_logits:
-        plan.wanted.append(token)
-    plan.rows.append(range(token, token + 1))
     plan.row_wanted.append(range(num_before, len(plan.wanted)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import CacheMemory
 from foredraft.core import draws
 from foredraft.core.choices import DrawKey
-from foredraft.core.errors import CapabilityError
+from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.models.base import (
     Capabilities,
     HeadWeights,
@@ -28,7 +28,13 @@ from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
-from foredraft.models.native.copy import Copies, NativeLowBitCopy
+from foredraft.models.native.copy import (
+    COPY_BITS,
+    NativeLowBitCopy,
+    copied,
+    screen_of,
+    tuned,
+)
 from foredraft.models.native.cuda import (
     TILE,
     PagedDecoder,
@@ -96,7 +102,7 @@ class NativeTarget:
         draws = has_triton(weights.device)
         self._draws = RecordedDraws(weights.device) if draws else None
         self._head_runners = WeakSet[NativeHeadRunner]()
-        self._copies = Copies(config, weights, new_decoder, self.cache, kept, checkpoint)
+        self._copies = WeakValueDictionary[int, NativeLowBitCopy]()
         if self.decoder.reads_unseen:
             self.cache.keep_clean()
 
@@ -198,8 +204,8 @@ class NativeTarget:
 
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
-        packed = self.decoder.reads_packed
-        runner = NativeHeadRunner.of_head(weights, layers, self.weights.dtype, packed)
+        fused = self.decoder.is_fused
+        runner = NativeHeadRunner.of_head(weights, layers, self.weights.dtype, fused)
         # Another set, as steps may be recorded meanwhile.
         self._head_runners = WeakSet((*self._head_runners, runner))
         return runner
@@ -219,20 +225,44 @@ class NativeTarget:
             raise CapabilityError("the model brings no layers that predict further tokens")
         config = own_config(self.config)
         layers = self.cache.add_layers(config.kv_shape, self.weights.dtype)
-        where = self.weights, self._bits, layers, self.decoder.reads_packed
+        where = self.weights, self._bits, layers, self.decoder.is_fused
         return read_own_layers(layout, checkpoint, config, *where)
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
-        return native_join(weight_EK, table_VE, eps, self.weights.dtype, self.decoder.reads_packed)
+        return native_join(weight_EK, table_VE, eps, self.weights.dtype, self.decoder.is_fused)
 
     @property
     def low_bits(self) -> tuple[int, ...]:
         # What drafts with a copy takes the draws that its forward makes.
-        is_fit = self.decoder.runs_copies and self.decoder.draws
-        return self._copies.bits if is_fit else ()
+        return self._fewer_bits if self.decoder.is_fused else ()
+
+    @property
+    def _fewer_bits(self) -> tuple[int, ...]:
+        return tuple(bits for bits in COPY_BITS if bits < self.weights.bits)
 
     def low_bit_copy(self, bits: int) -> NativeLowBitCopy:
-        return self._copies.copy(bits)
+        if bits not in self._fewer_bits:
+            raise ConfigError(
+                f"bits is {bits!r}; this target has weights of {self.weights.bits} bits, so "
+                f"a copy that drafts for it may have {' or '.join(map(str, self._fewer_bits))}"
+            )
+        if (copy := self._copies.get(bits)) is not None:
+            return copy
+        weights = copied(self.config, self.weights, bits, self.kept, self._checkpoint)
+        return self._copy_of(bits, weights)
+
+    def _copy_of(self, bits: int, weights: DecoderWeights) -> NativeLowBitCopy:
+        own = self.weights
+        weights = replace(
+            weights,
+            embedding_VE=own.embedding_VE,
+            states_dtype=own.dtype,
+            activation_bits=own.activation_bits,
+            screen_VE=screen_of(weights.head_VE, self.kept, "copy-screen"),
+        )
+        copy = NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
+        self._copies[bits] = copy
+        return copy
 
     @property
     def identity(self) -> str:
@@ -251,7 +281,8 @@ class NativeTarget:
     def tune_copy(
         self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
     ) -> NativeLowBitCopy:
-        return self._copies.tune(texts, advance)
+        weights = tuned(self.config, self.weights, texts, advance, self.kept)
+        return self._copy_of(4, weights)
 
     @property
     def num_layers(self) -> int:

@@ -37,7 +37,6 @@ from foredraft.models.native.config import USUAL_KIND, DecoderConfig, Latent, La
 from foredraft.models.native.quant import (
     CENTRED4,
     FORMS,
-    GROUP_ROWS,
     INT4,
     PACKED,
     SCALE_INPUTS,
@@ -1103,11 +1102,10 @@ class Reader:
         num_rows = sum(part.rows for part in parts) if are_there else 0
         dtype = dtype or self._dtype
         stacked = torch.empty((num_rows, *columns), dtype=dtype, device=self._device)
-        first = 0
-        for part in parts:
-            if num_rows and not stacked.is_meta:
-                self._copy(part, stacked[first : first + part.rows])
-            first += part.rows
+        if num_rows and not stacked.is_meta:
+            places = torch.split(stacked, [part.rows for part in parts])
+            for part, place in zip(parts, places, strict=True):
+                self._copy(part, place)
         return stacked
 
     def _are_there(self, parts: Sequence[_Part], *columns: int) -> bool:
@@ -1256,24 +1254,7 @@ def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | No
             found = (checkpoint.tensors.get(part) for part in parts)
             if len({FORMS[one.dtype] for one in found if one}) > 1:
                 return f"the experts of layer {index} have matrices in formats of their own"
-    for layer in _attention_formats(checkpoint).values():
-        rows = {part: tensor.shape[0] for part, tensor in layer.items()}
-        formats = {FORMS.get(tensor.dtype) for tensor in layer.values()}
-        if len(formats) > 1 and any(rows[part] % GROUP_ROWS for part in "qk" if part in rows):
-            return (
-                f"queries and keys of {rows} rows in formats of their own are kept only in "
-                f"multiples of {GROUP_ROWS} rows"
-            )
     return None
-
-
-def _attention_formats(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in checkpoint.tensors.items():
-        prefix, _, part = name.removesuffix(".weight").rpartition(".")
-        if part in ("q_proj", "k_proj", "v_proj"):
-            found.setdefault(prefix, {})[part[0]] = tensor
-    return found
 
 
 def are_experts_alone(checkpoint: Checkpoint) -> bool:
