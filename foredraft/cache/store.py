@@ -131,12 +131,6 @@ class BlockStore:
         for store in self._all:
             store[target] = store[source]
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero some blocks."""
-        at = torch.tensor(blocks, device=self.device)
-        for store in self._all:
-            store.index_fill_(0, at, 0)
-
     def clear_entries(self, table: Sequence[int], entries: range) -> None:
         """Zero some entries of a slot in all layers."""
         size, start = self.block_size, entries.start

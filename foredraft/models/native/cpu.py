@@ -80,7 +80,6 @@ class FusedDecoder:
 
     name = "fused"
     reads_packed = runs_copies = True
-    reads_unseen = False
     draws = True
 
     def __init__(

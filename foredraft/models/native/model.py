@@ -44,15 +44,12 @@ class Decoder(Protocol):
     """Something that runs a forward plan: the eager reference or a faster equal.
 
     Attributes:
-        reads_unseen: whether it reads entries that no token sees, with weight 0: they must be
-            finite.
         reads_packed: whether packed weights save it time: then it also runs heads in few bits.
         runs_copies: whether copies of its weights in few bits are faster than these.
         draws: whether it fills in `ForwardPlan.draws`.
     """
 
     name: str
-    reads_unseen: bool
     reads_packed: bool
     runs_copies: bool
     draws: bool
@@ -117,7 +114,6 @@ class EagerDecoder:
 
     name = "eager"
     reads_packed = runs_copies = False
-    reads_unseen = False
     draws = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:

@@ -97,8 +97,6 @@ class NativeTarget:
         self._draws = RecordedDraws(weights.device) if draws else None
         self._head_runners = WeakSet[NativeHeadRunner]()
         self._copies = Copies(config, weights, new_decoder, self.cache, kept, checkpoint)
-        if self.decoder.reads_unseen:
-            self.cache.keep_clean()
 
     @classmethod
     def load(
