@@ -40,7 +40,6 @@ from foredraft.models.native.model import (
     EagerDecoder,
     FixedShapeDecoder,
     SeenEntries,
-    capped_attention,
     finished_logits,
     masked_attention,
 )
@@ -555,22 +554,12 @@ class PagedDecoder(EagerDecoder):
         tokens: keys are then read once for all of them, by the library's kernels for masked
         attention, which know no shared keys.
         """
-        keys_GCD, values_GCD, mask_RC, _ = seen
-        (rows, _, size), groups, bias = query_RHD.shape, len(keys_GCD), None
+        (rows, _, size), groups = query_RHD.shape, len(seen.keys_GCD)
         query_GPRD = query_RHD.view(rows, groups, -1, size).permute(1, 2, 0, 3)
-        shared = query_GPRD.shape[1]
-        if mask_RC is not None:
-            zeros_RC = torch.zeros(mask_RC.shape, dtype=query_RHD.dtype, device=mask_RC.device)
-            bias = zeros_RC.masked_fill_(~mask_RC, float("-inf")).repeat(shared, 1)[None, None]
-        parts = query_GPRD.reshape(1, groups, -1, size), keys_GCD[None], values_GCD[None]
-        scale, cap = self._config.query_scale, self._config.attention_cap
-        attended = (
-            F.scaled_dot_product_attention(*parts, attn_mask=bias, scale=scale)
-            if cap is None
-            else capped_attention(*parts, bias, scale, cap)
-        )
-        attended_GPRD = attended.view(groups, shared, rows, size)
-        return attended_GPRD.permute(2, 0, 1, 3).reshape(rows, -1, size)
+        if seen.mask_RC is not None:
+            seen = seen._replace(mask_RC=seen.mask_RC.repeat(query_GPRD.shape[1], 1))
+        attended = self._sees(query_GPRD.reshape(groups, -1, size), seen)
+        return attended.view(query_GPRD.shape).permute(2, 0, 1, 3).reshape(rows, -1, size)
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         head_VE = self._weights.head_VE

@@ -355,7 +355,7 @@ class EagerDecoder:
                 *(query_HRD[None], keys_GCD[None], values_GCD[None]),
                 attn_mask=mask_RC,
                 scale=scale,
-                enable_gqa=True,
+                enable_gqa=len(query_HRD) > len(keys_GCD),
             )[0]
         shared = len(query_HRD) // len(keys_GCD)
         keys, values = (x.repeat_interleave(shared, 0) for x in (keys_GCD, values_GCD))
@@ -561,7 +561,7 @@ def capped_attention(
     """Attention [..., R, D] whose scores s become c tanh(s / c).
 
     Args:
-        mask: where what is seen is True, or numbers to add; None: all is seen.
+        mask: where what is seen is True; None: all is seen.
         scale: None: 1 / root of D.
         cap: c; None: scores stay.
         sinks_H: a score that each token has beside, of something without a value.
@@ -570,10 +570,8 @@ def capped_attention(
     scores = query @ keys.transpose(-1, -2) * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
-    if mask is not None and mask.dtype == torch.bool:
+    if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
     if sinks_H is None:
         return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
     sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
