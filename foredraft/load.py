@@ -519,10 +519,8 @@ def plan_native(
         ConfigError: the device cannot run these weights.
     """
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
-    card_problem = None if device == "cpu" else why_not_paged(config, torch.device(device))
-    few_bits_problem = kernel_problem if device == "cpu" else card_problem
-    if device != "cpu" and options.exact:
-        few_bits_problem = "exact=True"
+    problem = kernel_problem if device == "cpu" else why_not_paged(config, torch.device(device))
+    few_bits_problem = "exact=True" if options.exact and device != "cpu" else problem
     _refuse_few_bits(options, few_bits_problem, kernel_problem)
     dtype = _asked_dtype(options)
     if dtype == "auto":
@@ -542,7 +540,7 @@ def plan_native(
         name=name,
         checkpoint=checkpoint,
         backend="native",
-        decoder=_native_decoder(device, kernel_problem, card_problem, options.exact),
+        decoder=_native_decoder(device, problem, options.exact),
         device=device,
         dtype=dtype,
         cache_dtype=cache_dtype,
@@ -556,7 +554,7 @@ def plan_native(
         activation_bits=16 if kernel_problem else activation_bits,
         tiles=tiles,
         notes=(
-            *_native_notes(config, device, kernel_problem, card_problem),
+            *_native_notes(config, device, problem),
             *not_kept,
             *_too_long(options, config.max_context),
         ),
@@ -616,14 +614,11 @@ def _too_long(options: LoadOptions, limit: int) -> Iterator[str]:
         yield f"max_context is {options.max_context}, and the model takes {limit}: {limit} it is"
 
 
-def _native_notes(
-    config: DecoderConfig, device: str, kernel_problem: str | None, card_problem: str | None
-) -> Iterator[str]:
-    """`ModelPlan.notes` on speed and on the context."""
-    if device == "cpu" and kernel_problem:
-        yield f"no fused CPU kernel: {kernel_problem}"
-    if card_problem:
-        yield f"torch runs its steps, without our GPU kernels: {card_problem}"
+def _native_notes(config: DecoderConfig, device: str, problem: str | None) -> Iterator[str]:
+    """`ModelPlan.notes` on speed and on the context; ``problem``: of our own kernels."""
+    if problem:
+        kernel = "fused CPU kernel" if device == "cpu" else "GPU kernels, so torch runs its steps"
+        yield f"no {kernel}: {problem}"
     if config.max_context < (longest := config.ropes[0].context):
         yield f"its rotary factors are those of short texts; max_context={longest} asks for more"
 
@@ -657,15 +652,13 @@ def _asked_dtype(options: LoadOptions) -> str:
     return "bfloat16" if options.weights == "bf16" else options.dtype
 
 
-def _native_decoder(
-    device: str, kernel_problem: str | None, card_problem: str | None, exact: bool
-) -> str:
+def _native_decoder(device: str, problem: str | None, exact: bool) -> str:
     """The fastest decoder that runs on ``device`` and keeps bits where that is asked for."""
-    if kernel_problem is None:
+    if device == "cpu" and not problem:
         return "fused"
     if exact:
         return "fixed-shape"
-    return "eager" if device == "cpu" or card_problem else "graphed"
+    return "eager" if problem else "graphed"
 
 
 def _kernel_problem() -> str | None:

@@ -109,10 +109,9 @@ class StepDecoder(PagedDecoder):
         config: DecoderConfig,
         weights: DecoderWeights,
         launch: Launch | None = None,
-        max_graphs: int = 32,
     ) -> None:
         EagerDecoder.__init__(self, config, weights)
-        self._begin(max_graphs)
+        self._begin()
         self._launch, self._least = launch, TILE
         self._every: list[tuple[Tensor, Tensor]] | None = None
         if importlib.util.find_spec("triton"):  # several rows need it

@@ -15,7 +15,6 @@ from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import PagedDecoder
-from foredraft.models.native.model import DecoderFactory
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import made, text
@@ -76,11 +75,8 @@ def test_replayed_graphs_equal_the_eager_decoder(
 def test_dropped_graphs_make_room_for_others(checkpoint: Path) -> None:
     eager = NativeTarget.load(checkpoint, torch.float32, "cuda")
 
-    def one_graph_at_a_time(*parts) -> PagedDecoder:  # type: ignore[no-untyped-def]
-        return PagedDecoder(*parts, max_graphs=1)
-
-    factory: DecoderFactory = one_graph_at_a_time
-    graphed = NativeTarget.load(checkpoint, torch.float32, "cuda", factory)
+    graphed = NativeTarget.load(checkpoint, torch.float32, "cuda", PagedDecoder)
+    decoder_of(graphed).max_graphs = 1
     for actual, wanted in zip(course(graphed), course(eager), strict=True):
         assert torch.allclose(actual, wanted, atol=2e-3 * wanted.abs().max().item())
 

@@ -46,12 +46,10 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 class Idle(PagedDecoder):
     """Records forwards that do nothing."""
 
-    def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, max_graphs: int = 32
-    ) -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         EagerDecoder.__init__(self, config, weights)
         self._least = TILE
-        self._begin(max_graphs)
+        self._begin()
 
     def _run(
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
@@ -114,8 +112,9 @@ def test_equal_shapes_share_a_recording(target: NativeTarget) -> None:
 
 
 def test_the_least_recently_used_recording_goes() -> None:
-    target = NativeTarget.load(made("llama"), new_decoder=lambda *parts: Idle(*parts, 2))
+    target = NativeTarget.load(made("llama"), new_decoder=Idle)
     decoder, slot = decoder_of(target), target.cache.allocate()
+    decoder.max_graphs = 2
 
     def recorded(size: int) -> bool:
         before = decoder.num_recorded

@@ -16,7 +16,6 @@ head; others as in `model`.
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -265,11 +264,6 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-_MAX_GRAPHS = 32
-
-_log = logging.getLogger("foredraft")
-
-
 @dataclass(frozen=True)
 class Graph:
     """One recorded forward.
@@ -430,30 +424,28 @@ class PagedDecoder(EagerDecoder):
     Args:
         config: the model's shape.
         weights: its weights, on any device.
-        max_graphs: the least recently used one makes room for another.
 
     Attributes:
+        max_graphs: the least recently used one makes room for another.
         num_recorded: forwards that were recorded.
         num_replayed: forwards that ran as a recording.
     """
 
     name = "graphed"
     runs_copies = True
+    max_graphs = 32
 
-    def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, max_graphs: int = _MAX_GRAPHS
-    ) -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         from foredraft.models.native import triton_ops, triton_packed
 
         self._ops, self._packed = triton_ops, triton_packed
         super().__init__(config, triton_packed.on_card(weights, weights.device))
         is_plain = isinstance(self._weights.layers[0].gate_up_weight, Tensor)
         self._least = TILE if is_plain and not config.experts else TILE // 2
-        self._begin(max_graphs)
+        self._begin()
 
-    def _begin(self, max_graphs: int) -> None:
+    def _begin(self) -> None:
         """Without recordings."""
-        self._max_graphs = max_graphs
         self._recorder = Recorder(self._weights.device)
         self._graphs: OrderedDict[Bucket, Graph] = OrderedDict()
         self._logits: dict[int, Tensor] = {}
@@ -502,7 +494,7 @@ class PagedDecoder(EagerDecoder):
             copy_to(inputs, self._graphs[bucket].inputs)
             self._graphs.move_to_end(bucket)
         else:
-            self._drop(len(self._graphs) + 1 - self._max_graphs)
+            self._drop(len(self._graphs) + 1 - self.max_graphs)
             self._graphs[bucket] = self._record(bucket, cache, inputs)
         return self._graphs[bucket]
 
@@ -530,7 +522,6 @@ class PagedDecoder(EagerDecoder):
         work = self._work(fixed, bucket, cache, logits_NV)
         replay = self._recorder.record(work)
         self.num_recorded += 1
-        _log.debug("recorded %s, %d graphs", bucket, len(self._graphs) + 1)
         return Graph(fixed, logits_NV, replay, work)
 
     def _work(
@@ -778,8 +769,6 @@ def pieces(plan: ForwardPlan) -> list[list[range]]:
 def _in_order(x_NE: Tensor, numbers: Sequence[int]) -> Tensor:
     """The rows by their numbers, ascending."""
     order = sorted(range(len(numbers)), key=numbers.__getitem__)
-    if order == [*range(len(numbers))]:
-        return x_NE
     return x_NE.index_select(0, torch.tensor(order).to(x_NE.device))
 
 
@@ -814,7 +803,7 @@ def unusual_layers(config: DecoderConfig) -> str | None:
 def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
     """What of a model or a device the kernels do not know; None: nothing."""
     if not has_kernels(device):
-        return "they take Triton and a GPU of compute capability 8.0"
+        return "they take Triton and a GPU of compute capability 8.0 or more"
     if reason := unusual_layers(config):
         return reason
     if (experts := config.experts) and (

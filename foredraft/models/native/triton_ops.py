@@ -101,7 +101,6 @@ def _linear_kernel(
     TILE_N: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A tile of outputs; with an activation, of gates and of ups, which lie behind all gates."""
@@ -134,10 +133,10 @@ def _linear_kernel(
                 norms = tl.load(norm + first + inputs, mask=first + inputs < num_inputs, other=0.0)
             part = (whole * (norms.to(tl.float32) + norm_offset)[None, :]).to(part.dtype)
         weights = tl.load(weight_at + first, mask=weight_mask, other=0.0)
-        sums = tl.dot(part, weights, sums, input_precision=PRECISION)
+        sums = tl.dot(part, weights, sums, input_precision="ieee")
         if ACTIVATION != 0:
             weights = tl.load(up_at + first, mask=weight_mask, other=0.0)
-            ups = tl.dot(part, weights, ups, input_precision=PRECISION)
+            ups = tl.dot(part, weights, ups, input_precision="ieee")
     if EARLY:
         gdc_launch_dependents()
     if HAS_NORM:
@@ -259,7 +258,6 @@ def _attend_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STRETCH: tl.constexpr,
-    PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """What a tile of tokens sees of one stretch: sums, and of each its peak and weight."""
@@ -300,7 +298,7 @@ def _attend_kernel(
             address = block * block_stride + base + (entry % BLOCK) * HEAD
             key_mask = is_key[None, :] & inside[:, None]
             key = tl.load(keys + address[None, :] + dims[:, None], mask=key_mask, other=0.0)
-            scores = tl.dot(queries, key, input_precision=PRECISION) * scale
+            scores = tl.dot(queries, key, input_precision="ieee") * scale
             if HAS_CAP:
                 scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (scores / cap))))
             sees = (own[None, :] < seen[:, None]) & (own[None, :] >= seen[:, None] - window)
@@ -315,7 +313,7 @@ def _attend_kernel(
             # Weights of 0 must cancel a sibling that is not finite; it knows itself by its scores.
             broken = drafted[:, None] & ~(tl.abs(value) < float("inf"))
             value = tl.where(broken, 0.0, value)
-            part = tl.dot(chances.to(value.dtype), value, input_precision=PRECISION)
+            part = tl.dot(chances.to(value.dtype), value, input_precision="ieee")
             total = total * fade[:, None] + part
             peak = higher
         if EARLY:
@@ -381,10 +379,22 @@ def _join_kernel(
     if HAS_SUMS:
         of_groups = tl.sum(tl.reshape(rounded.to(tl.float32), (HEAD // 32, 32)), 1)
         groups = head * (HEAD // 32) + tl.arange(0, HEAD // 32)
-        at = token.to(tl.int64) * (HEADS * HEAD // 16) + groups // 8 * 16 + groups % 8
-        upper = of_groups.to(out.dtype.element_ty)
-        tl.store(out_sums + at, upper)
-        tl.store(out_sums + at + 8, (of_groups - upper.to(tl.float32)).to(out.dtype.element_ty))
+        at = token.to(tl.int64) * (HEADS * HEAD // 16) + group_at(groups)
+        store_sums(out_sums + at, of_groups, None)
+
+
+@triton.jit
+def group_at(groups):
+    """Where the first number of a group's sum is among those of a token."""
+    return groups // 8 * 16 + groups % 8
+
+
+@triton.jit
+def store_sums(at, sums, mask):
+    """Sums as two numbers each, which lie 8 apart."""
+    upper = sums.to(at.dtype.element_ty)
+    tl.store(at, upper, mask=mask)
+    tl.store(at + 8, (sums - upper.to(tl.float32)).to(at.dtype.element_ty), mask=mask)
 
 
 class Card(NamedTuple):
@@ -498,7 +508,6 @@ def linear(
         ACTIVATION=ACTIVATIONS[activation],
         EVEN=num_inputs % tiles["TILE_K"] == 0,
         TILE_N=tile,
-        PRECISION="ieee",
         **launch(x_NK),
         **tiles,
     )
@@ -602,7 +611,6 @@ def attend(
         QUERIES=sizes.queries,
         KEYS=sizes.keys,
         STRETCH=sizes.stretch,
-        PRECISION="ieee",
         **launch(query_NHD),
         num_warps=sizes.warps,
         num_stages=sizes.stages,

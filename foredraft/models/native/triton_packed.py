@@ -39,8 +39,10 @@ from foredraft.models.native.triton_ops import (
     Norm,
     activated,
     card_of,
+    group_at,
     launch,
     linear,
+    store_sums,
 )
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
@@ -408,24 +410,10 @@ def _product_kernel(
         whole = tl.where(is_output[:, None], total, 0.0).to(tl.float32)
         of_groups = tl.sum(tl.reshape(whole, (TILE_M // 32, 32, TILE_N)), 1)
         groups = tl.program_id(0) * (TILE_M // 32) + tl.arange(0, TILE_M // 32)
-        place = entries.to(tl.int64)[None, :] * (num_outputs // 16) + _group_at(groups)[:, None]
+        place = entries.to(tl.int64)[None, :] * (num_outputs // 16) + group_at(groups)[:, None]
         is_stored = is_token & (tl.sum(stored.to(tl.int32), 0) > 0)
         mask = (groups < num_outputs // 32)[:, None] & is_stored[None, :]
-        _store_sums(out_sums + place, of_groups, mask)
-
-
-@triton.jit
-def _group_at(groups):
-    """Where the first number of a group's sum is among those of a token."""
-    return groups // 8 * 16 + groups % 8
-
-
-@triton.jit
-def _store_sums(at, sums, mask):
-    """Sums as two numbers each, which lie 8 apart."""
-    upper = sums.to(at.dtype.element_ty)
-    tl.store(at, upper, mask=mask)
-    tl.store(at + 8, (sums - upper.to(tl.float32)).to(at.dtype.element_ty), mask=mask)
+        store_sums(out_sums + place, of_groups, mask)
 
 
 @triton.jit
@@ -463,8 +451,8 @@ def _prepare_kernel(
     if HAS_SUMS:
         of_groups = tl.sum(tl.reshape(part.to(tl.float32), (PART // 32, 32)), 1)
         groups = tl.program_id(1) * (PART // 32) + tl.arange(0, PART // 32)
-        place = sums + token * (2 * num_groups) + _group_at(groups)
-        _store_sums(place, of_groups, groups < num_groups)
+        place = sums + token * (2 * num_groups) + group_at(groups)
+        store_sums(place, of_groups, groups < num_groups)
 
 
 @triton.jit
