@@ -636,7 +636,7 @@ def _attention_sizes(head_dim: int, itemsize: int, card: Card) -> AttentionSizes
     if head_dim <= 64:
         return AttentionSizes()
     sizes = _LARGE if card.shared >= _HOPPER_SHARED else _LARGE_IN_REGISTERS
-    padded = triton.next_power_of_2(head_dim)
+    padded: int = triton.next_power_of_2(head_dim)
 
     def shared(keys: int) -> int:
         return ((sizes.queries + keys) * padded + sizes.queries * keys) * itemsize + 1024
