@@ -28,13 +28,8 @@ from benchmarks.one_kernel.step import CompiledStep, Phase, Step, StepDecoder
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.cuda import (
-    GraphedDecoder,
-    PagedDecoder,
-    exact_decoder,
-    graphed_decoder,
-)
-from foredraft.models.native.model import DecoderFactory
+from foredraft.models.native.cuda import PagedDecoder, exact_decoder
+from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.quant import (
     CENTRED4,
     INT4,
@@ -45,10 +40,10 @@ from foredraft.models.native.quant import (
 from foredraft.models.native.target import NativeTarget
 
 _DECODERS: dict[str, DecoderFactory] = {
-    "paged": graphed_decoder,
+    "paged": PagedDecoder,
     "exact": exact_decoder,
     "step": StepDecoder,
-    "torch": GraphedDecoder,
+    "torch": EagerDecoder,
 }
 _MODELS = {"135m": "smollm2-135m", "1b": "llama-1b", "8b": "llama-8b"}
 _CONTEXTS = (256, 2048, 8000)

@@ -34,7 +34,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.config import DecoderConfig, read_config, why_not_native
 from foredraft.models.native.cpu import FusedDecoder, has_tiles, work_bytes
-from foredraft.models.native.cuda import exact_decoder, graphed_decoder, why_not_paged
+from foredraft.models.native.cuda import PagedDecoder, exact_decoder, why_not_paged
 from foredraft.models.native.draft_model import NativeDraftModel
 from foredraft.models.native.model import DecoderFactory, EagerDecoder, probe
 from foredraft.models.native.mtp import has_own_layers
@@ -398,7 +398,7 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     """The factory of a native plan's `ModelPlan.decoder`; ``threads``: see `load_target`."""
     decoders: dict[str, DecoderFactory] = {
         "fused": partial(FusedDecoder, num_threads=threads) if threads else FusedDecoder,
-        "graphed": graphed_decoder,
+        "graphed": PagedDecoder,
         "eager": EagerDecoder,
         "fixed-shape": exact_decoder,
     }
@@ -519,7 +519,8 @@ def plan_native(
         ConfigError: the device cannot run these weights.
     """
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
-    few_bits_problem = kernel_problem and _card_problem(config, options, device, kernel_problem)
+    problem = kernel_problem if device == "cpu" else why_not_paged(config, torch.device(device))
+    few_bits_problem = "exact=True" if options.exact and device != "cpu" else problem
     _refuse_few_bits(options, few_bits_problem, kernel_problem)
     dtype = _asked_dtype(options)
     if dtype == "auto":
@@ -539,7 +540,7 @@ def plan_native(
         name=name,
         checkpoint=checkpoint,
         backend="native",
-        decoder=_native_decoder(device, kernel_problem, options.exact),
+        decoder=_native_decoder(device, problem, options.exact),
         device=device,
         dtype=dtype,
         cache_dtype=cache_dtype,
@@ -553,7 +554,7 @@ def plan_native(
         activation_bits=16 if kernel_problem else activation_bits,
         tiles=tiles,
         notes=(
-            *_native_notes(config, device, kernel_problem),
+            *_native_notes(config, device, problem),
             *not_kept,
             *_too_long(options, config.max_context),
         ),
@@ -613,10 +614,11 @@ def _too_long(options: LoadOptions, limit: int) -> Iterator[str]:
         yield f"max_context is {options.max_context}, and the model takes {limit}: {limit} it is"
 
 
-def _native_notes(config: DecoderConfig, device: str, kernel_problem: str | None) -> Iterator[str]:
-    """`ModelPlan.notes` on speed and on the context."""
-    if device == "cpu" and kernel_problem:
-        yield f"no fused CPU kernel: {kernel_problem}"
+def _native_notes(config: DecoderConfig, device: str, problem: str | None) -> Iterator[str]:
+    """`ModelPlan.notes` on speed and on the context; ``problem``: of our own kernels."""
+    if problem:
+        kernel = "fused CPU kernel" if device == "cpu" else "GPU kernels, so torch runs its steps"
+        yield f"no {kernel}: {problem}"
     if config.max_context < (longest := config.ropes[0].context):
         yield f"its rotary factors are those of short texts; max_context={longest} asks for more"
 
@@ -627,15 +629,6 @@ def _work_bytes(config: DecoderConfig, options: LoadOptions, dtype: str, bits: B
     num_tokens = min(options.max_step_tokens or MAX_STEP_TOKENS, longest)
     forms: dict[Bits, int] = {None: FORM_PLAIN, _TILES: FORM_TILED}
     return work_bytes(config, dtype == "bfloat16", forms.get(bits, FORM_PACKED), num_tokens)
-
-
-def _card_problem(
-    config: DecoderConfig, options: LoadOptions, device: str, kernel_problem: str
-) -> str | None:
-    """Why weights in few bits are no faster on a GPU; None: they are."""
-    if device == "cpu":
-        return kernel_problem
-    return "exact=True" if options.exact else why_not_paged(config, torch.device(device))
 
 
 def _refuse_few_bits(
@@ -659,13 +652,13 @@ def _asked_dtype(options: LoadOptions) -> str:
     return "bfloat16" if options.weights == "bf16" else options.dtype
 
 
-def _native_decoder(device: str, kernel_problem: str | None, exact: bool) -> str:
+def _native_decoder(device: str, problem: str | None, exact: bool) -> str:
     """The fastest decoder that runs on ``device`` and keeps bits where that is asked for."""
-    if kernel_problem is None:
+    if device == "cpu" and not problem:
         return "fused"
     if exact:
         return "fixed-shape"
-    return "graphed" if device.startswith("cuda") else "eager"
+    return "eager" if problem else "graphed"
 
 
 def _kernel_problem() -> str | None:

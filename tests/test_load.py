@@ -19,7 +19,7 @@ from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatchError
 from foredraft.kernels.build import LIBRARIES
 from foredraft.load import load_models, native_decoder, plan_models, plan_native
-from foredraft.models.native.cuda import exact_decoder, graphed_decoder
+from foredraft.models.native import cuda
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
 from foredraft.system.devices import resolve_device
@@ -235,24 +235,40 @@ CONFIG = random_config("smollm2-135m")
 
 
 @pytest.mark.parametrize(
-    ("device", "exact", "decoder"),
+    ("device", "capability", "decoder"),
     [
-        ("cuda", False, "graphed"),
-        ("cuda:1", False, "graphed"),
-        ("cuda", True, "fixed-shape"),
-        ("auto", False, "graphed"),
+        ("cuda", (8, 0), "graphed"),
+        ("cuda:1", (9, 0), "graphed"),
+        ("auto", (12, 0), "graphed"),
+        ("cuda", (7, 5), "eager"),
     ],
 )
-def test_a_gpu_runs_recorded_graphs_unless_bits_must_be_exact(
-    device: str, exact: bool, decoder: str, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_has_the_decoder_that_it_can_run(
+    device: str,
+    capability: tuple[int, int],
+    decoder: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    plan = plan_native("model", None, CONFIG, LoadOptions(exact=exact), resolve_device(device))
-    assert (plan.decoder, plan.dtype, plan.is_exact) == (decoder, "bfloat16", exact)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(cuda, "has_triton", lambda device: device.type == "cuda")
+    plan = plan_native("model", None, CONFIG, LoadOptions(), resolve_device(device))
+    assert (plan.decoder, plan.dtype, plan.is_exact) == (decoder, "bfloat16", False)
+    assert any("compute capability 8.0" in note for note in plan.notes) == (decoder == "eager")
+    plan = plan_native("model", None, CONFIG, LoadOptions(exact=True), resolve_device(device))
+    assert (plan.decoder, plan.is_exact) == ("fixed-shape", True)
     made = native_decoder(plan.decoder)
     # By the GPU's own kernels, where it has them.
-    assert made is (exact_decoder if exact else graphed_decoder)
+    assert made is cuda.exact_decoder
+
+
+def test_layers_that_gpus_kernels_do_not_know_are_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "has_kernels", lambda _: True)
+    for name, decoder in (("smollm2-135m", "graphed"), ("qwen3.5-0.8b", "eager")):
+        plan = plan_native("model", None, random_config(name), LoadOptions(), "cuda")
+        assert plan.decoder == decoder
+    assert any(note.endswith("torch runs its steps: recurrent layers") for note in plan.notes)
 
 
 @pytest.mark.parametrize(("exact", "decoder"), [(False, "eager"), (True, "fixed-shape")])

@@ -26,12 +26,11 @@ from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.cuda import (
     TILE,
     Bucket,
-    GraphedDecoder,
     GridInputs,
     PagedDecoder,
-    unusual,
+    unusual_layers,
 )
-from foredraft.models.native.model import finished_logits
+from foredraft.models.native.model import EagerDecoder, finished_logits
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 SOURCE = Path(__file__).with_name("step.cu")
@@ -110,10 +109,10 @@ class StepDecoder(PagedDecoder):
         config: DecoderConfig,
         weights: DecoderWeights,
         launch: Launch | None = None,
-        **options: int,
     ) -> None:
-        GraphedDecoder.__init__(self, config, weights, **options)
-        self._launch, self._least, self._tables = launch, TILE, None
+        EagerDecoder.__init__(self, config, weights)
+        self._begin()
+        self._launch, self._least = launch, TILE
         self._every: list[tuple[Tensor, Tensor]] | None = None
         if importlib.util.find_spec("triton"):  # several rows need it
             self._packed = importlib.import_module("foredraft.models.native.triton_packed")
@@ -385,7 +384,9 @@ def _pairs_fit(config: DecoderConfig) -> bool:
 
 def why_not_step(config: DecoderConfig, weights: DecoderWeights) -> str | None:
     """What of a model the kernel does not know; None: nothing."""
-    if (found := unusual(config)) is not None:
+    if config.experts:
+        return "mixtures of experts"
+    if (found := unusual_layers(config)) is not None:
         return found
     if any(size != config.head_dim for size in config.head_norm_sizes()):
         return "norms of all heads together"

@@ -41,7 +41,7 @@ class KVCache(Cache):
         self.store = BlockStore(shape, dtype, device, block_size)
         super().__init__(max_length, CacheMemory.of(memory, device), block_size, device)
         self.memory.add(self, shape.bytes_per_token(dtype))
-        self._keeps_clean = self._holds_memory = False
+        self._holds_memory = False
 
     @property
     def shape(self) -> KVShape:
@@ -65,29 +65,12 @@ class KVCache(Cache):
         self.store.clear_entries(self.table(slot), range(start, start + num_tokens))
         self.keep(slot, num_tokens, ())
 
-    def keep_clean(self) -> None:
-        """From now on zero new blocks, for kernels that read beyond the valid entries.
-
-        A weight of 0 does not cancel a NaN.
-        """
-        self._keeps_clean = True
-
-    def clear_behind(self, slot: int, end: int) -> None:
-        """Zero the slot's old entries from ``end`` on, for the same kernels."""
-        state = self._slots[slot]
-        stale = min(state.dirty, len(state.table) * self.block_size)
-        if end < stale:
-            self.store.clear_entries(state.table, range(end, stale))
-        state.dirty = end
-
     def hold_memory(self) -> None:
         """Keep the memory when the last slot is freed, because CUDA graphs hold its address."""
         self._holds_memory = True
 
     def _make_room(self, blocks: Sequence[int]) -> None:
         self.store.make_room(self.pool.num_made, self.pool.num_total)
-        if self._keeps_clean:
-            self.store.clear(blocks)
 
     def _copy_block(self, source: int, target: int) -> None:
         self.store.copy(source, target)

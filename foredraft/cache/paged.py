@@ -138,7 +138,6 @@ class Cache:
         """
         state = self._slots[slot]
         state.revision, state.written = next(self._revisions), num_tokens
-        state.dirty = max(state.dirty, state.length + num_tokens)
 
     def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
         """Further layers of this shape; see `Capabilities.cache_layers`.
@@ -334,7 +333,6 @@ class Cache:
         """Let an empty slot begin with shared blocks."""
         self.pool.share(blocks)
         state.table.extend(blocks)
-        state.dirty = len(blocks) * self.block_size
         self._set_length(state, length)
 
     def _set_length(self, state: Slot, length: int) -> None:

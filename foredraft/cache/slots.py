@@ -60,7 +60,6 @@ class Slot:
         table: the blocks of its entries, in their order, as C integers.
         length: number of valid entries.
         written: entries that the last forward wrote behind them.
-        dirty: end of the entries that any forward has written, valid or not.
         names: names of its leading full blocks, as far as they are published.
         runs: its runs in extra layers.
     """
@@ -70,6 +69,5 @@ class Slot:
     table: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0
     written: int = 0
-    dirty: int = 0
     names: list[bytes] = field(default_factory=list)
     runs: WeakKeyDictionary[StoredLayers, EntryRun] = field(default_factory=WeakKeyDictionary)

@@ -131,12 +131,6 @@ class BlockStore:
         for store in self._all:
             store[target] = store[source]
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero some blocks."""
-        at = torch.tensor(blocks, device=self.device)
-        for store in self._all:
-            store.index_fill_(0, at, 0)
-
     def clear_entries(self, table: Sequence[int], entries: range) -> None:
         """Zero some entries of a slot in all layers."""
         size, start = self.block_size, entries.start
@@ -170,24 +164,16 @@ class BlockStore:
 
     def rows(self, blocks: Sequence[int]) -> Tensor:
         """Row indices of the blocks' entries in layer 0, head by head; for `gather`."""
-        return self.rows_of(torch.tensor([[*blocks]], dtype=torch.int64).to(self.device))
-
-    def rows_of(self, tables_SM: Tensor) -> Tensor:
-        """`rows` of S slots with M blocks each, one slot after another; [S H M]."""
-        heads = self.shape.num_kv_heads
-        heads_H1 = torch.arange(heads, device=self.device)[:, None]
-        return (tables_SM[:, None] * (self.shape.num_layers * heads) + heads_H1).flatten()
+        heads, blocks_M = self.shape.num_kv_heads, torch.tensor(blocks, dtype=torch.int64)
+        rows_HM = blocks_M * (self.shape.num_layers * heads) + torch.arange(heads)[:, None]
+        return rows_HM.flatten().to(self.device)
 
     def gather(self, layer: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [H, N B, D] of the blocks behind ``rows_R`` (see `rows`)."""
-        keys, values = (store.index_select(0, rows_R) for store in self.layer_rows(layer))
-        shape = (self.shape.num_kv_heads, -1, self.shape.head_dim)
-        return keys.view(shape), values.view(shape)
-
-    def layer_rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, B, D], so that the rows of one layer are `rows` of layer 0."""
-        first = layer * self.shape.num_kv_heads
-        return self.keys.flatten(0, 2)[first:], self.values.flatten(0, 2)[first:]
+        heads, size = self.shape.num_kv_heads, self.shape.head_dim
+        every = (store.flatten(0, 2)[layer * heads :] for store in (self.keys, self.values))
+        keys, values = (store.index_select(0, rows_R).view(heads, -1, size) for store in every)
+        return keys, values
 
     def addresses(self, table: Sequence[int], entries: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Block and offset of each of a slot's entries, [T] each."""

@@ -26,7 +26,7 @@ from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, made, save_checkpoint, text
-from tests.models.test_graphed import TREE
+from tests.models.test_parity import TREE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = Path(__file__).parent

@@ -12,8 +12,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.cuda import GraphedDecoder
-from foredraft.models.native.model import DecoderFactory
+from foredraft.models.native.cuda import PagedDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import made, text
@@ -29,8 +28,8 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
     return made(request.param)
 
 
-def decoder_of(target: NativeTarget) -> GraphedDecoder:
-    assert isinstance(target.decoder, GraphedDecoder)
+def decoder_of(target: NativeTarget) -> PagedDecoder:
+    assert isinstance(target.decoder, PagedDecoder)
     return target.decoder
 
 
@@ -61,7 +60,7 @@ def test_replayed_graphs_equal_the_eager_decoder(
 ) -> None:
     """Relative to the largest logit, over a course in which each graph is used again and again."""
     eager = NativeTarget.load(checkpoint, dtype, "cuda")
-    graphed = NativeTarget.load(checkpoint, dtype, "cuda", GraphedDecoder)
+    graphed = NativeTarget.load(checkpoint, dtype, "cuda", PagedDecoder)
     expected = course(eager)
     for _ in range(2):  # the second time on graphs that are there already
         for actual, wanted in zip(course(graphed), expected, strict=True):
@@ -74,11 +73,8 @@ def test_replayed_graphs_equal_the_eager_decoder(
 def test_dropped_graphs_make_room_for_others(checkpoint: Path) -> None:
     eager = NativeTarget.load(checkpoint, torch.float32, "cuda")
 
-    def one_graph_at_a_time(*parts) -> GraphedDecoder:  # type: ignore[no-untyped-def]
-        return GraphedDecoder(*parts, max_graphs=1)
-
-    factory: DecoderFactory = one_graph_at_a_time
-    graphed = NativeTarget.load(checkpoint, torch.float32, "cuda", factory)
+    graphed = NativeTarget.load(checkpoint, torch.float32, "cuda", PagedDecoder)
+    decoder_of(graphed).max_graphs = 1
     for actual, wanted in zip(course(graphed), course(eager), strict=True):
         assert torch.allclose(actual, wanted, atol=2e-3 * wanted.abs().max().item())
 

@@ -36,7 +36,6 @@ from foredraft.models.native.cpu import (
     has_tiles,
     work_bytes,
 )
-from foredraft.models.native.cuda import GraphedDecoder
 from foredraft.models.native.model import DecoderFactory, EagerDecoder, finished_logits
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.quant import Matrix, PackedMatrix, as_tensor, tensor_of
@@ -513,7 +512,7 @@ def test_weights_of_other_dtypes_are_refused(checkpoints: dict[str, Path]) -> No
         FusedDecoder(config, mixed)
 
 
-@pytest.mark.parametrize("new_decoder", [FusedDecoder, EagerDecoder, GraphedDecoder])
+@pytest.mark.parametrize("new_decoder", [FusedDecoder, EagerDecoder])
 def test_a_cache_that_is_not_the_model_s_own_is_refused(
     checkpoints: dict[str, Path], new_decoder: DecoderFactory
 ) -> None:

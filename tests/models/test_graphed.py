@@ -1,50 +1,41 @@
-"""Decoders of fixed shapes compute what the eager one does, and padding touches nothing.
+"""What GPUs record, and which forwards; decoders of fixed shapes compute what the eager one does.
 
-Nothing is recorded on a CPU, but all else runs: grids, masks, scratch entries, buckets.
+Nothing is recorded on a CPU, and the kernels are `test_triton`'s: a forward here does nothing.
 """
 
 from __future__ import annotations
 
 import gc
-import random
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.random_model import random_weights
 from foredraft.cache.kv import KVCache
-from foredraft.core.errors import CapabilityError
-from foredraft.core.params import SamplingParams
-from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
-from foredraft.llm import LLM
+from foredraft.core.errors import CapabilityError, ConfigError
+from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.config import DecoderConfig, read_config
+from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.cuda import (
+    TILE,
     Bucket,
-    GraphedDecoder,
     GridInputs,
+    PagedDecoder,
     Recorder,
-    attention_bias,
-    choose_bucket,
     fits_grid,
     grid_inputs,
     paged_bucket,
 )
-from foredraft.models.native.model import FixedShapeDecoder, probe
+from foredraft.models.native.model import EagerDecoder, FixedShapeDecoder, probe
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.target import NativeTarget
-from foredraft.models.native.weights import load_weights
+from foredraft.models.native.weights import DecoderWeights
 from foredraft.models.table import TableModel
-from foredraft.options import LoadOptions
 from tests.models.checkpoints import made, text
-
-TOLERANCE = 1e-4
-TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -52,203 +43,36 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
     return made(request.param)
 
 
-@pytest.fixture
-def target(checkpoint: Path) -> NativeTarget:
-    return NativeTarget.load(checkpoint, new_decoder=GraphedDecoder)
+class Idle(PagedDecoder):
+    """Records forwards that do nothing."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
+        EagerDecoder.__init__(self, config, weights)
+        self._least = TILE
+        self._begin()
+
+    def _run(
+        self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> dict[int, Tensor]:
+        return {i: torch.zeros(bucket.size, self._config.hidden_size) for i in bucket.taps}
 
 
 @pytest.fixture
-def pair(checkpoint: Path, target: NativeTarget) -> Pair:
-    return Pair(NativeTarget.load(checkpoint), target)
+def target() -> NativeTarget:
+    return NativeTarget.load(made("llama"), new_decoder=Idle)
 
 
-def decoder_of(target: NativeTarget) -> GraphedDecoder:
-    assert isinstance(target.decoder, GraphedDecoder)
+def decoder_of(target: NativeTarget) -> PagedDecoder:
+    assert isinstance(target.decoder, PagedDecoder)
     return target.decoder
 
 
-@dataclass
-class Pair:
-    """An eager and a graphed target that are fed the same; every step compares them."""
-
-    eager: NativeTarget
-    graphed: NativeTarget
-    slots: list[int] = field(default_factory=list)
-
-    def open(self, tokens: Sequence[int] = ()) -> int:
-        """A slot of both that holds ``tokens``."""
-        slot, other = self.eager.cache.allocate(), self.graphed.cache.allocate()
-        assert slot == other
-        if tokens:
-            self.score([ScoreRow(slot, tokens)])
-            self.keep(slot, len(tokens))
-        return slot
-
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> None:
-        pairs = zip(self.eager.score(rows, taps), self.graphed.score(rows, taps), strict=True)
-        for expected, actual in pairs:
-            assert actual.logits_NV.dtype == torch.float32
-            assert_close(actual.logits_NV, expected.logits_NV)
-            assert actual.taps.keys() == expected.taps.keys()
-            for layer, tapped_TE in actual.taps.items():
-                assert_close(tapped_TE, expected.taps[layer])
-
-    def keep(self, slot: int, num_pending: int, path: Sequence[int] = ()) -> None:
-        for target in (self.eager, self.graphed):
-            target.cache.keep(slot, num_pending, path)
-        counted = self.eager.cache.length(slot)
-        for expected, actual in zip(
-            *(entries(target, slot, counted) for target in (self.eager, self.graphed)), strict=True
-        ):
-            assert_close(actual, expected)
-
-    def free(self, slot: int) -> None:
-        self.eager.cache.free(slot)
-        self.graphed.cache.free(slot)
-
-    @property
-    def num_replayed(self) -> int:
-        return decoder_of(self.graphed).num_replayed
-
-
-def entries(target: NativeTarget, slot: int, end: int) -> list[Tensor]:
-    """Keys and values [H, end, D] of a slot, layer by layer."""
-    store, table = target.cache.store, target.cache.table(slot)
-    return [x for layer in range(store.shape.num_layers) for x in store.get(layer, table, end)]
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    assert actual.shape == expected.shape
-    assert torch.allclose(actual, expected, rtol=0.0, atol=TOLERANCE)
-
-
-# ------------------------------------------------------------------------------------ same values
-
-
-def test_steps_of_one_row_equal_the_eager_decoder(pair: Pair) -> None:
-    slot = pair.open(text(20))
-    before = pair.num_replayed
-    for tree in (EMPTY_TREE, TokenTree.chain((5, 6, 7)), TREE, TokenTree.chain(text(40))):
-        pair.score([ScoreRow(slot, [11], tree)])
-        pair.keep(slot, 1)
-    assert pair.num_replayed == before + 4
-
-
-def test_a_random_course_of_steps_equals_the_eager_decoder(pair: Pair) -> None:
-    """Rows come, draft, keep, go back and leave; the cache grows on the way."""
-    generator = random.Random(5)
-    slots: list[int] = []
-    for _ in range(60):
-        if len(slots) < 4 and generator.random() < 0.3:
-            slots.append(pair.open(text(generator.choice((0, 3, 40, 200)))))
-        chosen = generator.sample(slots, generator.randint(min(1, len(slots)), len(slots)))
-        if not chosen:
-            continue
-        trees = [random_tree(generator) for _ in chosen]
-        rows = [ScoreRow(slot, [9], tree) for slot, tree in zip(chosen, trees, strict=True)]
-        pair.score(rows, generator.choice(((), (2, 0))))
-        for slot, tree in zip(chosen, trees, strict=True):
-            pair.keep(slot, 1, generator.choice([(), *tree.paths]))
-        if generator.random() < 0.1:
-            slots.remove(chosen[0])
-            pair.free(chosen[0])
-    assert pair.num_replayed > 40
-
-
-def random_tree(generator: random.Random) -> TokenTree:
-    size = generator.choice((0, 0, 1, 3, 7, 12))
-    parents = [generator.randrange(ROOT, node) for node in range(size)]
-    return TokenTree(tuple(text(size)), tuple(parents))
-
-
-def test_in_bfloat16_it_is_as_precise_as_the_eager_decoder(checkpoint: Path) -> None:
-    precise = load_weights(checkpoint, read_config(checkpoint), torch.bfloat16)
-    for tensor in precise.tensors().values():
-        tensor.data = tensor.data.float()
-    targets = (
-        NativeTarget(read_config(checkpoint), precise),
-        NativeTarget.load(checkpoint, torch.bfloat16),
-        NativeTarget.load(checkpoint, torch.bfloat16, new_decoder=GraphedDecoder),
-    )
-    scored = []
-    for target in targets:
-        slot = target.cache.allocate()
-        target.score([ScoreRow(slot, text(30))])
-        target.cache.keep(slot, 30, ())
-        scored.append(target.score([ScoreRow(slot, [4], TREE)])[0].logits_NV)
-    expected, eager, graphed = scored
-    assert (graphed - expected).abs().mean() < 1.3 * (eager - expected).abs().mean()
-
-
-# -------------------------------------------------------------------------------- padding is alone
-
-
-def test_only_the_plans_entries_are_written(target: NativeTarget) -> None:
-    cache, slots = target.cache, [target.cache.allocate() for _ in range(4)]
-    for slot in slots:
-        target.score([ScoreRow(slot, text(30, seed=slot))])
-        cache.keep(slot, 30, ())
-    target.score([ScoreRow(slots[2], [5], TREE), ScoreRow(slots[0], [6])])
-    before = [entries(target, slot, 64) for slot in slots]
-    target.score([ScoreRow(slots[2], [8], TREE), ScoreRow(slots[0], [9])])
-    expected = [{30}, set(), {*range(30, 38)}, set()]
-    for slot, written in zip(slots, expected, strict=True):
-        for old, new in zip(before[slot], entries(target, slot, 64), strict=True):
-            assert set((old != new).any(-1).any(0).nonzero()[:, 0].tolist()) <= written
-
-
-def test_what_does_not_count_has_no_influence(target: NativeTarget) -> None:
-    """Entries of rejected nodes, of other rows and of padding hold anything; no bit changes.
-
-    Not even NaN: attention gives what it may not see a weight of 0, and 0 times NaN is NaN.
-    """
-    cache, slots = target.cache, [target.cache.allocate() for _ in range(3)]
-    for slot in slots:
-        target.score([ScoreRow(slot, text(30, seed=slot))])
-        cache.keep(slot, 30, ())
-    rows = [ScoreRow(slots[1], [5], TREE), ScoreRow(slots[0], [6])]
-    expected = target.score(rows)
-    for slot in slots:
-        cache.will_write(slot, 34)
-    for store in (cache.store.keys, cache.store.values):
-        for slot in slots:
-            store[[*cache.table(slot)], :, :, 30:] = torch.nan
-        store[[*cache.table(slots[2])]] = torch.nan
-        store[-1] = torch.nan  # where padding writes
-    for actual, wanted in zip(target.score(rows), expected, strict=True):
-        assert torch.equal(actual.logits_NV, wanted.logits_NV)
-
-
-def test_a_broken_row_does_not_harm_the_next_user_of_its_slot(
-    checkpoint: Path, target: NativeTarget
-) -> None:
-    prompt, broken = text(20), text(60, seed=1)
-    layer = target.weights.layers[0]
+def opened(target: NativeTarget, count: int = 20) -> int:
+    """A slot that holds a text."""
     slot = target.cache.allocate()
-    kept = layer.attention_norm_E.clone()
-    layer.attention_norm_E.fill_(torch.nan)
-    target.score([ScoreRow(slot, broken)])
-    target.cache.keep(slot, len(broken), ())
-    [scores] = target.score([ScoreRow(slot, [3], TREE)])
-    assert scores.logits_NV.isnan().all()
-    layer.attention_norm_E.copy_(kept)
-    target.cache.free(slot)
-    pair = Pair(NativeTarget.load(checkpoint), target)
-    assert pair.open(prompt) == slot
-    before = pair.num_replayed
-    pair.score([ScoreRow(slot, [3], TREE)])
-    pair.keep(slot, 1, (1, 4))
-    pair.score([ScoreRow(slot, [4])])
-    assert pair.num_replayed == before + 2
-
-
-def test_logits_and_taps_belong_to_the_caller(target: NativeTarget) -> None:
-    slot = target.cache.allocate()
-    [first] = target.score([ScoreRow(slot, [5], TREE)], taps=(0,))
-    kept = first.logits_NV.clone(), first.taps[0].clone()
-    target.score([ScoreRow(slot, [6], TREE)], taps=(0,))
-    assert torch.equal(first.logits_NV, kept[0])
-    assert torch.equal(first.taps[0], kept[1])
+    target.score([ScoreRow(slot, text(count))])
+    target.cache.keep(slot, count, ())
+    return slot
 
 
 # ------------------------------------------------------------------------------ buckets, recordings
@@ -274,50 +98,48 @@ def test_steps_go_on_the_grid_and_all_else_does_not() -> None:
     assert not fits_grid(plan_forward([ScoreRow(0, [1], wants_logits=False)], [0]))
 
 
-def test_the_mask_is_the_plans(target: NativeTarget) -> None:
-    rows = [ScoreRow(1, [4, 5], TREE), ScoreRow(0, [6], TokenTree.chain(text(63)))]
-    plan = plan_forward(rows, [20, 3])
-    for _ in range(2):
-        target.cache.reserve(target.cache.allocate(), 100)
-    bucket = choose_bucket(plan, target.cache.block_size)
-    inputs = GridInputs.of(grid_inputs(plan, bucket, target.cache), bucket)
-    bias = attention_bias(inputs, bucket, torch.float32)
-    assert (bias == 0).any(-1).all(), "a token that sees nothing has no defined output"
-    for place, row in enumerate(plan.rows):
-        expected = torch.zeros(len(row), bucket.context, dtype=torch.bool)
-        expected[:, : plan.end(row)] = plan.mask(row)
-        assert torch.equal(bias[place, : len(row)] == 0, expected)
+def test_equal_shapes_share_a_recording(target: NativeTarget) -> None:
+    slot, decoder = opened(target), decoder_of(target)
+    for size in (0, 6, 7, 15):  # with the pending token, at most sixteen
+        target.score([ScoreRow(slot, [3], TokenTree.chain(text(size)))])
+    assert (decoder.num_recorded, decoder.num_replayed) == (1, 4)
+    target.score([ScoreRow(slot, [3], SMALL_TREE)])
+    scores = target.score([ScoreRow(slot, [3])], taps=(1,))
+    assert decoder.num_recorded == 3
+    assert scores[0].taps.keys() == {1}
+    target.score([ScoreRow(slot, [3])])  # what was tapped once is there in all
+    assert decoder.num_recorded == 3
 
 
-def test_equal_shapes_share_a_recording_and_the_least_recently_used_one_goes(
-    checkpoint: Path,
-) -> None:
-    target = NativeTarget.load(
-        checkpoint, new_decoder=lambda config, weights: GraphedDecoder(config, weights, 2)
-    )
+def test_the_least_recently_used_recording_goes() -> None:
+    target = NativeTarget.load(made("llama"), new_decoder=Idle)
     decoder, slot = decoder_of(target), target.cache.allocate()
+    decoder.max_graphs = 2
 
     def recorded(size: int) -> bool:
         before = decoder.num_recorded
         target.score([ScoreRow(slot, text(size)[:1], TokenTree.chain(text(size - 1)))])
         return decoder.num_recorded > before
 
-    sizes = (1, 2, 1, 5, 6, 8, 1, 2)  # five to eight tokens have one shape
-    is_new = [True, True, False, True, False, False, False, True]
-    assert [recorded(size) for size in sizes] == is_new
+    sizes = (1, 17, 1, 33, 1, 17)
+    assert [recorded(size) for size in sizes] == [True, True, False, True, False, True]
 
 
-def test_recordings_outlive_the_last_request_and_not_the_place_of_the_cache(pair: Pair) -> None:
-    slot, decoder = pair.open(text(20)), decoder_of(pair.graphed)
-    pair.score([ScoreRow(slot, [3])])
-    pair.free(slot)
-    assert pair.graphed.cache.num_bytes > 0
-    before, slot = decoder.num_recorded, pair.open(text(30))
-    pair.score([ScoreRow(slot, [3])])
-    assert decoder.num_recorded == before
-    pair.graphed.cache.store._resize(8)
-    pair.score([ScoreRow(slot, [3])])
-    assert decoder.num_recorded == before + 1
+def test_a_cache_that_moved_is_recorded_anew(target: NativeTarget) -> None:
+    slot, decoder = opened(target, 200), decoder_of(target)
+    target.score([ScoreRow(slot, [3])])
+    target.cache.store._resize(8)
+    target.score([ScoreRow(slot, [3])])
+    assert decoder.num_recorded == 2
+
+
+def test_recordings_outlive_the_last_request(target: NativeTarget) -> None:
+    slot, decoder = opened(target), decoder_of(target)
+    target.score([ScoreRow(slot, [3])])
+    target.cache.free(slot)
+    assert target.cache.num_bytes > 0
+    target.score([ScoreRow(opened(target, 30), [3])])
+    assert decoder.num_recorded == 1
 
 
 def test_a_recording_keeps_the_memory_that_it_works_on(
@@ -336,33 +158,15 @@ def test_a_recording_keeps_the_memory_that_it_works_on(
     assert alive[0]() is not None
 
 
-# ------------------------------------------------------------------------------------- on a device
-
-
-def test_the_recorded_work_asks_the_device_for_no_value(checkpoint: Path) -> None:
-    """Tensors on "meta" have no values and mix with no others: whatever would wait, raises."""
-    config: DecoderConfig = replace(read_config(checkpoint), model_type="llama")
-    decoder = GraphedDecoder(config, random_weights(config, torch.bfloat16, "meta"))
-    cache = KVCache(config.kv_shape, torch.bfloat16, "meta", 512)
-    cache.reserve(cache.allocate(), 300)
-    bucket = Bucket(rows=2, tokens=8, context=256, taps=(1,))
-    numbers = torch.zeros((8 + 8) * bucket.size + 2 * 4, dtype=torch.int64, device="meta")
-    inputs = GridInputs.of(numbers, bucket)
-    logits_NV = torch.empty(bucket.size, config.vocab_size, device="meta")
-    tapped = decoder._run(inputs, bucket, cache, logits_NV)
-    assert tapped[1].shape == (bucket.size, config.hidden_size)
-
-
-def test_drafting_changes_no_text(checkpoint: Path, target: NativeTarget) -> None:
-    params = SamplingParams(max_tokens=24, seed=3)
-    prompts = [text(30) * 2, text(12, seed=1) * 3, text(5)]
-    texts = []
-    for options in (LoadOptions(drafter="none"), LoadOptions(drafter="ngram")):
-        for model in (NativeTarget.load(checkpoint), target):
-            results = LLM(model, None, options).generate(prompts, params)
-            texts.append([result.token_ids for result in results])
-    assert all(found == texts[0] for found in texts)
-    assert decoder_of(target).num_replayed > 0
+@pytest.mark.parametrize("new_decoder", [Idle, EagerDecoder])
+def test_a_cache_that_is_not_the_models_own_is_refused(new_decoder: type[EagerDecoder]) -> None:
+    target = NativeTarget.load(made("llama"), new_decoder=new_decoder)
+    cache = KVCache(target.config.kv_shape, torch.bfloat16, "cpu", 512)
+    cache.reserve(cache.allocate(), 20)
+    for length in (1, 20):
+        plan = plan_forward([ScoreRow(0, text(length))], [0])
+        with pytest.raises(ConfigError, match="make it of the model's own"):
+            target.decoder.forward(plan, cache)
 
 
 # ------------------------------------------------------------- a step as the kernels of gpus get it
@@ -372,24 +176,23 @@ SMALL_TREE = TokenTree((7, 8, 9, 8), (ROOT, ROOT, 0, 2))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "start", "bucket", "paged"),
+    ("sizes", "start", "bucket"),
     [
-        ([1], 10, (1, 1, 256), (1, 16, 256)),
-        ([5], 10, (1, 8, 256), (1, 16, 256)),
-        ([1], 256, (1, 1, 512), (1, 16, 1024)),
-        ([8], 248, (1, 8, 256), (1, 16, 1024)),
-        ([17], 10, (1, 32, 256), (1, 32, 256)),
-        ([3, 1], 300, (2, 4, 512), (4, 4, 1024)),
-        ([1, 1, 1], 10, (4, 1, 256), (16, 1, 256)),
-        ([1] * 32, 1023, (32, 1, 1024), (32, 1, 1024)),
+        ([1], 10, (1, 16, 256)),
+        ([5], 10, (1, 16, 256)),
+        ([1], 256, (1, 16, 1024)),
+        ([8], 248, (1, 16, 1024)),
+        ([17], 10, (1, 32, 256)),
+        ([3, 1], 300, (4, 4, 1024)),
+        ([1, 1, 1], 10, (16, 1, 256)),
+        ([1] * 32, 1023, (32, 1, 1024)),
     ],
 )
-def test_the_smallest_bucket_is_chosen_and_a_step_of_kernels_has_sixteen_tokens(
-    sizes: list[int], start: int, bucket: tuple[int, ...], paged: tuple[int, ...]
+def test_a_step_has_sixteen_tokens_or_more(
+    sizes: list[int], start: int, bucket: tuple[int, ...]
 ) -> None:
     plan = plan_of(*((slot, size, start) for slot, size in enumerate(sizes)))
-    assert choose_bucket(plan, block_size=64) == Bucket(*bucket, ())
-    assert paged_bucket(plan, 64) == Bucket(*paged, (), True)
+    assert paged_bucket(plan, 64) == Bucket(*bucket, (), True)
 
 
 def test_paths_lead_through_the_tree() -> None:

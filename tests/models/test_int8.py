@@ -13,7 +13,6 @@ from foredraft.core.errors import ConfigError
 from foredraft.load import ModelPlan, plan_models
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
-from foredraft.models.native.cuda import GraphedDecoder
 from foredraft.models.native.model import (
     DecoderFactory,
     EagerDecoder,
@@ -210,7 +209,7 @@ def test_logits_are_as_near_as_float32_comes(dtype: torch.dtype, num_rows: int) 
     assert head_logits(normed_NE[:0], head_VE).shape == (0, num_rows)
 
 
-@pytest.mark.parametrize("new_decoder", [EagerDecoder, FixedShapeDecoder, GraphedDecoder])
+@pytest.mark.parametrize("new_decoder", [EagerDecoder, FixedShapeDecoder])
 def test_no_decoder_rounds_its_logits(new_decoder: DecoderFactory) -> None:
     """Rounded to bfloat16, hundreds of logits share a few dozen values."""
     target = NativeTarget.load(made("llama"), torch.bfloat16, new_decoder=new_decoder)

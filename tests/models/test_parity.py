@@ -17,7 +17,6 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.base import read as read_text
 from foredraft.models.files.store import resolve_model
-from foredraft.models.native.cuda import GraphedDecoder
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, made, need_kernel, read, text
@@ -36,7 +35,6 @@ def _fused() -> DecoderFactory:
 
 DECODERS: dict[str, Callable[[], DecoderFactory]] = {
     "eager": lambda: EagerDecoder,
-    "graphed": lambda: GraphedDecoder,
     "fused": _fused,
 }
 

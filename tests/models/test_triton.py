@@ -5,6 +5,7 @@ On a CPU they run in Triton's interpreter, where it is installed: `TRITON_INTERP
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,15 @@ import torch
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
-from foredraft.core.tree import EMPTY_TREE, TokenTree
+from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import TILE, ExactDecoder, PagedDecoder
+from foredraft.models.native.model import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import made, text
-from tests.models.on_triton import DEVICE, INTERPRETED, NEEDS_GPU
-from tests.models.test_graphed import TREE, Pair
+from tests.models.on_triton import DEVICE, INTERPRETED, NEEDS_GPU, TREE, Pair, entries
 
 pytestmark = NEEDS_GPU
 
@@ -88,6 +89,83 @@ def test_company_changes_no_bit(checkpoint: Path, dtype: torch.dtype) -> None:
     for node, path in enumerate(TREE.paths):
         along = alone([5, *(TREE.tokens[i] for i in path)])
         assert torch.equal(scored[node + 1], along[-1]), node
+
+
+@pytest.fixture
+def llamas() -> Pair:
+    """Of one family: what decoders do, whatever their layers are."""
+    eager, paged = (
+        NativeTarget.load(made("llama"), device=DEVICE, new_decoder=new)
+        for new in (EagerDecoder, PagedDecoder)
+    )
+    return Pair(eager, paged)
+
+
+def test_a_random_course_of_steps_equals_the_eager_decoder(llamas: Pair) -> None:
+    """Rows come, draft, keep, go back and leave; the cache grows on the way."""
+    generator, slots = random.Random(5), list[int]()
+    for _ in range(15):
+        if len(slots) < 3 and generator.random() < 0.5:
+            slots.append(llamas.open(text(generator.choice((0, 3, 40, 200)))))
+        chosen = generator.sample(slots, generator.randint(min(1, len(slots)), len(slots)))
+        if not chosen:
+            continue
+        trees = [random_tree(generator) for _ in chosen]
+        rows = [ScoreRow(slot, [9], tree) for slot, tree in zip(chosen, trees, strict=True)]
+        llamas.score(rows, generator.choice(((), (2, 0))))
+        for slot, tree in zip(chosen, trees, strict=True):
+            llamas.keep(slot, 1, generator.choice([(), *tree.paths]))
+        if generator.random() < 0.1:
+            slots.remove(chosen[0])
+            llamas.free(chosen[0])
+    assert llamas.num_replayed > 8
+
+
+def random_tree(generator: random.Random) -> TokenTree:
+    size = generator.choice((0, 0, 1, 3, 7, 12))
+    parents = [generator.randrange(ROOT, node) for node in range(size)]
+    return TokenTree(tuple(text(size)), tuple(parents))
+
+
+def test_only_the_plans_entries_are_written(llamas: Pair) -> None:
+    target = llamas.graphed
+    cache, slots = target.cache, [llamas.open(text(30, seed=seed)) for seed in range(4)]
+    target.score([ScoreRow(slots[2], [5], TREE), ScoreRow(slots[0], [6])])
+    before = [entries(target, slot, 64) for slot in slots]
+    target.score([ScoreRow(slots[2], [8], TREE), ScoreRow(slots[0], [9])])
+    expected = [{30}, set(), {*range(30, 38)}, set()]
+    for slot, written in zip(slots, expected, strict=True):
+        for old, new in zip(before[slot], entries(target, slot, 64), strict=True):
+            assert set((old != new).any(-1).any(0).nonzero()[:, 0].tolist()) <= written
+    cache.check()
+
+
+def test_a_broken_row_does_not_harm_the_next_user_of_its_slot(llamas: Pair) -> None:
+    target, prompt, broken = llamas.graphed, text(20), text(60, seed=1)
+    layer = target.weights.layers[0]
+    slot = target.cache.allocate()
+    kept = layer.attention_norm_E.clone()
+    layer.attention_norm_E.fill_(torch.nan)
+    target.score([ScoreRow(slot, broken)])
+    target.cache.keep(slot, len(broken), ())
+    [scores] = target.score([ScoreRow(slot, [3], TREE)])
+    assert scores.logits_NV.isnan().all()
+    layer.attention_norm_E.copy_(kept)
+    target.cache.free(slot)
+    assert llamas.open(prompt) == slot
+    llamas.score([ScoreRow(slot, [3], TREE)])
+    llamas.keep(slot, 1, (1, 4))
+    llamas.score([ScoreRow(slot, [4])])
+
+
+def test_logits_and_taps_belong_to_the_caller(llamas: Pair) -> None:
+    target = llamas.graphed
+    slot = target.cache.allocate()
+    [first] = target.score([ScoreRow(slot, [5], TREE)], taps=(0,))
+    kept = first.logits_NV.clone(), first.taps[0].clone()
+    target.score([ScoreRow(slot, [6], TREE)], taps=(0,))
+    assert torch.equal(first.logits_NV, kept[0])
+    assert torch.equal(first.taps[0], kept[1])
 
 
 @pytest.mark.parametrize("decoder", [PagedDecoder, ExactDecoder])

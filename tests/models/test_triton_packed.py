@@ -29,8 +29,7 @@ from foredraft.models.native.quant import (
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights
 from tests.models.checkpoints import made, text
-from tests.models.on_triton import DEVICE, INTERPRETED, NEEDS_GPU
-from tests.models.test_graphed import TREE, Pair
+from tests.models.on_triton import DEVICE, INTERPRETED, NEEDS_GPU, TREE, Pair
 
 pytestmark = NEEDS_GPU
 CARD = torch.device(DEVICE)

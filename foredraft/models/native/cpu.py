@@ -78,7 +78,7 @@ class FusedDecoder:
         KernelUnavailable: the kernel cannot be compiled here (see `kernels.build`).
     """
 
-    reads_unseen, is_fused = False, True
+    is_fused = True
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None

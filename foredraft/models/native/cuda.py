@@ -3,26 +3,21 @@
 A small forward on a GPU is hundreds of short kernels, and launching them one by one from Python
 takes longer than running them. So each row of a `ForwardPlan` becomes a row of a grid of one of a
 few shapes, padded to the same number of tokens; rows are padded too. The forward of each shape is
-recorded when it first comes. Everything that differs between two forwards of one shape is numbers
-in one small tensor. Prompts, forwards of some layers only and very large steps run through the
-eager decoder.
-
-`GraphedDecoder` does it with torch alone. A padding token sees its row's entries and itself, so
-that no row of the mask is empty, and writes into a block that nobody reads. On other devices
-nothing is recorded, and the same code runs as it is. `PagedDecoder` does it with the kernels of
-`triton_ops`, where Triton and the layer's kind allow it.
+recorded when it first comes, with the kernels of `triton_ops`. Everything that differs between two
+forwards of one shape is numbers in one small tensor. Prompts and very large steps run through the
+eager decoder, and so do models and GPUs that the kernels do not know (`why_not_paged`). On a CPU
+nothing is recorded, and Triton's interpreter runs the same code.
 
 Shape legend: R rows of the grid, T tokens of one of its rows, N = R * T tokens of the grid,
-C cache entries attended to, M cache blocks that hold them, B rows that attend, P query heads that
-share a key-value head; others as in `model`.
+C cache entries attended to, M cache blocks that hold them, P query heads that share a key-value
+head; others as in `model`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -44,7 +39,6 @@ from foredraft.models.native.model import (
     EagerDecoder,
     FixedShapeDecoder,
     SeenEntries,
-    capped_attention,
     finished_logits,
     masked_attention,
 )
@@ -177,14 +171,14 @@ class Bucket:
         tokens: T.
         context: C; no token of the forward sees an entry beyond.
         taps: layers whose output is wanted, ascending.
-        is_chain: of `PagedDecoder`, whether no row branches.
+        is_chain: whether no row branches.
     """
 
     rows: int
     tokens: int
     context: int
     taps: tuple[int, ...]
-    is_chain: bool = False
+    is_chain: bool
 
     @property
     def size(self) -> int:
@@ -216,20 +210,6 @@ def fits_grid(plan: ForwardPlan) -> bool:
         and rows * tokens <= _MAX_TOKENS
         and all(map(_has_few_pending, plan.rows, plan.row_wanted))
     )
-
-
-def choose_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) -> Bucket:
-    """The smallest bucket that ``plan`` fits.
-
-    Args:
-        plan: for which `fits_grid`.
-        block_size: entries of a cache block.
-        taps: layers whose output is wanted.
-    """
-    rows, tokens = padded_shape(plan)
-    seen = max(plan.entries[row.start] for row in plan.rows) + tokens
-    context = max(_MIN_CONTEXT, power_of_two(seen), block_size)
-    return Bucket(rows, tokens, context, tuple(sorted(set(taps))))
 
 
 def grid_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
@@ -269,35 +249,6 @@ def grid_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
     return torch.from_numpy(numbers)
 
 
-def attention_bias(
-    inputs: GridInputs, bucket: Bucket, dtype: torch.dtype, window: int | None = None
-) -> Tensor:
-    """[R, T, C] to add to attention scores: 0 where a token sees an entry, else minus infinity.
-
-    A token sees the entries of the last ``window`` positions only. These are tensor operations of
-    fixed shape, and nothing asks the device for a value.
-    """
-    rows, tokens, context = bucket.rows, bucket.tokens, bucket.context
-    device = inputs.starts.device
-    starts_R11 = inputs.starts[:rows, None, None]
-    own_T = torch.arange(tokens, device=device)
-    seen_R1C = torch.arange(context, device=device) < starts_R11
-    num_own_RT1 = inputs.lengths.view(rows, tokens, 1) - starts_R11
-    zeros_RTT = torch.zeros(rows, tokens, tokens, dtype=torch.int64, device=device)
-    paths_RTT = inputs.paths.view(rows, tokens, tokens)
-    seen_RTT = zeros_RTT.scatter_add_(2, paths_RTT, (own_T < num_own_RT1).long())
-    sees_RTT = (seen_RTT != 0) | (own_T[:, None] == own_T)  # padding sees itself
-    own_entries_RTT = (starts_R11 + own_T).expand(rows, tokens, tokens)
-    seen_RTC = seen_R1C.repeat(1, tokens, 1).scatter_(2, own_entries_RTT, sees_RTT)
-    if window is not None:
-        positions_RT = inputs.positions.view(rows, tokens)
-        places_RC = torch.arange(context, device=device).expand(rows, context)
-        places_RC = places_RC.scatter(1, own_entries_RTT[:, 0], positions_RT)
-        seen_RTC &= places_RC[:, None] > positions_RT[..., None] - window
-    bias_RTC = torch.zeros(seen_RTC.shape, dtype=dtype, device=device)
-    return bias_RTC.masked_fill_(~seen_RTC, float("-inf"))
-
-
 def padded_shape(plan: ForwardPlan) -> tuple[int, int]:
     """Rows and tokens of a row, each rounded up to a power of two."""
     return power_of_two(len(plan.rows)), power_of_two(max(map(len, plan.rows)))
@@ -311,11 +262,6 @@ def _has_few_pending(row: range, wanted: range) -> bool:
 def power_of_two(count: int) -> int:
     """The smallest power of two that is not below ``count``."""
     return 1 << (count - 1).bit_length()
-
-
-_MAX_GRAPHS = 32
-
-_log = logging.getLogger("foredraft")
 
 
 @dataclass(frozen=True)
@@ -333,228 +279,6 @@ class Graph:
     logits_NV: Tensor
     replay: Callable[[], dict[int, Tensor]]
     work: Callable[[], dict[int, Tensor]]
-
-
-class GraphedDecoder(EagerDecoder):
-    """Runs a `ForwardPlan`, that of a decoding step as one recorded graph.
-
-    Recordings hold the cache's address. So the cache keeps its memory from the first one on, and
-    when it has to move, all are made anew. One decoder serves one cache.
-
-    Memory beyond weights and cache: the pool that all graphs share (activations of the largest
-    grid), logits [N, V] for each power of two N that grids have come in, and the driver's record of
-    each kernel of each graph.
-
-    Args:
-        config: the model's shape.
-        weights: its weights, on any device.
-        max_graphs: the least recently used one makes room for another.
-
-    Attributes:
-        num_recorded: forwards that were recorded.
-        num_replayed: forwards that ran as a recording.
-    """
-
-    reads_unseen = True
-
-    def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, max_graphs: int = _MAX_GRAPHS
-    ) -> None:
-        super().__init__(config, weights)
-        self._max_graphs = max_graphs
-        self._recorder = Recorder(weights.device)
-        self._graphs: OrderedDict[Bucket, Graph] = OrderedDict()
-        self._logits: dict[int, Tensor] = {}
-        self._storage: tuple[object, ...] = ()
-        self._taps: frozenset[int] = frozenset()
-        self.num_recorded = self.num_replayed = 0
-
-    @torch.no_grad()
-    def forward(
-        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Write the plan's tokens into the cache and score the wanted ones.
-
-        Returns:
-            float32 logits [N, V], and for each tap the output [T, E] of that layer. They are the
-            caller's: the next forward does not touch them.
-        """
-        if not isinstance(cache, KVCache) or not self.fits(plan):
-            return super().forward(plan, cache, taps)
-        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
-        if self.reads_unseen:
-            for row in plan.rows:
-                cache.clear_behind(plan.slot(row), plan.end(row))
-        self._taps |= {*taps}  # what was wanted once is there in all: no shape is recorded twice
-        bucket = self._bucket(plan, cache.store.block_size, [*self._taps])
-        graph = self._graph(bucket, cache, grid_inputs(plan, bucket, cache))
-        tapped = graph.replay()
-        self.num_replayed += 1
-        places_T = GridInputs.of(graph.inputs, bucket).places[: len(plan)]
-        logits_NV = graph.logits_NV[: len(plan.wanted)].clone()
-        return logits_NV, {i: tapped[i].index_select(0, places_T) for i in taps}
-
-    def fits(self, plan: ForwardPlan) -> bool:
-        """Whether ``plan`` is run as a recording."""
-        return not unusual(self._config) and fits_grid(plan)
-
-    def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
-        return choose_bucket(plan, block_size, taps)
-
-    def _graph(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
-        """The bucket's recording with these inputs in place, made if there is none."""
-        storage = storage_of(cache.store)
-        if storage != self._storage:
-            self._drop(len(self._graphs))
-            self._storage = storage
-            cache.hold_memory()
-        if bucket in self._graphs:
-            copy_to(inputs, self._graphs[bucket].inputs)
-            self._graphs.move_to_end(bucket)
-        else:
-            self._drop(len(self._graphs) + 1 - self._max_graphs)
-            self._graphs[bucket] = self._record(bucket, cache, inputs)
-        return self._graphs[bucket]
-
-    def _drop(self, count: int) -> None:
-        """Forget the ``count`` least recently used recordings."""
-        if count <= 0:
-            return
-        self._recorder.wait()
-        for _ in range(count):
-            self._graphs.popitem(last=False)
-        if not self._graphs:
-            self._recorder.start_over()
-
-    def _record(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
-        """Record with real inputs: doing a forward several times leaves the same in the cache."""
-        device = self._weights.device
-        fixed = torch.empty_like(inputs, device=device)
-        copy_to(inputs, fixed)
-        rounded = power_of_two(bucket.size)
-        if rounded not in self._logits:
-            shape = (rounded, self._config.vocab_size)
-            self._logits[rounded] = torch.empty(shape, device=device)
-        logits_NV = self._logits[rounded][: bucket.size]
-
-        work = self._work(fixed, bucket, cache, logits_NV)
-        replay = self._recorder.record(work)
-        self.num_recorded += 1
-        _log.debug("recorded %s, %d graphs", bucket, len(self._graphs) + 1)
-        return Graph(fixed, logits_NV, replay, work)
-
-    def _work(
-        self, fixed: Tensor, bucket: Bucket, cache: KVCache, logits_NV: Tensor
-    ) -> Callable[[], dict[int, Tensor]]:
-        """The forward of a bucket on the inputs ``fixed``."""
-        inputs = GridInputs.of(fixed, bucket)
-        return lambda: self._run(inputs, bucket, cache, logits_NV)
-
-    def _run(
-        self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
-    ) -> dict[int, Tensor]:
-        """The forward on fixed buffers; nothing here depends on their values."""
-        biases = {
-            window: _for_groups(
-                attention_bias(inputs, bucket, self._weights.dtype, window),
-                self._config.num_attention_heads // self._config.num_key_value_heads,
-            )
-            for window in (None, *self._config.windows)
-        }
-        grid = Grid(inputs, bucket, cache, self._rotations(inputs.positions))
-        run = _GridRun(grid, biases, self._attend_grouped)
-        hidden_NE = self.embed(inputs.token_ids)
-        layers = range(len(self._weights.layers))
-        hidden_NE, tapped = self._run_layers(run, hidden_NE, layers, bucket.taps)
-        logits_NV.copy_(self._head(hidden_NE.index_select(0, inputs.wanted)))
-        return tapped
-
-    def _norm(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
-    ) -> Tensor:
-        family = self._config.family
-        if weight is None or family.norm_offset or family.layer_norms:
-            return super()._norm(x, weight, bias, eps)
-        return F.rms_norm(x, weight.shape, weight, eps or self._config.rms_norm_eps)
-
-    def _attend(self, query_RHD: Tensor, seen: SeenEntries) -> Tensor:
-        keys_GCD, values_GCD, mask_RC, sinks_H = seen
-        if sinks_H is not None:
-            return super()._attend(query_RHD, seen)
-        bias = None
-        if mask_RC is not None:
-            zeros_RC = torch.zeros(mask_RC.shape, dtype=query_RHD.dtype, device=mask_RC.device)
-            bias_BTC = zeros_RC.masked_fill_(~mask_RC, float("-inf"))[None]
-            bias = _for_groups(bias_BTC, query_RHD.shape[1] // len(keys_GCD))
-        return self._attend_grouped(query_RHD[None], keys_GCD[None], values_GCD[None], bias)[0]
-
-    def _attend_grouped(
-        self, query_BTHD: Tensor, keys_BGCD: Tensor, values_BGCD: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """Attention of B rows, [B, T, H, D].
-
-        The P query heads that share keys are laid behind one another as if they were further
-        tokens: keys are then read once for all of them, by the kernels for masked attention, which
-        know no shared keys.
-
-        Args:
-            bias: [B, 1, P T, C] to add to the scores, or None.
-        """
-        rows, tokens, _, head_dim = query_BTHD.shape
-        groups, cap = keys_BGCD.shape[1], self._config.attention_cap
-        query_BGPTD = query_BTHD.view(rows, tokens, groups, -1, head_dim).permute(0, 2, 3, 1, 4)
-        query_BGMD = query_BGPTD.reshape(rows, groups, -1, head_dim)
-        scale = self._config.query_scale
-        attended = (
-            F.scaled_dot_product_attention(
-                query_BGMD, keys_BGCD, values_BGCD, attn_mask=bias, scale=scale
-            )
-            if cap is None
-            else capped_attention(query_BGMD, keys_BGCD, values_BGCD, bias, scale, cap)
-        )
-        attended_BGPTD = attended.view(rows, groups, -1, tokens, head_dim)
-        return attended_BGPTD.permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1, head_dim)
-
-
-def _for_groups(bias_BTC: Tensor, per_group: int) -> Tensor:
-    """The bias for queries as `GraphedDecoder._attend_grouped` lays them out; [B, 1, P T, C]."""
-    return bias_BTC.repeat(1, per_group, 1)[:, None]
-
-
-class _GridRun:
-    """A forward that attends for all rows of a grid at once. See `model.Run`."""
-
-    states = inputs = ()
-
-    def __init__(
-        self,
-        grid: Grid,
-        biases: Mapping[int | None, Tensor],
-        attend_grouped: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-    ) -> None:
-        self.rotations, self._grid, self._biases = grid.rotations, grid, biases
-        self._attend_grouped = attend_grouped
-        tables = grid.inputs.tables.view(grid.bucket.rows, -1)
-        self._rows = grid.cache.store.rows_of(tables)
-
-    def attend(
-        self, index: int, layer: LayerWeights, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor
-    ) -> Tensor:
-        store, bucket = self._grid.cache.store, self._grid.bucket
-        written = (self._grid.inputs.blocks, slice(None), self._grid.inputs.offsets)
-        store.keys[:, index][written] = key_TGD
-        store.values[:, index][written] = value_TGD
-        keys_RGCD, values_RGCD = (
-            rows.index_select(0, self._rows).view(bucket.rows, -1, bucket.context, rows.shape[-1])
-            for rows in store.layer_rows(index)
-        )
-        attended_RTHD = self._attend_grouped(
-            query_THD.view(bucket.rows, bucket.tokens, *query_THD.shape[1:]),
-            keys_RGCD,
-            values_RGCD,
-            self._biases[layer.kind.window],
-        )
-        return attended_RTHD.reshape(bucket.size, -1)
 
 
 def storage_of(store: BlockStore) -> tuple[object, ...]:
@@ -687,22 +411,144 @@ def _is_chain(plan: ForwardPlan) -> bool:
     return all(count == entry + 1 for count, entry in zip(seen, plan.entries, strict=True))
 
 
-class PagedDecoder(GraphedDecoder):
-    """Runs a `ForwardPlan`, that of a decoding step as one recorded graph of our own kernels."""
+class PagedDecoder(EagerDecoder):
+    """Runs a `ForwardPlan`, that of a decoding step as one recorded graph of our own kernels.
 
-    reads_unseen = False
+    Recordings hold the cache's address. So the cache keeps its memory from the first one on, and
+    when it has to move, all are made anew. One decoder serves one cache.
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, **options: int) -> None:
+    Memory beyond weights and cache: the pool that all graphs share (activations of the largest
+    grid), logits [N, V] for each power of two N that grids have come in, and the driver's record of
+    each kernel of each graph.
+
+    Args:
+        config: the model's shape.
+        weights: its weights, on any device.
+
+    Attributes:
+        max_graphs: the least recently used one makes room for another.
+        num_recorded: forwards that were recorded.
+        num_replayed: forwards that ran as a recording.
+    """
+
+    max_graphs = 32
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         from foredraft.models.native import triton_ops, triton_packed
 
         self._ops, self._packed = triton_ops, triton_packed
-        super().__init__(config, triton_packed.on_card(weights, weights.device), **options)
+        super().__init__(config, triton_packed.on_card(weights, weights.device))
         is_plain = isinstance(self._weights.layers[0].gate_up_weight, Tensor)
         self._least = TILE if is_plain and not config.experts else TILE // 2
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without recordings."""
+        self._recorder = Recorder(self._weights.device)
+        self._graphs: OrderedDict[Bucket, Graph] = OrderedDict()
+        self._logits: dict[int, Tensor] = {}
+        self._storage: tuple[object, ...] = ()
+        self._taps: frozenset[int] = frozenset()
         self._tables: list[tuple[Tensor, Tensor]] | None = None
+        self.num_recorded = self.num_replayed = 0
+
+    @torch.no_grad()
+    def forward(
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Write the plan's tokens into the cache and score the wanted ones.
+
+        Returns:
+            float32 logits [N, V], and for each tap the output [T, E] of that layer. They are the
+            caller's: the next forward does not touch them.
+        """
+        if not isinstance(cache, KVCache) or not self.fits(plan):
+            return super().forward(plan, cache, taps)
+        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
+        self._taps |= {*taps}  # what was wanted once is there in all: no shape is recorded twice
+        bucket = self._bucket(plan, cache.store.block_size, [*self._taps])
+        graph = self._graph(bucket, cache, grid_inputs(plan, bucket, cache))
+        tapped = graph.replay()
+        self.num_replayed += 1
+        places_T = GridInputs.of(graph.inputs, bucket).places[: len(plan)]
+        logits_NV = graph.logits_NV[: len(plan.wanted)].clone()
+        return logits_NV, {i: tapped[i].index_select(0, places_T) for i in taps}
 
     def fits(self, plan: ForwardPlan) -> bool:
+        """Whether ``plan`` is run as a recording."""
         return fits_grid(plan)
+
+    def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
+        return paged_bucket(plan, block_size, taps, self._least)
+
+    def _graph(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
+        """The bucket's recording with these inputs in place, made if there is none."""
+        storage = storage_of(cache.store)
+        if storage != self._storage:
+            self._drop(len(self._graphs))
+            self._storage = storage
+            cache.hold_memory()
+        if bucket in self._graphs:
+            copy_to(inputs, self._graphs[bucket].inputs)
+            self._graphs.move_to_end(bucket)
+        else:
+            self._drop(len(self._graphs) + 1 - self.max_graphs)
+            self._graphs[bucket] = self._record(bucket, cache, inputs)
+        return self._graphs[bucket]
+
+    def _drop(self, count: int) -> None:
+        """Forget the ``count`` least recently used recordings."""
+        if count <= 0:
+            return
+        self._recorder.wait()
+        for _ in range(count):
+            self._graphs.popitem(last=False)
+        if not self._graphs:
+            self._recorder.start_over()
+
+    def _record(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
+        """Record with real inputs: doing a forward several times leaves the same in the cache."""
+        device = self._weights.device
+        fixed = torch.empty_like(inputs, device=device)
+        copy_to(inputs, fixed)
+        rounded = power_of_two(bucket.size)
+        if rounded not in self._logits:
+            shape = (rounded, self._config.vocab_size)
+            self._logits[rounded] = torch.empty(shape, device=device)
+        logits_NV = self._logits[rounded][: bucket.size]
+
+        work = self._work(fixed, bucket, cache, logits_NV)
+        replay = self._recorder.record(work)
+        self.num_recorded += 1
+        return Graph(fixed, logits_NV, replay, work)
+
+    def _work(
+        self, fixed: Tensor, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> Callable[[], dict[int, Tensor]]:
+        """The forward of a bucket on the inputs ``fixed``."""
+        inputs = GridInputs.of(fixed, bucket)
+        return lambda: self._run(inputs, bucket, cache, logits_NV)
+
+    def _norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if weight is None or self._config.family.norm_offset:
+            return super()._norm(x, weight, bias, eps)
+        return F.rms_norm(x, weight.shape, weight, eps or self._config.rms_norm_eps)
+
+    def _attend(self, query_RHD: Tensor, seen: SeenEntries) -> Tensor:
+        """Attention of a prompt's tokens; [R, H, D].
+
+        The P query heads that share keys are laid behind one another as if they were further
+        tokens: keys are then read once for all of them, by the library's kernels for masked
+        attention, which know no shared keys.
+        """
+        (rows, _, size), groups = query_RHD.shape, len(seen.keys_GCD)
+        query_GPRD = query_RHD.view(rows, groups, -1, size).permute(1, 2, 0, 3)
+        if seen.mask_RC is not None:
+            seen = seen._replace(mask_RC=seen.mask_RC.repeat(query_GPRD.shape[1], 1))
+        attended = self._sees(query_GPRD.reshape(groups, -1, size), seen)
+        return attended.view(query_GPRD.shape).permute(2, 0, 1, 3).reshape(rows, -1, size)
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         head_VE = self._weights.head_VE
@@ -715,9 +561,6 @@ class PagedDecoder(GraphedDecoder):
         if isinstance(weight, Tensor):
             return super()._linear(x, weight, bias)
         return self._packed.dequantised_product(x, weight, bias)
-
-    def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
-        return paged_bucket(plan, block_size, taps, self._least)
 
     def record(self, cache: KVCache, taps: Sequence[int], contexts: Sequence[int]) -> None:
         """Record the usual steps of one request, with these taps, before a reply waits for it.
@@ -922,8 +765,6 @@ def pieces(plan: ForwardPlan) -> list[list[range]]:
 def _in_order(x_NE: Tensor, numbers: Sequence[int]) -> Tensor:
     """The rows by their numbers, ascending."""
     order = sorted(range(len(numbers)), key=numbers.__getitem__)
-    if order == [*range(len(numbers))]:
-        return x_NE
     return x_NE.index_select(0, torch.tensor(order).to(x_NE.device))
 
 
@@ -933,24 +774,14 @@ def exact_decoder(config: DecoderConfig, weights: DecoderWeights) -> Decoder:
     return (ExactDecoder if paged else FixedShapeDecoder)(config, weights)
 
 
-def graphed_decoder(config: DecoderConfig, weights: DecoderWeights) -> Decoder:
-    """The fastest decoder of a GPU for this model."""
-    paged = why_not_paged(config, weights.device) is None
-    return (PagedDecoder if paged else GraphedDecoder)(config, weights)
-
-
 def has_triton(device: torch.device) -> bool:
     """Whether kernels in Triton run there."""
     is_cuda = device.type == "cuda" and torch.version.cuda is not None
     return is_cuda and importlib.util.find_spec("triton") is not None
 
 
-def unusual(config: DecoderConfig) -> str | None:
-    """What of a model is run by `EagerDecoder` alone; None: nothing."""
-    return "mixtures of experts" if config.experts else _unusual_layers(config)
-
-
-def _unusual_layers(config: DecoderConfig) -> str | None:
+def unusual_layers(config: DecoderConfig) -> str | None:
+    """Parts of layers that the kernels do not know; None: there are none."""
     family = config.family
     features = {
         "recurrent layers": config.recurrent is not None,
@@ -968,8 +799,8 @@ def _unusual_layers(config: DecoderConfig) -> str | None:
 def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
     """What of a model or a device the kernels do not know; None: nothing."""
     if not has_kernels(device):
-        return "it takes a Hopper or Blackwell GPU, and Triton"
-    if reason := _unusual_layers(config):
+        return "they take Triton and a GPU of compute capability 8.0 or more"
+    if reason := unusual_layers(config):
         return reason
     if (experts := config.experts) and (
         experts.has_bias
@@ -987,5 +818,5 @@ def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton is there, and the shared memory that the tiles take: Hopper, or its heir."""
-    return has_triton(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """Whether Triton is there, and matrix units for bfloat16: Ampere, or its heirs."""
+    return has_triton(device) and torch.cuda.get_device_capability(device) >= (8, 0)

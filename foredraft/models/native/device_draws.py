@@ -14,7 +14,6 @@ Shape legend: N rows, V vocabulary, C chunks of a row.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -375,7 +374,7 @@ def laws_of(found_CN: Tensor, logits_NV: Tensor, keys: Sequence[DrawKey]) -> lis
         if token < 0
         else Law(
             *(logits_V, key.scale or None, best),
-            *(-math.inf if bits is None else _float(bits), token),
+            *(-math.inf if bits is None else float(np.int32(bits).view(np.float32)), token),
         )
         for key, logits_V, token, best, bits in found
     ]
@@ -520,8 +519,3 @@ def key_numbers(keys: Sequence[DrawKey]) -> Array:
     parts = [[k.scale for k in keys], [k.top_p for k in keys], [k.min_p for k in keys]]
     both = np.array(wholes, np.uint64), np.array(parts, np.float64).view(np.uint64)
     return np.concatenate(both).ravel().view(np.int64)
-
-
-def _float(bits: int) -> float:
-    number: float = struct.unpack("f", struct.pack("i", bits))[0]
-    return number

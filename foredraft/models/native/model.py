@@ -44,13 +44,10 @@ class Decoder(Protocol):
     """Something that runs a forward plan: the eager reference or a faster equal.
 
     Attributes:
-        reads_unseen: whether it reads entries that no token sees, with weight 0: they must be
-            finite.
         is_fused: whether it is compiled code, which draws (`ForwardPlan.draws`) and for which heads
             and copies in few bits save time.
     """
 
-    reads_unseen: bool
     is_fused: bool
 
     def forward(
@@ -111,7 +108,7 @@ class SeenEntries(NamedTuple):
 class EagerDecoder:
     """Runs a `ForwardPlan` layer by layer."""
 
-    reads_unseen = is_fused = False
+    is_fused = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self._config, self._weights = config, weights
@@ -352,7 +349,7 @@ class EagerDecoder:
                 *(query_HRD[None], keys_GCD[None], values_GCD[None]),
                 attn_mask=mask_RC,
                 scale=scale,
-                enable_gqa=True,
+                enable_gqa=len(query_HRD) > len(keys_GCD),
             )[0]
         shared = len(query_HRD) // len(keys_GCD)
         keys, values = (x.repeat_interleave(shared, 0) for x in (keys_GCD, values_GCD))
@@ -558,7 +555,7 @@ def capped_attention(
     """Attention [..., R, D] whose scores s become c tanh(s / c).
 
     Args:
-        mask: where what is seen is True, or numbers to add; None: all is seen.
+        mask: where what is seen is True; None: all is seen.
         scale: None: 1 / root of D.
         cap: c; None: scores stay.
         sinks_H: a score that each token has beside, of something without a value.
@@ -567,10 +564,8 @@ def capped_attention(
     scores = query @ keys.transpose(-1, -2) * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
-    if mask is not None and mask.dtype == torch.bool:
+    if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
     if sinks_H is None:
         return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
     sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

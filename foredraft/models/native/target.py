@@ -103,8 +103,6 @@ class NativeTarget:
         self._draws = RecordedDraws(weights.device) if draws else None
         self._head_runners = WeakSet[NativeHeadRunner]()
         self._copies = WeakValueDictionary[int, NativeLowBitCopy]()
-        if self.decoder.reads_unseen:
-            self.cache.keep_clean()
 
     @classmethod
     def load(

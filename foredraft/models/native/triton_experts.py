@@ -3,7 +3,7 @@
 Each expert has programs of its own, which end at once where no token chose it. A token's sums are
 those of its own experts, the likeliest first, whatever is scored together.
 
-Import this module only where Triton is installed (see `cuda.graphed_decoder`).
+Import this module only where Triton is installed (see `cuda.why_not_paged`).
 
 Shape legend: N tokens, E hidden size, X experts, S slots (experts of a token).
 """

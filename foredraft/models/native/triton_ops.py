@@ -8,7 +8,7 @@ which `tests/models/test_triton.py` and `benchmarks/gpu.py` compare.
 A token attends to entries in the order of its text: to the committed ones of its slot, then along
 its path through the draft. A tree's nodes thus add up what they will add up once they are kept.
 
-Import this module only where Triton is installed (see `cuda.graphed_decoder`).
+Import this module only where Triton is installed (see `cuda.why_not_paged`).
 
 Shape legend: N tokens, K inputs, M outputs, H query heads, G key-value heads, P query heads that
 share a key-value head, D head size, B entries of a block, T tokens of a grid's row, S stretches.
@@ -17,7 +17,7 @@ share a key-value head, D head size, B entries of a block, T tokens of a grid's 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE = 16
 """Tokens of a product's tile; the least that matrix units take."""
+HOPPER = 90
+"""Its capability."""
+_HOPPER_SHARED = 227 << 10
+"""Shared memory of its programs, and of Blackwell's in data centres."""
+_Tiles = dict[str, int]
+"""Sizes of a product's tile, its warps and its stages, by their names in the kernel."""
 _JOINED = 8
 """Stretches that are joined at once."""
 
@@ -49,6 +55,8 @@ class AttentionSizes(NamedTuple):
 
 _LARGE = AttentionSizes(keys=128, stretch=128)
 """Of heads with more than 64 numbers: partial sums cost more there than waiting for keys."""
+_LARGE_IN_REGISTERS = AttentionSizes(keys=64, stretch=128, warps=8)
+"""The same where matrix units read no operand from shared memory: registers hold no more."""
 
 
 class Norm(NamedTuple):
@@ -93,7 +101,6 @@ def _linear_kernel(
     TILE_N: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A tile of outputs; with an activation, of gates and of ups, which lie behind all gates."""
@@ -126,10 +133,10 @@ def _linear_kernel(
                 norms = tl.load(norm + first + inputs, mask=first + inputs < num_inputs, other=0.0)
             part = (whole * (norms.to(tl.float32) + norm_offset)[None, :]).to(part.dtype)
         weights = tl.load(weight_at + first, mask=weight_mask, other=0.0)
-        sums = tl.dot(part, weights, sums, input_precision=PRECISION)
+        sums = tl.dot(part, weights, sums, input_precision="ieee")
         if ACTIVATION != 0:
             weights = tl.load(up_at + first, mask=weight_mask, other=0.0)
-            ups = tl.dot(part, weights, ups, input_precision=PRECISION)
+            ups = tl.dot(part, weights, ups, input_precision="ieee")
     if EARLY:
         gdc_launch_dependents()
     if HAS_NORM:
@@ -251,7 +258,6 @@ def _attend_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STRETCH: tl.constexpr,
-    PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """What a tile of tokens sees of one stretch: sums, and of each its peak and weight."""
@@ -292,7 +298,7 @@ def _attend_kernel(
             address = block * block_stride + base + (entry % BLOCK) * HEAD
             key_mask = is_key[None, :] & inside[:, None]
             key = tl.load(keys + address[None, :] + dims[:, None], mask=key_mask, other=0.0)
-            scores = tl.dot(queries, key, input_precision=PRECISION) * scale
+            scores = tl.dot(queries, key, input_precision="ieee") * scale
             if HAS_CAP:
                 scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (scores / cap))))
             sees = (own[None, :] < seen[:, None]) & (own[None, :] >= seen[:, None] - window)
@@ -307,7 +313,7 @@ def _attend_kernel(
             # Weights of 0 must cancel a sibling that is not finite; it knows itself by its scores.
             broken = drafted[:, None] & ~(tl.abs(value) < float("inf"))
             value = tl.where(broken, 0.0, value)
-            part = tl.dot(chances.to(value.dtype), value, input_precision=PRECISION)
+            part = tl.dot(chances.to(value.dtype), value, input_precision="ieee")
             total = total * fade[:, None] + part
             peak = higher
         if EARLY:
@@ -373,19 +379,71 @@ def _join_kernel(
     if HAS_SUMS:
         of_groups = tl.sum(tl.reshape(rounded.to(tl.float32), (HEAD // 32, 32)), 1)
         groups = head * (HEAD // 32) + tl.arange(0, HEAD // 32)
-        at = token.to(tl.int64) * (HEADS * HEAD // 16) + groups // 8 * 16 + groups % 8
-        upper = of_groups.to(out.dtype.element_ty)
-        tl.store(out_sums + at, upper)
-        tl.store(out_sums + at + 8, (of_groups - upper.to(tl.float32)).to(out.dtype.element_ty))
+        at = token.to(tl.int64) * (HEADS * HEAD // 16) + group_at(groups)
+        store_sums(out_sums + at, of_groups, None)
+
+
+@triton.jit
+def group_at(groups):
+    """Where the first number of a group's sum is among those of a token."""
+    return groups // 8 * 16 + groups % 8
+
+
+@triton.jit
+def store_sums(at, sums, mask):
+    """Sums as two numbers each, which lie 8 apart."""
+    upper = sums.to(at.dtype.element_ty)
+    tl.store(at, upper, mask=mask)
+    tl.store(at + 8, (sums - upper.to(tl.float32)).to(at.dtype.element_ty), mask=mask)
+
+
+class Card(NamedTuple):
+    """The GPU that kernels are launched on.
+
+    Attributes:
+        shared: bytes of shared memory that a program can have.
+        capability: as 80 of an A100, or 90 of Hopper.
+    """
+
+    shared: int
+    capability: int
+
+
+def card_of(x: Tensor) -> Card:
+    """The GPU of a tensor; on a CPU kernels are interpreted, and nothing has a limit."""
+    if x.is_cpu:
+        return Card(1 << 30, 0)
+    active = triton.runtime.driver.active
+    properties = active.utils.get_device_properties(active.get_current_device())
+    return Card(properties["max_shared_mem"], active.get_current_target().arch)
 
 
 def launch(x: Tensor) -> dict[str, bool]:
-    """On a GPU a kernel is launched while the one before it ends, and waits for it by itself."""
-    return {"EARLY": True, "launch_pdl": True} if x.is_cuda else {"EARLY": False}
+    """From Hopper on a kernel is launched while the one before it ends, and waits by itself."""
+    is_new = card_of(x).capability >= HOPPER
+    return {"EARLY": True, "launch_pdl": True} if is_new else {"EARLY": False}
 
 
-def _tiles(num_outputs: int, num_inputs: int, gated: bool, is_wide: bool) -> dict[str, Any]:
-    """The tile of a product by its shape alone: never by the number of tokens."""
+def _tiles(num_outputs: int, num_inputs: int, gated: bool, itemsize: int, shared: int) -> _Tiles:
+    """The tile of a product by its shape and the card: never by the number of tokens."""
+    tiles = _large_tiles(num_outputs, num_inputs, gated, itemsize > 2)
+    while _shared_bytes(tiles, gated, itemsize) > shared:
+        if tiles["num_stages"] > 2:
+            tiles["num_stages"] -= 1
+        else:
+            tiles["TILE_K"] //= 2
+    return tiles
+
+
+def _shared_bytes(tiles: _Tiles, gated: bool, itemsize: int) -> int:
+    """Shared memory of a product's program, at most: inputs have a stage more, to be normed."""
+    inputs = 2 * TILE * tiles["TILE_K"] * itemsize
+    weights = tiles["TILE_M"] * tiles["TILE_K"] * itemsize * (2 if gated else 1)
+    return tiles["num_stages"] * (inputs + weights) - weights + 1024
+
+
+def _large_tiles(num_outputs: int, num_inputs: int, gated: bool, is_wide: bool) -> _Tiles:
+    """Tiles for the shared memory of Hopper."""
     if is_wide and num_inputs >= 1024:  # shared memory holds no more of them
         return {"TILE_M": 32, "TILE_K": 64, "num_warps": 4, "num_stages": 4}
     if num_outputs >= 1 << 15:
@@ -416,7 +474,7 @@ def linear(
     activation: str | None = None,
     dtype: torch.dtype | None = None,
     out_NM: Tensor | None = None,
-    tiles: dict[str, Any] | None = None,
+    tiles: _Tiles | None = None,
 ) -> Tensor:
     """Products [N, M] of tokens and weights, float32 inside.
 
@@ -433,7 +491,8 @@ def linear(
     if out_NM is None:
         out_NM = x_NK.new_empty((num_tokens, num_outputs), dtype=dtype or x_NK.dtype)
     tiles = tiles or _tiles(
-        *(num_outputs, num_inputs, activation is not None, x_NK.dtype.itemsize > 2)
+        *(num_outputs, num_inputs, activation is not None, x_NK.dtype.itemsize),
+        card_of(x_NK).shared,
     )
     tile = TILE if num_tokens <= TILE else 2 * TILE
     grid = (triton.cdiv(num_tokens, tile), triton.cdiv(num_outputs, tiles["TILE_M"]))
@@ -449,7 +508,6 @@ def linear(
         ACTIVATION=ACTIVATIONS[activation],
         EVEN=num_inputs % tiles["TILE_K"] == 0,
         TILE_N=tile,
-        PRECISION="ieee",
         **launch(x_NK),
         **tiles,
     )
@@ -528,9 +586,9 @@ def attend(
         out_sums: where the sums of groups go, of heads of 32, 64, 128 or 256 numbers.
         sizes: to time others than those of the head size.
     """
-    sizes = sizes or (AttentionSizes() if query_NHD.shape[-1] <= 64 else _LARGE)
     keys, values = store
     num_tokens, num_heads, head_dim = query_NHD.shape
+    sizes = sizes or _attention_sizes(head_dim, keys.itemsize, card_of(query_NHD))
     row_tokens, groups, block = paths_NT.shape[1], keys.shape[2], keys.shape[3]
     shared = num_heads // groups
     tile_tokens = min(row_tokens, _whole_power(sizes.queries // shared)) if is_chain else 1
@@ -553,7 +611,6 @@ def attend(
         QUERIES=sizes.queries,
         KEYS=sizes.keys,
         STRETCH=sizes.stretch,
-        PRECISION="ieee",
         **launch(query_NHD),
         num_warps=sizes.warps,
         num_stages=sizes.stages,
@@ -572,6 +629,21 @@ def attend(
         num_warps=1,
     )
     return out_NHD
+
+
+def _attention_sizes(head_dim: int, itemsize: int, card: Card) -> AttentionSizes:
+    """By the head and the card: never by the number of tokens."""
+    if head_dim <= 64:
+        return AttentionSizes()
+    sizes = _LARGE if card.shared >= _HOPPER_SHARED else _LARGE_IN_REGISTERS
+    padded: int = triton.next_power_of_2(head_dim)
+
+    def shared(keys: int) -> int:
+        return ((sizes.queries + keys) * padded + sizes.queries * keys) * itemsize + 1024
+
+    while shared(sizes.keys) > card.shared:
+        sizes = sizes._replace(keys=sizes.keys // 2)
+    return sizes
 
 
 def _whole_power(count: int) -> int:

@@ -7,7 +7,7 @@ activations. So no weight is rounded, and each group costs its scale once. Every
 order, whatever is scored together: groups in the order of inputs, the stretches of a split product
 in theirs.
 
-Import this module only where Triton is installed (see `cuda.graphed_decoder`).
+Import this module only where Triton is installed (see `cuda.why_not_paged`).
 
 Shape legend: N tokens, K inputs, M outputs, C chunks of 64 inputs, B groups of inputs.
 """
@@ -15,6 +15,7 @@ Shape legend: N tokens, K inputs, M outputs, C chunks of 64 inputs, B groups of 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,7 +33,17 @@ from foredraft.models.native.quant import (
     Stack,
     StackedMatrix,
 )
-from foredraft.models.native.triton_ops import ACTIVATIONS, Norm, activated, launch, linear
+from foredraft.models.native.triton_ops import (
+    ACTIVATIONS,
+    HOPPER,
+    Norm,
+    activated,
+    card_of,
+    group_at,
+    launch,
+    linear,
+    store_sums,
+)
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 TILE = 16
@@ -40,7 +51,7 @@ TILE = 16
 CHUNK = 64
 """Inputs whose integers lie together."""
 
-_UNPACKED = """{
+_FOURTHS = """{
     .reg .b32 two, three, four, zero;
     shr.u32 two, $4, 4;
     shr.u32 three, $4, 8;
@@ -55,11 +66,8 @@ _UNPACKED = """{
     sub.bf16x2 $2, $2, zero;
     sub.bf16x2 $3, $3, zero;
     }"""
-_FROM_0 = tl.constexpr(_UNPACKED.replace("ZERO", "0x43004300"))
-_FROM_8 = tl.constexpr(_UNPACKED.replace("ZERO", "0x43084308"))
 """Fourths of two words, as bfloat16. 0x4300 is 128: its last bits count ones."""
-_BYTES = tl.constexpr(
-    """{
+_HALVES = """{
     .reg .b32 upper, zero;
     shr.u32 upper, $2, 8;
     lop3.b32 zero, $2, 0x00800080, 0x43004300, 0xAE;
@@ -69,25 +77,31 @@ _BYTES = tl.constexpr(
     lop3.b32 $1, upper, 0x007F007F, 0x43004300, 0xEA;
     sub.bf16x2 $1, $1, zero;
     }"""
-)
 """Halves of two words less 128, as bfloat16. The upper bit of one says whether 128 or 256 (0x4380)
 is to be taken from 128 and the others."""
+
+
+def _assembly(x: Tensor, bits: int, centre: int) -> str | None:
+    """What brings two words of integers into bfloat16 on the card; None: Triton does it."""
+    if x.is_cpu or x.dtype != torch.bfloat16 or bits > 8:
+        return None
+    code = _FOURTHS if bits == 4 else _HALVES
+    code = code.replace("ZERO", f"0x{0x43004300 + centre * 0x00010001:X}")
+    if card_of(x).capability >= HOPPER:
+        return code
+    # There is no subtraction of bfloat16 yet: the zero is multiplied with -1 and added.
+    code = re.sub(r"sub(.bf16x2 \$.), (\$.), zero", r"fma.rn\1, zero, minus, \2", code)
+    return "{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80;" + code[1:]
 
 
 @triton.jit
 def _fourths(packed, CENTRE: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
     """4 bits each of words, the lowest first, less ``CENTRE``; they are exact in ``dtype``."""
-    if ASM:
-        if CENTRE == 0:
-            found = tl.inline_asm_elementwise(
-                *(_FROM_0, "=r,=r,=r,=r,r", [packed]),
-                *((tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2),
-            )
-        else:
-            found = tl.inline_asm_elementwise(
-                *(_FROM_8, "=r,=r,=r,=r,r", [packed]),
-                *((tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2),
-            )
+    if ASM is not None:
+        found = tl.inline_asm_elementwise(
+            *(ASM, "=r,=r,=r,=r,r", [packed]),
+            *((tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2),
+        )
     else:
         found = (
             ((packed & 15).to(tl.float32) - CENTRE).to(dtype),
@@ -101,9 +115,9 @@ def _fourths(packed, CENTRE: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexp
 @triton.jit
 def _halves(packed, ASM: tl.constexpr, dtype: tl.constexpr):
     """8 bits each of words, the lower first, less 128; they are exact in ``dtype``."""
-    if ASM:
+    if ASM is not None:
         found = tl.inline_asm_elementwise(
-            _BYTES, "=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 2
+            ASM, "=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 2
         )
     else:
         found = (
@@ -396,24 +410,10 @@ def _product_kernel(
         whole = tl.where(is_output[:, None], total, 0.0).to(tl.float32)
         of_groups = tl.sum(tl.reshape(whole, (TILE_M // 32, 32, TILE_N)), 1)
         groups = tl.program_id(0) * (TILE_M // 32) + tl.arange(0, TILE_M // 32)
-        place = entries.to(tl.int64)[None, :] * (num_outputs // 16) + _group_at(groups)[:, None]
+        place = entries.to(tl.int64)[None, :] * (num_outputs // 16) + group_at(groups)[:, None]
         is_stored = is_token & (tl.sum(stored.to(tl.int32), 0) > 0)
         mask = (groups < num_outputs // 32)[:, None] & is_stored[None, :]
-        _store_sums(out_sums + place, of_groups, mask)
-
-
-@triton.jit
-def _group_at(groups):
-    """Where the first number of a group's sum is among those of a token."""
-    return groups // 8 * 16 + groups % 8
-
-
-@triton.jit
-def _store_sums(at, sums, mask):
-    """Sums as two numbers each, which lie 8 apart."""
-    upper = sums.to(at.dtype.element_ty)
-    tl.store(at, upper, mask=mask)
-    tl.store(at + 8, (sums - upper.to(tl.float32)).to(at.dtype.element_ty), mask=mask)
+        store_sums(out_sums + place, of_groups, mask)
 
 
 @triton.jit
@@ -451,8 +451,8 @@ def _prepare_kernel(
     if HAS_SUMS:
         of_groups = tl.sum(tl.reshape(part.to(tl.float32), (PART // 32, 32)), 1)
         groups = tl.program_id(1) * (PART // 32) + tl.arange(0, PART // 32)
-        place = sums + token * (2 * num_groups) + _group_at(groups)
-        _store_sums(place, of_groups, groups < num_groups)
+        place = sums + token * (2 * num_groups) + group_at(groups)
+        store_sums(place, of_groups, groups < num_groups)
 
 
 @triton.jit
@@ -809,7 +809,7 @@ def product(
         EVEN=num_inputs % (4 * CHUNK) == 0,
         IS_SPLIT=splits > 1,
         TILE_N=tile,
-        ASM=x_NK.is_cuda and x_NK.dtype == torch.bfloat16 and form["BITS"] < 16,
+        ASM=_assembly(x_NK, form["BITS"], form["CENTRE"]),
         **launch(x_NK),
         **tiles,
     )
