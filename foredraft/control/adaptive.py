@@ -47,8 +47,6 @@ records work of a new shape, once; and of prompts of each size, to a power of tw
 so long are a price."""
 _PROMPT_SHARE = 0.05
 """Of the target's time for a prompt: what a drafter is taken to need for it the first times."""
-_USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
-"""In plain steps, where nothing was measured: a usual CPU."""
 
 
 class AdaptiveBudget:
@@ -59,18 +57,17 @@ class AdaptiveBudget:
 
     Args:
         drafters: to choose from, the best one for a single request first.
-        cost: what steps cost here. None: a usual machine's proportions, and of the drafters' own
-            times only the forwards that they say they take.
+        cost: what steps cost here.
         experience: of controllers on the same models.
     """
 
     def __init__(
         self,
         drafters: Sequence[DrafterTraits],
-        cost: CostModel | None = None,
+        cost: CostModel,
         experience: Experience | None = None,
     ) -> None:
-        self._is_measured, self._cost = cost is not None, cost or CostModel(_USUAL_TIMES)
+        self._cost = cost
         self._experience = experience = experience or Experience()
         self._times = experience.times
         priors = {
@@ -79,10 +76,7 @@ class AdaptiveBudget:
         }
         self._acceptance = Acceptance(experience.kinds, priors)
         self.ledger = Ledger()
-        times = self._times if self._is_measured else None
-        self._planner = Planner(
-            drafters, self._cost, times, self._acceptance, self.ledger, experience.lengths
-        )
+        self._planner = Planner(drafters, cost, experience, self._acceptance, self.ledger)
         self._plan: Plan | None = None
         self._planned_for: tuple[int, ...] = ()
         self._left, self._every = 0, 1
@@ -126,7 +120,7 @@ class AdaptiveBudget:
 
     def _times_plain(self, plan: Plan, num_rows: int) -> bool:
         """Whether a step is to show how long one without drafts takes, while all others draft."""
-        if not self._is_measured or self._num_steps < self._plain_at + _LEAST_DRAFTING:
+        if self._num_steps < self._plain_at + _LEAST_DRAFTING:
             return False
         if not self._planner.is_in_doubt(plan, num_rows):
             return False
@@ -156,7 +150,6 @@ class AdaptiveBudget:
             self._warn_of_draft_model()
         if drafted:
             self._num_drafting += 1
-            self._experience.note_step()
         for row in rows:
             self._note(row)
 
@@ -189,8 +182,6 @@ class AdaptiveBudget:
         for row in rows:
             if row.drafter is not None:
                 by_drafter.setdefault(row.drafter, []).append(row)
-        if not self._is_measured:
-            return plain_ms * self._promised_share(by_drafter)
         num_followed = sum(map(len, by_drafter.values()))
         num_followed_in_all = sum(row.drafter is not None for row in record.rows)
         if not num_followed_in_all:
@@ -282,20 +273,11 @@ class AdaptiveBudget:
         self._first_times[name, size] += 1
         return self._first_times[name, size] <= most
 
-    def _promised_share(self, by_drafter: Mapping[str, Sequence[RowStep]]) -> float:
-        """Expected time of the drafters' forwards, in plain steps; other work counts as free."""
-        drafters = self._planner.drafters
-        return sum(
-            max(len(row.proposal.tree) for row in rows) * (drafters[name].round_share or 0.0)
-            for name, rows in by_drafter.items()
-        )
-
     def end(self, request_id: int) -> None:
         self._acceptance.end(request_id)
         self._followed.pop(request_id, None)
         self._has_drafted.discard(request_id)
         self._num_committed.pop(request_id, None)
-        self._experience.keep_now_and_then()
 
     # ---- for people -----------------------------------------------------------------------------
 

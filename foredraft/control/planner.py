@@ -15,10 +15,9 @@ import numpy as np
 
 from foredraft.control.acceptance import MOST_POSITIONS, Acceptance, Array, kind_of
 from foredraft.control.base import Row
-from foredraft.control.experience import ReplyLengths
+from foredraft.control.experience import Experience
 from foredraft.control.ledger import Ledger
 from foredraft.control.pooled import DrafterCost, Pooled, PooledRow, best_prefix
-from foredraft.control.times import DraftTimes
 from foredraft.core.cost import CostModel, Prices, price_of, relative
 from foredraft.core.traits import DrafterTraits
 
@@ -32,7 +31,6 @@ TRIAL_STEPS, _TRIAL_ROWS = 6, 2
 _TRIALS = ((_TRIAL_ROWS, 4), (1, 4), (1, 2), (1, 1))
 """Rows and nodes of each: the first that can be paid."""
 FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
-_MOST_ROWS = 1 << 20
 _LONGEST_WAIT = 64
 """New requests between two chances of a drafter that does not seem to pay, at most."""
 _DEVIATIONS = 1.0
@@ -133,10 +131,9 @@ class Planner:
     Args:
         drafters: to choose from.
         cost: of steps.
-        times: of drafters; None: not to be had. Then a drafter takes what its forwards promise.
+        experience: times of drafters, and lengths of replies.
         acceptance: of what they draft.
         ledger: what may be lost.
-        lengths: of replies.
 
     Attributes:
         drafters: by name.
@@ -148,13 +145,12 @@ class Planner:
         self,
         drafters: Sequence[DrafterTraits],
         cost: CostModel,
-        times: DraftTimes | None,
+        experience: Experience,
         acceptance: Acceptance,
         ledger: Ledger,
-        lengths: ReplyLengths,
     ) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self._cost, self._times, self._lengths = cost, times, lengths
+        self._cost, self._times, self._lengths = cost, experience.times, experience.lengths
         self._acceptance, self._ledger = acceptance, ledger
         self._pause, self._next_trial = FIRST_PAUSE, 0
         # A drafter that a user named is tried at once.
@@ -243,7 +239,7 @@ class Planner:
     def _able(self, batch: _Batch, drafter: DrafterTraits) -> list[Row]:
         """The rows that it may draft for; of a drafter that is new only few."""
         rows = [row for row in batch.rows if row.room and self._can_have(row, drafter, batch)]
-        return rows[: max(1, 2 * self._most_rows(drafter.name))]
+        return rows[: max(1, 2 * self._times.most_rows(drafter.name))]
 
     def _can_have(self, row: Row, drafter: DrafterTraits, batch: _Batch) -> bool:
         if row.drafter == drafter.name:
@@ -342,9 +338,6 @@ class Planner:
     ) -> DrafterCost:
         times, share = self._times, drafter.round_share
         numbers = range(1, most + 1)
-        if times is None:
-            asking = [(share or 0.0) * plain_ms] * most
-            return DrafterCost((0.0, *asking), (0.0,) * (most + 1), share is not None)
         known = [times.round_ms(drafter.name, n) for n in numbers]
         if share is None:
             guess = guessed_ms(drafter, plain_ms)
@@ -356,17 +349,11 @@ class Planner:
 
     def _join_ms(self, row: Row, name: str) -> float:
         """Time of joining the row's text, if the drafter does not follow it yet."""
-        if self._times is None or row.drafter == name:
-            return 0.0
-        return self._times.join_ms(name, len(row.tokens))
-
-    def _most_rows(self, name: str) -> int:
-        """That it is known to draft for at once."""
-        return _MOST_ROWS if self._times is None else self._times.most_rows(name)
+        return 0.0 if row.drafter == name else self._times.join_ms(name, len(row.tokens))
 
     def _read_ms(self, drafter: DrafterTraits, num_tokens: int) -> float:
         """Time of a draft model's prefill of a text."""
-        known = self._times.read_ms(drafter.name, num_tokens) if self._times else None
+        known = self._times.read_ms(drafter.name, num_tokens)
         if known is not None:
             return known
         token_ms = self._cost.ms([(_READ_TOKENS, 0)]) / _READ_TOKENS
@@ -510,7 +497,7 @@ class Planner:
     def _may_follow(self, name: str, following: int, plain_ms: float) -> bool:
         """Whether one more request with it is not too new, and what it drafts can be paid."""
         cost = self._cost_of(self.drafters[name], following + 1, following + 1, plain_ms)
-        is_known = following < max(_TRIAL_ROWS, 2 * self._most_rows(name))
+        is_known = following < max(_TRIAL_ROWS, 2 * self._times.most_rows(name))
         return is_known and self._ledger.can_lose(cost.ms(following + 1, 1.0), plain_ms)
 
     def _is_due(self, name: str, plain_ms: float) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 _STEP = 0.2
 _FIRST = 3
@@ -176,34 +175,6 @@ class DraftTimes:
         """The most rows that it is known to have drafted for at once, roughly."""
         curve = self._proposing.get(drafter)
         return curve.most_rows if curve else 0
-
-    # ---- between processes -----------------------------------------------------------------------
-
-    def as_json(self, plain_ms: float) -> dict[str, Any]:
-        """The estimates of drafting and reading, in values that JSON has.
-
-        Args:
-            plain_ms: a step of the target, which is their unit: a machine that was busy then may be
-                quiet when they are taken.
-        """
-        proposing = {
-            name: [(bucket, ms / plain_ms) for bucket, ms in curve.known.items()]
-            for name, curve in self._proposing.items()
-        }
-        reading = {name: [each.ms / plain_ms, each.tokens] for name, each in self._reading.items()}
-        return {"proposing": proposing, "reading": reading}
-
-    def take_json(self, value: Mapping[str, Any], plain_ms: float) -> None:
-        """Take the result of `as_json` of another process, until times are measured anew.
-
-        Raises:
-            TypeError, ValueError, KeyError: it is something else.
-        """
-        for name, points in value["proposing"].items():
-            known = {int(bucket): float(share) * plain_ms for bucket, share in points}
-            self._proposing[str(name)] = _Curve(known, dict(known))
-        for name, (share, tokens) in value["reading"].items():
-            self._reading[str(name)] = _PerToken(float(share) * plain_ms, float(tokens))
 
 
 def _bucket(num_rows: int) -> int:
