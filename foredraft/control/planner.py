@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from foredraft.control.acceptance import MOST_POSITIONS, Acceptance, Array, kind_of
 from foredraft.control.base import Row
 from foredraft.control.experience import Experience
@@ -175,7 +173,7 @@ class Planner:
         self._ledger.begin(batch.plain_ms, batch.num_rows)
         able = {name: self._able(batch, each) for name, each in self.drafters.items()}
         able = {name: rows for name, rows in able.items() if rows}
-        found = [self._alone(batch, name, rows) for name, rows in able.items()]
+        found = [self._pooled(batch, {name: rows}) for name, rows in able.items()]
         names = frozenset().union(*(plan.names for plan in found if self._pays(batch, plan)))
         if len(able) > 1 and (mixed := self._assigned(batch, able, names)):
             found.append(self._pooled(batch, mixed))
@@ -248,18 +246,6 @@ class Planner:
             return False
         return not drafter.reads or self._may_read(row, drafter, batch.num_rows, batch.step_ms)
 
-    def _alone(self, batch: _Batch, name: str, able: Sequence[Row]) -> Plan:
-        """The best plan with one drafter; where it could not be paid for all rows, for some."""
-        while True:
-            plan = self._pooled(batch, {name: able})
-            assert plan.pooled is not None
-            if plan.budgets or len(able) == 1:
-                return plan
-            asking_ms = self._drafter_cost(batch, name, len(able)).ms(len(able), 1.0)
-            if asking_ms < self._stake(batch.plain_ms):
-                return plan
-            able = able[: len(able) // 2]
-
     def _assigned(
         self, batch: _Batch, able: Mapping[str, Sequence[Row]], paying: frozenset[str]
     ) -> dict[str, list[Row]] | None:
@@ -270,7 +256,10 @@ class Planner:
         """
         best: dict[int, tuple[float, str]] = {}
         for name, rows in able.items():
-            for row, rate in zip(rows, self._row_rates(batch, name, rows), strict=True):
+            drafter, cost = self.drafters[name], self._drafter_cost(batch, name, batch.num_rows)
+            for row in rows:
+                rates_2K = self._acceptance.rates(name, row.request_id)
+                rate = _best_rate(drafter, rates_2K, cost, batch.num_rows, batch.step_ms)
                 rate /= self._leaving(row.request_id, row.drafter, name, row.drafter in paying)
                 best[row.request_id] = max(best.get(row.request_id, (0.0, "")), (rate, name))
         found: dict[str, list[Row]] = {}
@@ -278,20 +267,6 @@ class Planner:
             if row.request_id in best:
                 found.setdefault(best[row.request_id][1], []).append(row)
         return found if len(found) > 1 else None
-
-    def _row_rates(self, batch: _Batch, name: str, rows: Sequence[Row]) -> list[float]:
-        """Committed tokens by time of each row by itself, with its share of the batch's costs."""
-        num_asked, drafter = len(rows), self.drafters[name]
-        cost = self._drafter_cost(batch, name, num_asked)
-        rates_R2K = np.stack([self._acceptance.rates(name, row.request_id) for row in rows])
-        nodes_RK, accepted_RK = rates_R2K[:, :, : drafter.most_nodes].cumsum(2).transpose(1, 0, 2)
-        depth_RK = nodes_RK if cost.by_token else 1.0
-        asking_RK = (cost.asking[num_asked] * depth_RK + cost.following[num_asked]) / num_asked
-        usual = max(1, min(batch.num_rows, len(batch.step_ms) - 1))
-        node_ms = (batch.step_ms[usual] - batch.plain_ms) / usual
-        ms_RK = batch.plain_ms / batch.num_rows + nodes_RK * node_ms + asking_RK
-        rates: list[float] = ((1.0 + accepted_RK) / ms_RK).max(1).tolist()
-        return rates
 
     def _pooled(self, batch: _Batch, assigned: Mapping[str, Sequence[Row]]) -> Plan:
         """The best plan in which these rows may draft with these drafters."""
@@ -512,15 +487,26 @@ class Planner:
     def _rate_for_new(
         self, drafter: DrafterTraits, rates_2K: Array, num_rows: int, step_ms: tuple[float, ...]
     ) -> float:
-        """The best rate of so many rows that draft alike."""
+        """See `_best_rate`."""
         cost = self._cost_of(drafter, num_rows, num_rows, step_ms[0])
-        totals: list[tuple[float, float]] = rates_2K[:, : drafter.most_nodes].cumsum(1).T.tolist()
-        return max(
-            num_rows
-            * (1.0 + accepted)
-            / (price_of(step_ms, num_rows * nodes) + cost.ms(num_rows, nodes))
-            for nodes, accepted in totals
-        )
+        return _best_rate(drafter, rates_2K, cost, num_rows, step_ms)
+
+
+def _best_rate(
+    drafter: DrafterTraits,
+    rates_2K: Array,
+    cost: DrafterCost,
+    num_rows: int,
+    step_ms: tuple[float, ...],
+) -> float:
+    """Committed tokens by time of so many rows that draft alike, with their best budget."""
+    totals: list[tuple[float, float]] = rates_2K[:, : drafter.most_nodes].cumsum(1).T.tolist()
+    return max(
+        num_rows
+        * (1.0 + accepted)
+        / (price_of(step_ms, num_rows * nodes) + cost.ms(num_rows, nodes))
+        for nodes, accepted in totals
+    )
 
 
 def guessed_ms(drafter: DrafterTraits, forward_ms: float) -> float:
