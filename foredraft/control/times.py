@@ -90,8 +90,7 @@ class _PerToken:
     tokens: float = 0.0
 
     def note(self, tokens: float, ms: float) -> None:
-        memory = _MEMORY if tokens else 1.0  # else it is more of the text before
-        self.ms, self.tokens = memory * self.ms + ms, memory * self.tokens + tokens
+        self.ms, self.tokens = _MEMORY * self.ms + ms, _MEMORY * self.tokens + tokens
 
 
 class DraftTimes:
@@ -159,7 +158,7 @@ class DraftTimes:
         return self._per_token(self._joining, drafter) * num_tokens
 
     def has_read(self, drafter: str, num_tokens: int, ms: float) -> None:
-        """Its model read so many tokens of texts, or took so long for what was counted before."""
+        """Its model read so many tokens of texts."""
         self._reading.setdefault(drafter, _PerToken()).note(num_tokens, ms)
 
     def read_ms(self, drafter: str, num_tokens: int) -> float | None:

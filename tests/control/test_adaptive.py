@@ -419,12 +419,10 @@ def test_a_draft_model_that_seems_not_to_pay_is_tried_at_once() -> None:
     assert done.drafted > 0
 
 
-@pytest.mark.parametrize("reads_at_once", [False, True])
-def test_a_long_prompt_does_not_keep_a_draft_model_from_drafting(reads_at_once: bool) -> None:
+def test_a_long_prompt_does_not_keep_a_draft_model_from_drafting() -> None:
     """8,000 tokens take it as long as two hundred steps; it drafts on soon behind them."""
     params = SamplingParams(max_tokens=4000)
-    model = chain(0.8, 2.0, read_ms=0.25, reads_at_once=reads_at_once, promise=(0.75, 0.7))
-    model.is_guess = True
+    model = chain(0.8, 2.0, read_ms=0.25, promise=(0.75, 0.7), is_guess=True)
     long = Experience(lengths=ReplyLengths(4000.0))
     run = Simulation({"model": model}, params=params, experience=long, prompt=8000, round_share=0.2)
     run.run(50, 1)
