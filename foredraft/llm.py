@@ -285,7 +285,7 @@ class LLM:
         stays = is_named or self.policy.is_apart or not self.policy.drafters
         if params.prediction is None or stays:
             return self.policy
-        if drafter_spec(self.drafter_name).uses_prediction(self.options.drafter_options):
+        if drafter_spec(self.drafter_name).reads_prediction:
             return self.policy
         if self._for_predictions is None:
             options = replace(

@@ -135,7 +135,7 @@ def ready_drafters(target: Target) -> list[str]:
         name
         for name, spec in usable_specs().items()
         if not spec.needs_draft_model
-        and not spec.uses_prediction({})
+        and not spec.reads_prediction
         and not spec.missing_capabilities(target)
         and (
             spec.trained is None

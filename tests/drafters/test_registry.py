@@ -227,21 +227,6 @@ def test_ready_drafters_need_nothing_and_include_other_packages() -> None:
     assert not {"missing", "gone", "broken_entry", "twice"} & set(ready)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "uses_it"),
-    [
-        ("prediction", {}, True),
-        ("suffix", {}, False),
-        ("cascade", {}, False),
-        ("cascade", {"stages": "prediction,draft_model"}, True),
-    ],
-)
-def test_a_spec_says_whether_a_prediction_is_used(
-    name: str, options: dict[str, str], uses_it: bool
-) -> None:
-    assert drafter_spec(name).uses_prediction(options) == uses_it
-
-
 def test_an_option_of_auto_names_what_was_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"'suffix' \(which 'auto' means here\) 'taps'"):
         resolve_drafter(LoadOptions(drafter_options={"taps": 1}))
