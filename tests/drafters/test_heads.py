@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +23,7 @@ from foredraft.drafters.heads.hydra import HydraModule
 from foredraft.drafters.heads.medusa import MedusaDrafter, MedusaModule
 from foredraft.drafters.heads.mtp import MtpModule
 from foredraft.drafters.heads.rows import HEAD_TRUST, OutputRows
-from foredraft.drafters.heads.steps import Reliability, StepDrafter
+from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.heads.base import start_head, training_of
 from foredraft.train.heads.dspark import DsparkTraining
@@ -184,7 +183,7 @@ def test_a_round_on_the_device_has_the_steps_that_pay(
     drafter = StepDrafter(module, target, GrowthLimits(max_depth=6))  # type: ignore[arg-type]
     row = DraftRow.of(0, (1, 2), budget=6)
     drafter.begin(row)
-    assert drafter._num_steps(row, drafter._requests[0]) == steps == best + best % 2
+    assert drafter._num_steps(row) == steps == best + best % 2
 
 
 # ------------------------------------------------------------- heads choose with the target's noise
@@ -225,27 +224,6 @@ def test_copied_tokens_count_with_what_the_head_says() -> None:
         taken += found[0].token == 7
     assert torch.equal(logits_NR, torch.zeros(1, len(IDS_R)))
     assert taken / 200 == pytest.approx(0.35 * 0.9, abs=0.08)
-
-
-# ------------------------------------------------- chances that are corrected by how they have held
-
-
-@pytest.mark.parametrize(("claimed", "true"), [(0.9, 0.45), (0.5, 0.5), (0.9, 0.0), (0.1, 0.9)])
-def test_the_factor_follows_what_comes(claimed: float, true: float) -> None:
-    reliability, draw = Reliability(), random.Random(0)
-    assert reliability.factor == 1.0
-    for _ in range(600):
-        reliability.record([Choice(1, claimed)], 1 if draw.random() < true else 2)
-    assert reliability.factor == pytest.approx(min(1.2, max(0.3, true / claimed)), abs=0.08)
-
-
-def test_tokens_and_their_order_stay() -> None:
-    reliability = Reliability()
-    for _ in range(50):
-        reliability.record([Choice(1, 0.9)], 1)
-    corrected = reliability.corrected([Choice(5, 0.95), Choice(6, 0.02)])
-    assert [choice.token for choice in corrected] == [5, 6]
-    assert all(0.0 < choice.chance < 1.0 for choice in corrected)
 
 
 # ------------------------------------------------------------------------------------------- dspark
