@@ -95,6 +95,5 @@ def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
     joins_late = knows_text and not drafter.taps and not drafter.layers
     loaded = LoadedDrafter(drafter, context.target, name, spec.num_draft_tokens, joins_late)
     if context.draft_model is not None and spec.draft_model != "none":
-        by_token = "shape" not in context.options
-        loaded.traits = expected_of_pair(loaded.traits, context.size_share, by_token)
+        loaded.traits = expected_of_pair(loaded.traits, context.size_share)
     return loaded

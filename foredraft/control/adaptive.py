@@ -39,8 +39,6 @@ _LOOKED_AT = 64
 """Steps between two comparisons of first tokens with what was measured."""
 _LEAST_DRAFTING = 16
 """Steps between two that are run without drafts for their time alone, at least."""
-_LATER_SHARE = 0.3
-"""Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
 _MOST_FIRST_TIMES = 8
 """Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and
 records work of a new shape, once. Times that stay so long are a price."""
@@ -69,10 +67,7 @@ class AdaptiveBudget:
         self._cost = cost
         self._experience = experience = experience or Experience()
         self._times = experience.times
-        priors = {
-            d.name: Prior.of(d).less(_LATER_SHARE if i and d.promise is None else 1.0)
-            for i, d in enumerate(drafters)
-        }
+        priors = {each.name: Prior.of(each) for each in drafters}
         self._acceptance = Acceptance(experience.kinds, priors)
         self.ledger = Ledger()
         self._planner = Planner(drafters, cost, experience, self._acceptance, self.ledger)
@@ -266,11 +261,6 @@ class AdaptiveBudget:
             "drafter": plan.drafter if plan else None,
             "budget": max(plan.budgets.values(), default=0) if plan else 0,
         }
-
-    @property
-    def plan(self) -> Plan | None:
-        """The last one."""
-        return self._plan
 
     @property
     def first_tokens(self) -> list[FirstToken]:

@@ -392,7 +392,7 @@ def test_a_drafter_that_takes_a_forward_a_token_drafts_as_long_as_pays(
 
 def test_the_first_reply_drafts_and_the_budget_is_learnt_in_it() -> None:
     """Nothing was measured: what a pair of models is expected to do comes from their sizes."""
-    expected = expected_of_pair(DrafterTraits("model", 8, True, reads=True), 0.44, by_token=True)
+    expected = expected_of_pair(DrafterTraits("model", 8, True, reads=True), 0.44)
     assert expected.promise is not None
     model = chain(0.9, 4.4, read_ms=0.05, promise=expected.promise, is_guess=True)
     done = Simulation({"model": model}, round_share=0.44, prompt=100).run(3, 1)

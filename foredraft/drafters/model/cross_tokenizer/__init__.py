@@ -18,12 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from foredraft.cache.paged import Cache
-from foredraft.core.choices import TRUST, Choice, DrawnChoices, SharedChoices
+from foredraft.cache.base import Cache
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.core.named import NamedLaws
 from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal, Renaming
-from foredraft.core.sampling import Law
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
@@ -83,55 +80,12 @@ class SharedTokens:
         # Inside a character the draft model's text ends earlier than the target's.
         if transcript.held:
             return None
-        choices = row.choices
-        if not isinstance(choices, DrawnChoices):
-            choices = _RenamedChoices(choices, self._renaming)
+        asked = row if row.params.coupling == "drawn" else row.without_noise(row.budget)
         tokens = tuple(transcript.draft_tokens)
-        return replace(
-            row, tokens=tokens, new_choices=lambda: choices, rules=row.params, slot=-1, source=None
-        )
+        return replace(asked, tokens=tokens, rules=asked.params, slot=-1, source=None)
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
         return draft.renamed(self._renaming)
-
-
-@dataclass(frozen=True)
-class _RenamedChoices(SharedChoices):
-    """Choices in the draft model's ids, with the noise of the target's."""
-
-    choices: SharedChoices
-    renaming: Renaming
-
-    def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
-        old_S, new_S = self.renaming.ids_S
-        logits_V = law.logits_V.new_full((self.renaming.vocab_size,), -math.inf)
-        logits_V[new_S] = law.logits_V[old_S]
-        renamed = Law(logits_V, law.scale, int(logits_V.argmax()))
-        return self._back(self.choices.best(renamed, depth, count, trust))
-
-    def draw_key(self, depth: int, scale: float) -> None:
-        """Nothing draws in one model's ids with the noise of the other's."""
-        return
-
-    def best_each(
-        self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
-    ) -> list[list[Choice]]:
-        return [self.best(laws.law(n), depth, count, trust) for n, depth in enumerate(depths)]
-
-    def among(
-        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
-    ) -> list[Choice]:
-        return self._back(self.choices.among(self._renamed(candidates), depth, count, trust))
-
-    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
-        return self._back(self.choices.weigh(self._renamed(candidates), depth))
-
-    def _renamed(self, candidates: Sequence[Choice]) -> list[Choice]:
-        names = self.renaming.names
-        return [Choice(names[c.token], c.chance) for c in candidates if c.token in names]
-
-    def _back(self, chosen: Sequence[Choice]) -> list[Choice]:
-        return [Choice(self.renaming.old_names[c.token], c.chance) for c in chosen]
 
 
 class CrossTokenizerDrafter(BaseDrafter):
