@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from foredraft.control.adaptive import AdaptiveBudget
@@ -213,7 +213,3 @@ class Simulation:
 
 def constant(chance: float) -> Callable[[int, int], float]:
     return lambda request_id, length: chance
-
-
-def loads(results: Sequence[Simulation]) -> list[float]:
-    return [round(each.speedup, 3) for each in results]

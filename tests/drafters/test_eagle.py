@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters import build_drafter
-from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import (
     EagleModule,
     FirstEagleModule,
@@ -278,15 +277,3 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"never")
     with pytest.raises(ModelLoadError, match="pickle"):
         read(tmp_path)
-
-
-def test_other_drafters_say_where_a_published_head_goes(tmp_path: Path) -> None:
-    write(tmp_path, *authors(new_head(**PLAIN)))
-    with pytest.raises(ConfigError, match="drafter 'eagle'"):
-        build_drafter("hidden_head", DrafterContext(TARGET, options={"head": str(tmp_path)}))
-
-
-def test_an_unknown_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'normed'"):
-        start_head(EagleModule, SOURCE, None, {"returns": "norm"})
-    assert issubclass(EagleModule, HeadModule)

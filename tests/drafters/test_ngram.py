@@ -88,15 +88,6 @@ def test_agrees_with_a_search_however_the_text_has_grown(
         assert index.lookup(grown, count) == reference(grown, count, min_size, max_size)
 
 
-def test_requests_do_not_see_each_others_text() -> None:
-    drafter, params = NgramDrafter(), SamplingParams()
-    texts = {0: (1, 2, 3, 1, 2), 1: (1, 2)}
-    for request_id, text in texts.items():
-        drafter.begin(DraftRow.of(request_id, text))
-    rows = [DraftRow.of(i, text, params, 2) for i, text in texts.items()]
-    assert [proposal.tree.tokens for proposal in drafter.propose(rows)] == [(3, 1), ()]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -255,8 +246,3 @@ def test_a_table_of_another_target_is_refused(folder: Path, tmp_path: Path) -> N
     (other / "head.json").write_text(json.dumps(meta))
     with pytest.raises(ConfigError, match="trained for 'tiny'"):
         load_table(other, identify(TARGET, "tiny"), VOCAB)
-
-
-def test_the_way_to_a_table_is_said() -> None:
-    with pytest.raises(ConfigError, match="foredraft train table"):
-        build_drafter("table", DrafterContext(TARGET))

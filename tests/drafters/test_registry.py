@@ -74,10 +74,6 @@ def test_the_built_in_ones_are_the_files_of_the_folder() -> None:
         assert drafter_spec(name).summary
 
 
-def test_dashes_and_underscores_are_the_same() -> None:
-    assert drafter_spec("draft-model") is drafter_spec("draft_model")
-
-
 @pytest.mark.parametrize(
     ("asked", "near"), [("ngramm", "ngram"), ("draft", "draft_model"), ("None", "none")]
 )

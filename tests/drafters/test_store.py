@@ -125,12 +125,6 @@ def test_every_kind_refuses_what_its_options_do_not_take(kind: str, target: Nati
         start_head(module, source, OUTPUT_IDS, {"nonsense": 1})
 
 
-@pytest.mark.parametrize("value", [2, "2", "2,", [2]])
-def test_one_layer_may_be_written_as_a_number(value: object, target: NativeTarget) -> None:
-    module = start_head(HiddenHeadModule, tiny_source(target), OUTPUT_IDS, {"taps": value})
-    assert module.taps == (2,)
-
-
 @pytest.fixture
 def beside_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current directory looks like a model's."""
