@@ -192,10 +192,6 @@ class AdaptiveBudget:
         self._times.has_read(name, taken.num_read, taken.read_ms)
         return joined_ms
 
-    def _invest(self, name: str, read_ms: float, num_tokens: int) -> None:
-        self.ledger.invest(read_ms)
-        self._times.has_read(name, num_tokens, read_ms)
-
     def _drafting_ms(
         self,
         record: StepRecord,
