@@ -172,27 +172,6 @@ def test_entries_of_the_accepted_path_are_kept(model: Watched) -> None:
     assert model.cache.context(0) == tuple(accepted)
 
 
-def test_entries_of_rejected_branches_are_dropped(model: Watched) -> None:
-    drafter = DraftTreeDrafter(model, replace(LIMITS, max_depth=2))
-    drafter.begin(DraftRow.of(0, [1, 2]))
-    (first,) = drafter.propose([row([1, 2], 4)])
-    other = next(token for token in range(8) if token not in first.tree.tokens)
-    model.reads.clear()
-    drafter.propose([row([1, 2, other], 1)])
-    assert model.reads[0] == [1]
-    assert model.cache.context(0) == (1, 2, other)
-
-
-def test_trees_share_forwards_and_leave_out_rows_that_are_done(model: Watched) -> None:
-    drafter = DraftTreeDrafter(model, LIMITS)
-    for request_id in range(2):
-        drafter.begin(DraftRow.of(request_id, [request_id]))
-    proposals = drafter.propose([row([0], 6, 0), row([1, 4, 2], 1, 1)])
-    assert model.nodes[0] == [0, 0]
-    assert [*map(len, model.nodes[1:])] == [1] * len(model.nodes[1:])
-    assert [len(proposal.tree) for proposal in proposals] == [6, 1]
-
-
 def test_a_drawn_tree_is_planned(model: Watched) -> None:
     drafter = DraftTreeDrafter(model, LIMITS)
     drafter.begin(DraftRow.of(0, [1, 2]))

@@ -211,28 +211,6 @@ def test_the_first_eagle_is_read_and_drafts_as_it_predicts(has_bias: bool, tmp_p
     assert_drafts_as_it_predicts(module, StepDrafter(module, TARGET, CHAIN))
 
 
-@torch.no_grad()
-def test_the_first_eagle_computes_what_its_paper_says(tmp_path: Path) -> None:
-    """Of a text of one token: no position to turn by, nothing else to attend to."""
-    config, tensors = first_layout()
-    module = read(write(tmp_path, config, tensors))
-    batch = text_batch(TARGET, [[5, 9]], module.taps)
-    normed_E = TARGET.parts.norm(batch.taps[2][0, :1])[0]
-    joined = torch.cat((SOURCE.embedding()[9], normed_E))
-    x_E = tensors["fc.weight"] @ joined + tensors["fc.bias"]
-    values = tensors["layers.0.self_attn.v_proj.weight"] @ x_E
-    heads = values.view(2, 16).repeat_interleave(2, 0).flatten()
-    x_E = x_E + tensors["layers.0.self_attn.o_proj.weight"] @ heads
-    scaled_E = x_E * (x_E.square().mean() + SOURCE.shape.rms_norm_eps).rsqrt()
-    normed_E = scaled_E * tensors["layers.0.post_attention_layernorm.weight"]
-    gate = torch.nn.functional.silu(tensors["layers.0.mlp.gate_proj.weight"] @ normed_E)
-    up = tensors["layers.0.mlp.up_proj.weight"] @ normed_E
-    x_E = x_E + tensors["layers.0.mlp.down_proj.weight"] @ (gate * up)
-    expected_V = SOURCE.head() @ x_E
-    actual_V = predictions_of(module, batch, 1)[0].logits_BLR[0, 0]
-    torch.testing.assert_close(actual_V, expected_V, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [

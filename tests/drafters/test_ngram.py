@@ -52,25 +52,6 @@ def reference(tokens: Sequence[int], count: int, min_size: int, max_size: int) -
     return []
 
 
-@pytest.mark.parametrize(
-    ("text", "draft"),
-    [
-        ("abcXabc", "Xab"),
-        ("abXcbXab", "Xcb"),  # the longest suffix wins over a later, shorter one
-        ("abXabYab", "Yab"),  # the latest occurrence wins
-        ("abcabc", "abc"),
-        ("aaaa", "aaa"),
-        ("xyzzy", ""),
-        ("ab", ""),
-        ("a", ""),
-        ("ababab", "aba"),  # a copy that runs into the end goes on with itself
-    ],
-)
-def test_copies_what_followed(text: str, draft: str) -> None:
-    found = NgramIndex(2, 4).lookup([ord(c) for c in text], 3)
-    assert "".join(map(chr, found)) == draft
-
-
 @settings(max_examples=200)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=30),

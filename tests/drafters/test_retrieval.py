@@ -170,11 +170,6 @@ def test_different_continuations_form_a_trie(tmp_path: Path) -> None:
     assert set(tree.tokens) == {4, 5, 6, 7}
 
 
-def test_short_matches_count_only_when_asked_for(index: Path) -> None:
-    assert len(Followed(build(index=index), [99, 20]).draft()) == 0
-    assert len(Followed(build(index=index, min_match=1), [99, 20], node_cost=0.01).draft()) > 0
-
-
 def test_without_an_index_the_prompt_is_searched() -> None:
     request = Followed(build(), [*MANUAL, 99, *MANUAL[:6]])
     assert request.draft().tokens[:3] == tuple(MANUAL[6:9])
@@ -190,7 +185,6 @@ def test_the_end_of_a_document_is_the_end_of_the_draft(index: Path) -> None:
     ("options", "message"),
     [
         ({"index": "/no/such/place"}, "is no index"),
-        ({"min_match": 0}, "min_match is 0"),
         ({"indx": "x"}, "did you mean 'index'"),
     ],
 )

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.tree import TokenTree
@@ -84,9 +83,3 @@ def test_every_committed_position_of_a_step_teaches_and_no_rejected_one() -> Non
     assert known.get(3).candidates[:2] == (6, 7)
     assert known.get(4) is None
     assert known.get(5) is None
-
-
-@pytest.mark.parametrize("value", [0, 9, 2.5, "many"])
-def test_the_number_of_candidates_is_checked(value: object) -> None:
-    with pytest.raises(ConfigError, match="num_candidates "):
-        build(num_candidates=value)
