@@ -217,18 +217,14 @@ class Planner:
 
     def _leaving(self, request_id: int, now: str | None, wanted: str, is_choice: bool) -> float:
         """Another drafter needs so much more throughput for a row."""
-        if now is None or not self._would_lose(now, wanted):
+        if now in (None, wanted) or not self.keeps_text(now):
             return 1.0
         is_new = is_choice and self._acceptance.num_seen(now, request_id) < _NEW_DRAFTS
         return _LEAVING_NEW if is_new else _LEAVING
 
-    def _would_lose(self, now: str | None, wanted: str) -> bool:
-        """Whether a row's drafter would have to go for this one, and lose what it has read."""
-        return now not in (None, wanted) and self.keeps_text(now)
-
-    def _would_leave(self, now: str | None, wanted: str) -> bool:
-        """Whether a row's drafter would have to go for this one, and could not come back."""
-        return now not in (None, wanted) and not self.drafters[now].joins_late
+    def _may_leave(self, now: str | None, wanted: str) -> bool:
+        """Whether a row's drafter may go for this one: it stays, or can come back."""
+        return now in (None, wanted) or self.drafters[now].joins_late
 
     def keeps_text(self, name: str) -> bool:
         """Whether a drafter cannot come back to a text that it has left, or must read it again."""
@@ -378,7 +374,7 @@ class Planner:
             row
             for row in batch.rows
             if row.room
-            and not self._would_leave(row.drafter, drafter.name)
+            and self._may_leave(row.drafter, drafter.name)
             and self._can_have(row, drafter, batch)
         ][:num_rows]
         if not able:
