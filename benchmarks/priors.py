@@ -106,10 +106,9 @@ def _match_earlier(reply: SeenReply, earlier: SuffixAutomaton, confidence: Match
 def _align(reply: SeenReply, confidence: AlignmentConfidence) -> None:
     if not reply.expected:
         return
-    text = PredictedText(lambda: reply.expected, confidence)
+    text = PredictedText(reply.expected, confidence)
     for token in reply.output:
         text.commit(token)
-    text.align()
 
 
 def _recycle(target: Target, reply: SeenReply, confidence: RankConfidence) -> None:

@@ -105,19 +105,9 @@ def test_without_a_prediction_the_prompt_is_taken() -> None:
     assert drafted(request).startswith(" by the")
 
 
-def test_what_was_committed_before_the_first_draft_counts() -> None:
-    late = follow(TEXT, output="the old mill by")
-    early = follow(TEXT)
-    for token in ids("the old mill by"):
-        early.draft()
-        early.commit(token)
-    assert late.draft() == early.draft()
-
-
 def test_a_text_without_a_tokenizer_is_refused() -> None:
-    request = Followed(build(), [63], SamplingParams(prediction="aaab"))
     with pytest.raises(ConfigError, match="no tokenizer"):
-        request.draft()
+        Followed(build(), [63], SamplingParams(prediction="aaab"))
 
 
 @pytest.mark.parametrize("prediction", ["", "€ζ"])
