@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from foredraft.cache.base import Cache
+from foredraft.cache.paged import Cache
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal, Renaming
 from foredraft.core.traits import DrafterTraits
