@@ -28,7 +28,12 @@ from foredraft.drafters.text.confidence import MatchConfidence, Priors
 from foredraft.drafters.text.confidence import priors as known_priors
 from foredraft.drafters.text.id_files import SEPARATOR
 from foredraft.drafters.text.suffix import NO_MATCH, SearchedText, SuffixAutomaton
-from foredraft.drafters.text.token_recycling import RankConfidence, Successors, likeliest
+from foredraft.drafters.text.token_recycling import (
+    NUM_CANDIDATES,
+    RankConfidence,
+    Successors,
+    likeliest,
+)
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Target, read
 from foredraft.options import LoadOptions
@@ -101,20 +106,19 @@ def _match_earlier(reply: SeenReply, earlier: SuffixAutomaton, confidence: Match
 def _align(reply: SeenReply, confidence: AlignmentConfidence) -> None:
     if not reply.expected:
         return
-    text = PredictedText(lambda: reply.expected, confidence)
+    text = PredictedText(reply.expected, confidence)
     for token in reply.output:
         text.commit(token)
-    text.align()
 
 
 def _recycle(target: Target, reply: SeenReply, confidence: RankConfidence) -> None:
-    successors = Successors(len(confidence.shares[0]))
+    successors = Successors()
     successors.read(reply.prompt)
     last = reply.prompt[-1]
     for token, logits_V in zip(reply.output, _logits(target, reply), strict=True):
         if (row := successors.get(last)) is not None:
             confidence.record(row, token)
-        successors.update(last, likeliest(logits_V, successors.num_candidates))
+        successors.update(last, likeliest(logits_V, NUM_CANDIDATES))
         last = token
 
 

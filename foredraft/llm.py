@@ -35,7 +35,7 @@ from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import DEFAULT_MODEL, LoadOptions
-from foredraft.speculation import experience_of, policy_for
+from foredraft.speculation import policy_for
 from foredraft.system.machine import give_memory_back
 
 _log = logging.getLogger("foredraft")
@@ -93,7 +93,7 @@ class LLM:
     ) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
         self._draft, self.plan, self.cost = draft, plan, cost
-        self._experience = experience_of(plan, draft.plan if draft else None, cost)
+        self._experience = Experience()
         self.sampling_defaults: Mapping[str, float] | None = None
         if options.sampling_defaults == "model":
             self.sampling_defaults = tokenizer.sampling_defaults if tokenizer else {}
@@ -285,7 +285,7 @@ class LLM:
         stays = is_named or self.policy.is_apart or not self.policy.drafters
         if params.prediction is None or stays:
             return self.policy
-        if drafter_spec(self.drafter_name).uses_prediction(self.options.drafter_options):
+        if drafter_spec(self.drafter_name).reads_prediction:
             return self.policy
         if self._for_predictions is None:
             options = replace(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-
-import torch
 
 from foredraft.auto import BESIDE, pays_unasked
 from foredraft.cache.base import NO_MEMORY
@@ -22,12 +19,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
-from foredraft.kernels.build import describe_instructions
-from foredraft.load import ModelPlan
-from foredraft.models.files.kept import recipe_of
 from foredraft.options import LoadOptions
-from foredraft.system.cgroups import available_cpus
-from foredraft.system.machine import cpu_name
 
 _log = logging.getLogger("foredraft")
 USUAL_CONTEXT, _MOST_NODES = 256, 16
@@ -44,12 +36,13 @@ def policy_for(
 ) -> Policy:
     """The drafters that options name, and their controller.
 
-    It allows a fixed number of nodes where one was asked for, else what pays.
+    It allows a fixed number of nodes where one was asked for or nothing was measured, else what
+    pays.
 
     Args:
         name: of the drafter that ``options`` mean.
         context: what drafters are built from.
-        cost: of the target's forward.
+        cost: of the target's forward; None: it was not measured.
         experience: of others on the same models.
         own: taken instead of the drafter that is named.
     """
@@ -66,11 +59,13 @@ def policy_for(
         )
     else:
         loaded = [_loaded(name, context)]
-    if fixed is not None:
-        # One drafts for all requests that name none: the first that is known to pay.
-        loaded.sort(key=lambda each: each.traits.promise is None)
-        return Policy(FixedBudget(fixed, cost, loaded[0].traits.name), loaded)
-    return Policy(AdaptiveBudget([each.traits for each in loaded], cost, experience), loaded)
+    if fixed is None and cost is not None:
+        return Policy(AdaptiveBudget([each.traits for each in loaded], cost, experience), loaded)
+    # One drafts for all requests that name none: the first that is known to pay.
+    loaded.sort(key=lambda each: each.traits.promise is None)
+    first = loaded[0].traits
+    num_draft_tokens = first.most_nodes if fixed is None else fixed
+    return Policy(FixedBudget(num_draft_tokens, cost, first.name), loaded)
 
 
 def _loaded_for_auto(name: str, context: DrafterContext, prices: Prices) -> list[LoadedDrafter]:
@@ -100,25 +95,5 @@ def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
     joins_late = knows_text and not drafter.taps and not drafter.layers
     loaded = LoadedDrafter(drafter, context.target, name, spec.num_draft_tokens, joins_late)
     if context.draft_model is not None and spec.draft_model != "none":
-        by_token = "shape" not in context.options
-        loaded.traits = expected_of_pair(loaded.traits, context.size_share, by_token)
+        loaded.traits = expected_of_pair(loaded.traits, context.size_share)
     return loaded
-
-
-def experience_of(
-    plan: ModelPlan | None, draft_plan: ModelPlan | None, cost: CostModel | None
-) -> Experience:
-    """Statistics of this pair of models on this machine, kept for later processes.
-
-    Nothing where there is no draft model.
-    """
-    experience = Experience()
-    if plan is not None and draft_plan is not None and cost is not None:
-        experience.plain_ms = lambda: cost.ms([(1, USUAL_CONTEXT)])
-        machine = cpu_name(), available_cpus(), torch.get_num_threads(), describe_instructions()
-        models = plan.number_format, draft_plan.directory, draft_plan.number_format
-        recipe = recipe_of(*machine, *models, draft_plan.read_bytes, "in plain steps")
-        name = f"pair-{recipe[:8]}"
-        experience.take_json(plan.kept.read_json(name, recipe))
-        experience.keep = partial(plan.kept.keep_json, name, recipe)
-    return experience

@@ -95,7 +95,7 @@ def needs_of(spec: DrafterSpec) -> list[str]:
         needs.append(f"a draft model {vocabulary}".rstrip())
     if spec.needs_in_words:
         needs.append(spec.needs_in_words)
-    if spec.reads_prediction is True:
+    if spec.reads_prediction:
         needs.append("a prediction of the reply")
     return needs
 

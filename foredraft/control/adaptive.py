@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from foredraft.control.ledger import Ledger
 from foredraft.control.planner import TRIAL_STEPS, Plan, Planner, guessed_ms
 from foredraft.control.times import HICCUP
 from foredraft.core.cost import CostModel
-from foredraft.core.record import RowStep, StepRecord, StepTimes
+from foredraft.core.record import NO_TIMES, RowStep, StepRecord, StepTimes
 from foredraft.core.traits import DrafterTraits
 
 _log = logging.getLogger("foredraft")
@@ -39,16 +39,11 @@ _LOOKED_AT = 64
 """Steps between two comparisons of first tokens with what was measured."""
 _LEAST_DRAFTING = 16
 """Steps between two that are run without drafts for their time alone, at least."""
-_LATER_SHARE = 0.3
-"""Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
-_MOST_FIRST_TIMES, _MOST_FIRST_PROMPTS = 8, 2
+_MOST_FIRST_TIMES = 8
 """Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and
-records work of a new shape, once; and of prompts of each size, to a power of two. Times that stay
-so long are a price."""
+records work of a new shape, once. Times that stay so long are a price."""
 _PROMPT_SHARE = 0.05
 """Of the target's time for a prompt: what a drafter is taken to need for it the first times."""
-_USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
-"""In plain steps, where nothing was measured: a usual CPU."""
 
 
 class AdaptiveBudget:
@@ -59,30 +54,23 @@ class AdaptiveBudget:
 
     Args:
         drafters: to choose from, the best one for a single request first.
-        cost: what steps cost here. None: a usual machine's proportions, and of the drafters' own
-            times only the forwards that they say they take.
+        cost: what steps cost here.
         experience: of controllers on the same models.
     """
 
     def __init__(
         self,
         drafters: Sequence[DrafterTraits],
-        cost: CostModel | None = None,
+        cost: CostModel,
         experience: Experience | None = None,
     ) -> None:
-        self._is_measured, self._cost = cost is not None, cost or CostModel(_USUAL_TIMES)
+        self._cost = cost
         self._experience = experience = experience or Experience()
         self._times = experience.times
-        priors = {
-            d.name: Prior.of(d).less(_LATER_SHARE if i and d.promise is None else 1.0)
-            for i, d in enumerate(drafters)
-        }
+        priors = {each.name: Prior.of(each) for each in drafters}
         self._acceptance = Acceptance(experience.kinds, priors)
         self.ledger = Ledger()
-        times = self._times if self._is_measured else None
-        self._planner = Planner(
-            drafters, self._cost, times, self._acceptance, self.ledger, experience.lengths
-        )
+        self._planner = Planner(drafters, cost, experience, self._acceptance, self.ledger)
         self._plan: Plan | None = None
         self._planned_for: tuple[int, ...] = ()
         self._left, self._every = 0, 1
@@ -90,10 +78,8 @@ class AdaptiveBudget:
         self._num_steps = self._num_drafting = self._plain_at = 0
         self._told: set[tuple[str, str]] = set()  # drafter and noise
         self._followed: dict[int, str] = {}  # by request: the drafter in its last step
-        self._has_drafted: set[int] = set()  # requests with their drafter of now
         self._num_committed: dict[int, int] = {}
-        # By drafter and size of a prompt, see `_MOST_FIRST_TIMES`; 0: of a step behind it.
-        self._first_times: Counter[tuple[str, int]] = Counter()
+        self._num_long: Counter[str] = Counter()  # see `_MOST_FIRST_TIMES`
 
     # ---- what the engine asks -------------------------------------------------------------------
 
@@ -126,7 +112,7 @@ class AdaptiveBudget:
 
     def _times_plain(self, plan: Plan, num_rows: int) -> bool:
         """Whether a step is to show how long one without drafts takes, while all others draft."""
-        if not self._is_measured or self._num_steps < self._plain_at + _LEAST_DRAFTING:
+        if self._num_steps < self._plain_at + _LEAST_DRAFTING:
             return False
         if not self._planner.is_in_doubt(plan, num_rows):
             return False
@@ -156,7 +142,6 @@ class AdaptiveBudget:
             self._warn_of_draft_model()
         if drafted:
             self._num_drafting += 1
-            self._experience.note_step()
         for row in rows:
             self._note(row)
 
@@ -166,12 +151,9 @@ class AdaptiveBudget:
         self._num_committed[number] = committed
         if row.drafter != self._followed.get(number):
             self._followed.pop(number, None)
-            self._has_drafted.discard(number)
         if row.drafter is not None:
             self._followed[number] = row.drafter
             self._acceptance.observe(row.drafter, row)
-            if row.budget:
-                self._has_drafted.add(number)
         if row.finish_reason in ("stop", "length"):
             self._experience.lengths.note(committed)
 
@@ -184,29 +166,21 @@ class AdaptiveBudget:
             plain_ms: the forward as it would be without drafts.
             forward_ms: the forward as it should be: where it took longer, all else did, too.
         """
-        times = record.times
-        by_drafter: dict[str, list[RowStep]] = {}
+        times, by_drafter = record.times, dict[str, list[RowStep]]()
         for row in rows:
             if row.drafter is not None:
                 by_drafter.setdefault(row.drafter, []).append(row)
-        if not self._is_measured:
-            return plain_ms * self._promised_share(by_drafter)
-        num_followed = sum(map(len, by_drafter.values()))
-        num_followed_in_all = sum(row.drafter is not None for row in record.rows)
-        if not num_followed_in_all:
-            return 0.0
-        if num_followed < num_followed_in_all:  # other controllers' drafters took their part
-            all_ms = times.draft_ms + times.learn_ms + times.begin_ms + times.read_ms
-            return all_ms * num_followed / num_followed_in_all
-        taken = _by_drafter(record, by_drafter)
-        if taken is None:
-            self.ledger.invest(times.read_ms)
-            return times.draft_ms + times.learn_ms + times.begin_ms
-        return sum(
-            self._joining_ms(name, mine, taken[name])
-            + self._drafting_ms(record, name, mine, taken[name], plain_ms, forward_ms)
-            for name, mine in by_drafter.items()
-        )
+        # Planning, which no drafter did, is shared out by the rows that were asked for.
+        planning_ms = times.draft_ms - sum(each.draft_ms for each in times.drafters.values())
+        planning_ms = max(0.0, planning_ms) / max(1, _num_asked(record.rows))
+        spent_ms = 0.0
+        for name, mine in by_drafter.items():
+            taken = times.drafters.get(name, NO_TIMES)
+            draft_ms = taken.draft_ms + planning_ms * _num_asked(mine)
+            taken = replace(taken, draft_ms=draft_ms)
+            spent_ms += self._joining_ms(name, mine, taken)
+            spent_ms += self._drafting_ms(record, name, mine, taken, plain_ms, forward_ms)
+        return spent_ms
 
     def _joining_ms(self, name: str, rows: Sequence[RowStep], taken: StepTimes) -> float:
         """Time of joining texts and of prefills by draft models: the investments of a step."""
@@ -214,12 +188,9 @@ class AdaptiveBudget:
         joined_ms = self._times.joined(name, new, taken.begin_ms) if new else taken.begin_ms
         if not taken.num_read:
             return joined_ms + taken.read_ms
-        self._invest(name, taken.read_ms, taken.num_read)
+        self.ledger.invest(taken.read_ms)
+        self._times.has_read(name, taken.num_read, taken.read_ms)
         return joined_ms
-
-    def _invest(self, name: str, read_ms: float, num_tokens: int) -> None:
-        self.ledger.invest(read_ms)
-        self._times.has_read(name, num_tokens, read_ms)
 
     def _drafting_ms(
         self,
@@ -231,7 +202,7 @@ class AdaptiveBudget:
         forward_ms: float,
     ) -> float:
         """Learn a drafter's time to propose and to follow from a step."""
-        num_asked = sum(row.budget > 0 for row in rows)
+        num_asked = _num_asked(rows)
         num_rounds, drafter = 1, self._planner.drafters[name]
         share, expected_ms = drafter.round_share, None
         draft_ms, learn_ms = taken.draft_ms, taken.learn_ms
@@ -240,21 +211,20 @@ class AdaptiveBudget:
             num_rounds = max(min(len(row.proposal.tree), row.budget) for row in rows)
             expected_ms = share * plain_ms
         elif not drafter.reads:
-            if not record.is_decoding:
-                learn_ms = self._prompt_ms(name, rows, learn_ms, forward_ms)
             follow_ms = self._times.follow_ms(name, len(rows))
+            most_ms = (
+                max(forward_ms, follow_ms) if record.is_decoding else _PROMPT_SHARE * forward_ms
+            )
             is_long = draft_ms > HICCUP * max(plain_ms, known_ms or 0.0)
-            is_long = is_long or learn_ms > HICCUP * max(forward_ms, follow_ms)
-            if is_long and self._is_first(name, 0, _MOST_FIRST_TIMES):
+            if is_long or learn_ms > HICCUP * most_ms:
+                self._num_long[name] += 1
+                is_long = self._num_long[name] <= _MOST_FIRST_TIMES
+            if is_long:
                 guess_ms = guessed_ms(drafter, plain_ms)
                 return (guess_ms if known_ms is None else known_ms) + (follow_ms or guess_ms)
         usual_ms = expected_ms if known_ms is None else known_ms
         if usual_ms is not None:
             most_ms = HICCUP * max(num_rounds, 1) * usual_ms
-            is_new = any(row.budget and row.request_id not in self._has_drafted for row in rows)
-            if drafter.reads and is_new and draft_ms > most_ms:  # it read the text, too
-                self._invest(name, draft_ms - most_ms / HICCUP, 0)
-                draft_ms = most_ms / HICCUP
             if not record.is_decoding:
                 return min(draft_ms, most_ms) + learn_ms
         if not record.is_decoding:
@@ -266,36 +236,10 @@ class AdaptiveBudget:
             expected_ms=expected_ms,
         )
 
-    def _prompt_ms(
-        self, name: str, rows: Sequence[RowStep], learn_ms: float, forward_ms: float
-    ) -> float:
-        """Time that a drafter took to follow prompts, without what happens once."""
-        guess_ms = _PROMPT_SHARE * forward_ms
-        size = max(row.num_read for row in rows).bit_length()
-        is_long = learn_ms > HICCUP * guess_ms
-        if is_long and self._is_first(name, size, _MOST_FIRST_PROMPTS):
-            return guess_ms
-        return learn_ms
-
-    def _is_first(self, name: str, size: int, most: int) -> bool:
-        """Whether a long time is one of the first, which count."""
-        self._first_times[name, size] += 1
-        return self._first_times[name, size] <= most
-
-    def _promised_share(self, by_drafter: Mapping[str, Sequence[RowStep]]) -> float:
-        """Expected time of the drafters' forwards, in plain steps; other work counts as free."""
-        drafters = self._planner.drafters
-        return sum(
-            max(len(row.proposal.tree) for row in rows) * (drafters[name].round_share or 0.0)
-            for name, rows in by_drafter.items()
-        )
-
     def end(self, request_id: int) -> None:
         self._acceptance.end(request_id)
         self._followed.pop(request_id, None)
-        self._has_drafted.discard(request_id)
         self._num_committed.pop(request_id, None)
-        self._experience.keep_now_and_then()
 
     # ---- for people -----------------------------------------------------------------------------
 
@@ -313,11 +257,6 @@ class AdaptiveBudget:
             "drafter": plan.drafter if plan else None,
             "budget": max(plan.budgets.values(), default=0) if plan else 0,
         }
-
-    @property
-    def plan(self) -> Plan | None:
-        """The last one."""
-        return self._plan
 
     @property
     def first_tokens(self) -> list[FirstToken]:
@@ -368,26 +307,8 @@ class AdaptiveBudget:
         return self.ledger.left_ms(plan.plain_ms) > self._times.follow_ms(name, 1)
 
 
-def _by_drafter(
-    record: StepRecord, rows: Mapping[str, Sequence[RowStep]]
-) -> dict[str, StepTimes] | None:
-    """The time of each drafter; None if there are several and it is not known.
-
-    Planning and the like, which no drafter did, are shared out by the rows that were asked for.
-    """
-    times = record.times
-    if len(rows) == 1:
-        return dict.fromkeys(rows, times)
-    if not all(name in times.drafters for name in rows):
-        return None
-    asked = {name: sum(row.budget > 0 for row in mine) for name, mine in rows.items()}
-    other_ms = times.draft_ms - sum(times.drafters[name].draft_ms for name in rows)
-    each_ms = max(0.0, other_ms) / max(1, sum(asked.values()))
-    return {
-        name: replace(found, draft_ms=found.draft_ms + each_ms * asked[name])
-        for name in rows
-        for found in [times.drafters[name]]
-    }
+def _num_asked(rows: Sequence[RowStep]) -> int:
+    return sum(row.budget > 0 for row in rows)
 
 
 def _plain_sizes(record: StepRecord, rows: Sequence[RowStep]) -> list[tuple[int, int]]:

@@ -13,23 +13,15 @@ higher."""
 _USUAL_SHARE = 0.3
 
 
-def expected_of_pair(
-    drafter: DrafterTraits, size_share: float | None, by_token: bool
-) -> DrafterTraits:
-    """A drafter that has a draft model, with guesses by size where it says nothing.
+def expected_of_pair(drafter: DrafterTraits, size_share: float | None) -> DrafterTraits:
+    """A drafter that has a draft model, with a promise by size where it makes none.
 
     Args:
         size_share: bytes that a forward of the draft model reads, over the target's; None: not
             known.
-        by_token: whether each token of a draft takes a forward of the draft model.
     """
+    if drafter.promise is not None:
+        return drafter
     share = _USUAL_SHARE if size_share is None else size_share
     chances = next((each for most, each in _ACCEPTANCE if share <= most), _ACCEPTANCE[-1][1])
-    round_share = share if by_token and drafter.round_share is None else drafter.round_share
-    is_guess = drafter.promise is None or drafter.is_guess
-    return replace(
-        drafter,
-        promise=drafter.promise or chances,
-        round_share=round_share,
-        is_guess=is_guess,
-    )
+    return replace(drafter, promise=chances, is_guess=True)

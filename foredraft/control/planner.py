@@ -11,14 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from foredraft.control.acceptance import MOST_POSITIONS, Acceptance, Array, kind_of
 from foredraft.control.base import Row
-from foredraft.control.experience import ReplyLengths
+from foredraft.control.experience import Experience
 from foredraft.control.ledger import Ledger
 from foredraft.control.pooled import DrafterCost, Pooled, PooledRow, best_prefix
-from foredraft.control.times import DraftTimes
 from foredraft.core.cost import CostModel, Prices, price_of, relative
 from foredraft.core.traits import DrafterTraits
 
@@ -32,7 +29,6 @@ TRIAL_STEPS, _TRIAL_ROWS = 6, 2
 _TRIALS = ((_TRIAL_ROWS, 4), (1, 4), (1, 2), (1, 1))
 """Rows and nodes of each: the first that can be paid."""
 FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
-_MOST_ROWS = 1 << 20
 _LONGEST_WAIT = 64
 """New requests between two chances of a drafter that does not seem to pay, at most."""
 _DEVIATIONS = 1.0
@@ -133,10 +129,9 @@ class Planner:
     Args:
         drafters: to choose from.
         cost: of steps.
-        times: of drafters; None: not to be had. Then a drafter takes what its forwards promise.
+        experience: times of drafters, and lengths of replies.
         acceptance: of what they draft.
         ledger: what may be lost.
-        lengths: of replies.
 
     Attributes:
         drafters: by name.
@@ -148,13 +143,12 @@ class Planner:
         self,
         drafters: Sequence[DrafterTraits],
         cost: CostModel,
-        times: DraftTimes | None,
+        experience: Experience,
         acceptance: Acceptance,
         ledger: Ledger,
-        lengths: ReplyLengths,
     ) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self._cost, self._times, self._lengths = cost, times, lengths
+        self._cost, self._times, self._lengths = cost, experience.times, experience.lengths
         self._acceptance, self._ledger = acceptance, ledger
         self._pause, self._next_trial = FIRST_PAUSE, 0
         # A drafter that a user named is tried at once.
@@ -179,7 +173,7 @@ class Planner:
         self._ledger.begin(batch.plain_ms, batch.num_rows)
         able = {name: self._able(batch, each) for name, each in self.drafters.items()}
         able = {name: rows for name, rows in able.items() if rows}
-        found = [self._alone(batch, name, rows) for name, rows in able.items()]
+        found = [self._pooled(batch, {name: rows}) for name, rows in able.items()]
         names = frozenset().union(*(plan.names for plan in found if self._pays(batch, plan)))
         if len(able) > 1 and (mixed := self._assigned(batch, able, names)):
             found.append(self._pooled(batch, mixed))
@@ -223,18 +217,14 @@ class Planner:
 
     def _leaving(self, request_id: int, now: str | None, wanted: str, is_choice: bool) -> float:
         """Another drafter needs so much more throughput for a row."""
-        if now is None or not self._would_lose(now, wanted):
+        if now in (None, wanted) or not self.keeps_text(now):
             return 1.0
         is_new = is_choice and self._acceptance.num_seen(now, request_id) < _NEW_DRAFTS
         return _LEAVING_NEW if is_new else _LEAVING
 
-    def _would_lose(self, now: str | None, wanted: str) -> bool:
-        """Whether a row's drafter would have to go for this one, and lose what it has read."""
-        return now not in (None, wanted) and self.keeps_text(now)
-
-    def _would_leave(self, now: str | None, wanted: str) -> bool:
-        """Whether a row's drafter would have to go for this one, and could not come back."""
-        return now not in (None, wanted) and not self.drafters[now].joins_late
+    def _may_leave(self, now: str | None, wanted: str) -> bool:
+        """Whether a row's drafter may go for this one: it stays, or can come back."""
+        return now in (None, wanted) or self.drafters[now].joins_late
 
     def keeps_text(self, name: str) -> bool:
         """Whether a drafter cannot come back to a text that it has left, or must read it again."""
@@ -243,7 +233,7 @@ class Planner:
     def _able(self, batch: _Batch, drafter: DrafterTraits) -> list[Row]:
         """The rows that it may draft for; of a drafter that is new only few."""
         rows = [row for row in batch.rows if row.room and self._can_have(row, drafter, batch)]
-        return rows[: max(1, 2 * self._most_rows(drafter.name))]
+        return rows[: max(1, 2 * self._times.most_rows(drafter.name))]
 
     def _can_have(self, row: Row, drafter: DrafterTraits, batch: _Batch) -> bool:
         if row.drafter == drafter.name:
@@ -251,18 +241,6 @@ class Planner:
         if not drafter.joins_late or drafter.name in row.excluded_drafters:
             return False
         return not drafter.reads or self._may_read(row, drafter, batch.num_rows, batch.step_ms)
-
-    def _alone(self, batch: _Batch, name: str, able: Sequence[Row]) -> Plan:
-        """The best plan with one drafter; where it could not be paid for all rows, for some."""
-        while True:
-            plan = self._pooled(batch, {name: able})
-            assert plan.pooled is not None
-            if plan.budgets or len(able) == 1:
-                return plan
-            asking_ms = self._drafter_cost(batch, name, len(able)).ms(len(able), 1.0)
-            if asking_ms < self._stake(batch.plain_ms):
-                return plan
-            able = able[: len(able) // 2]
 
     def _assigned(
         self, batch: _Batch, able: Mapping[str, Sequence[Row]], paying: frozenset[str]
@@ -274,7 +252,10 @@ class Planner:
         """
         best: dict[int, tuple[float, str]] = {}
         for name, rows in able.items():
-            for row, rate in zip(rows, self._row_rates(batch, name, rows), strict=True):
+            drafter, cost = self.drafters[name], self._drafter_cost(batch, name, batch.num_rows)
+            for row in rows:
+                rates_2K = self._acceptance.rates(name, row.request_id)
+                rate = _best_rate(drafter, rates_2K, cost, batch.num_rows, batch.step_ms)
                 rate /= self._leaving(row.request_id, row.drafter, name, row.drafter in paying)
                 best[row.request_id] = max(best.get(row.request_id, (0.0, "")), (rate, name))
         found: dict[str, list[Row]] = {}
@@ -282,20 +263,6 @@ class Planner:
             if row.request_id in best:
                 found.setdefault(best[row.request_id][1], []).append(row)
         return found if len(found) > 1 else None
-
-    def _row_rates(self, batch: _Batch, name: str, rows: Sequence[Row]) -> list[float]:
-        """Committed tokens by time of each row by itself, with its share of the batch's costs."""
-        num_asked, drafter = len(rows), self.drafters[name]
-        cost = self._drafter_cost(batch, name, num_asked)
-        rates_R2K = np.stack([self._acceptance.rates(name, row.request_id) for row in rows])
-        nodes_RK, accepted_RK = rates_R2K[:, :, : drafter.most_nodes].cumsum(2).transpose(1, 0, 2)
-        depth_RK = nodes_RK if cost.by_token else 1.0
-        asking_RK = (cost.asking[num_asked] * depth_RK + cost.following[num_asked]) / num_asked
-        usual = max(1, min(batch.num_rows, len(batch.step_ms) - 1))
-        node_ms = (batch.step_ms[usual] - batch.plain_ms) / usual
-        ms_RK = batch.plain_ms / batch.num_rows + nodes_RK * node_ms + asking_RK
-        rates: list[float] = ((1.0 + accepted_RK) / ms_RK).max(1).tolist()
-        return rates
 
     def _pooled(self, batch: _Batch, assigned: Mapping[str, Sequence[Row]]) -> Plan:
         """The best plan in which these rows may draft with these drafters."""
@@ -342,9 +309,6 @@ class Planner:
     ) -> DrafterCost:
         times, share = self._times, drafter.round_share
         numbers = range(1, most + 1)
-        if times is None:
-            asking = [(share or 0.0) * plain_ms] * most
-            return DrafterCost((0.0, *asking), (0.0,) * (most + 1), share is not None)
         known = [times.round_ms(drafter.name, n) for n in numbers]
         if share is None:
             guess = guessed_ms(drafter, plain_ms)
@@ -356,17 +320,11 @@ class Planner:
 
     def _join_ms(self, row: Row, name: str) -> float:
         """Time of joining the row's text, if the drafter does not follow it yet."""
-        if self._times is None or row.drafter == name:
-            return 0.0
-        return self._times.join_ms(name, len(row.tokens))
-
-    def _most_rows(self, name: str) -> int:
-        """That it is known to draft for at once."""
-        return _MOST_ROWS if self._times is None else self._times.most_rows(name)
+        return 0.0 if row.drafter == name else self._times.join_ms(name, len(row.tokens))
 
     def _read_ms(self, drafter: DrafterTraits, num_tokens: int) -> float:
         """Time of a draft model's prefill of a text."""
-        known = self._times.read_ms(drafter.name, num_tokens) if self._times else None
+        known = self._times.read_ms(drafter.name, num_tokens)
         if known is not None:
             return known
         token_ms = self._cost.ms([(_READ_TOKENS, 0)]) / _READ_TOKENS
@@ -416,7 +374,7 @@ class Planner:
             row
             for row in batch.rows
             if row.room
-            and not self._would_leave(row.drafter, drafter.name)
+            and self._may_leave(row.drafter, drafter.name)
             and self._can_have(row, drafter, batch)
         ][:num_rows]
         if not able:
@@ -510,7 +468,7 @@ class Planner:
     def _may_follow(self, name: str, following: int, plain_ms: float) -> bool:
         """Whether one more request with it is not too new, and what it drafts can be paid."""
         cost = self._cost_of(self.drafters[name], following + 1, following + 1, plain_ms)
-        is_known = following < max(_TRIAL_ROWS, 2 * self._most_rows(name))
+        is_known = following < max(_TRIAL_ROWS, 2 * self._times.most_rows(name))
         return is_known and self._ledger.can_lose(cost.ms(following + 1, 1.0), plain_ms)
 
     def _is_due(self, name: str, plain_ms: float) -> bool:
@@ -525,15 +483,26 @@ class Planner:
     def _rate_for_new(
         self, drafter: DrafterTraits, rates_2K: Array, num_rows: int, step_ms: tuple[float, ...]
     ) -> float:
-        """The best rate of so many rows that draft alike."""
+        """See `_best_rate`."""
         cost = self._cost_of(drafter, num_rows, num_rows, step_ms[0])
-        totals: list[tuple[float, float]] = rates_2K[:, : drafter.most_nodes].cumsum(1).T.tolist()
-        return max(
-            num_rows
-            * (1.0 + accepted)
-            / (price_of(step_ms, num_rows * nodes) + cost.ms(num_rows, nodes))
-            for nodes, accepted in totals
-        )
+        return _best_rate(drafter, rates_2K, cost, num_rows, step_ms)
+
+
+def _best_rate(
+    drafter: DrafterTraits,
+    rates_2K: Array,
+    cost: DrafterCost,
+    num_rows: int,
+    step_ms: tuple[float, ...],
+) -> float:
+    """Committed tokens by time of so many rows that draft alike, with their best budget."""
+    totals: list[tuple[float, float]] = rates_2K[:, : drafter.most_nodes].cumsum(1).T.tolist()
+    return max(
+        num_rows
+        * (1.0 + accepted)
+        / (price_of(step_ms, num_rows * nodes) + cost.ms(num_rows, nodes))
+        for nodes, accepted in totals
+    )
 
 
 def guessed_ms(drafter: DrafterTraits, forward_ms: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 _STEP = 0.2
 _FIRST = 3
@@ -91,8 +90,7 @@ class _PerToken:
     tokens: float = 0.0
 
     def note(self, tokens: float, ms: float) -> None:
-        memory = _MEMORY if tokens else 1.0  # else it is more of the text before
-        self.ms, self.tokens = memory * self.ms + ms, memory * self.tokens + tokens
+        self.ms, self.tokens = _MEMORY * self.ms + ms, _MEMORY * self.tokens + tokens
 
 
 class DraftTimes:
@@ -160,7 +158,7 @@ class DraftTimes:
         return self._per_token(self._joining, drafter) * num_tokens
 
     def has_read(self, drafter: str, num_tokens: int, ms: float) -> None:
-        """Its model read so many tokens of texts, or took so long for what was counted before."""
+        """Its model read so many tokens of texts."""
         self._reading.setdefault(drafter, _PerToken()).note(num_tokens, ms)
 
     def read_ms(self, drafter: str, num_tokens: int) -> float | None:
@@ -176,34 +174,6 @@ class DraftTimes:
         """The most rows that it is known to have drafted for at once, roughly."""
         curve = self._proposing.get(drafter)
         return curve.most_rows if curve else 0
-
-    # ---- between processes -----------------------------------------------------------------------
-
-    def as_json(self, plain_ms: float) -> dict[str, Any]:
-        """The estimates of drafting and reading, in values that JSON has.
-
-        Args:
-            plain_ms: a step of the target, which is their unit: a machine that was busy then may be
-                quiet when they are taken.
-        """
-        proposing = {
-            name: [(bucket, ms / plain_ms) for bucket, ms in curve.known.items()]
-            for name, curve in self._proposing.items()
-        }
-        reading = {name: [each.ms / plain_ms, each.tokens] for name, each in self._reading.items()}
-        return {"proposing": proposing, "reading": reading}
-
-    def take_json(self, value: Mapping[str, Any], plain_ms: float) -> None:
-        """Take the result of `as_json` of another process, until times are measured anew.
-
-        Raises:
-            TypeError, ValueError, KeyError: it is something else.
-        """
-        for name, points in value["proposing"].items():
-            known = {int(bucket): float(share) * plain_ms for bucket, share in points}
-            self._proposing[str(name)] = _Curve(known, dict(known))
-        for name, (share, tokens) in value["reading"].items():
-            self._reading[str(name)] = _PerToken(float(share) * plain_ms, float(tokens))
 
 
 def _bucket(num_rows: int) -> int:

@@ -29,7 +29,7 @@ class DrafterTraits:
         reads: whether it reads texts with a model of its own, piece by piece, before it drafts for
             them: see `foredraft.drafters.base.ReadingDrafter`. Its state of a text is lost when it
             leaves the text.
-        is_guess: whether ``promise`` and ``round_share`` are guesses, such as by a model's size.
+        is_guess: whether ``promise`` is a guess, such as by a model's size.
         stops: whether it ends a draft early where it doubts that more of it would pay.
         continues: whether it can go on from a draft as well as from the text: see
             `foredraft.drafters.base.ContinuingDrafter`.

@@ -207,7 +207,7 @@ class Drafter(Protocol):
 
 class ContinuingDrafter(Drafter, Protocol):
     """A drafter whose traits say that it ``continues``: rules that force tokens, and other drafters
-    (see `foredraft.drafters.model.cascade`), build on it."""
+    (see `foredraft.drafters.model.staged`), build on it."""
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         """Draft what follows the row's tokens and ``draft``: chosen tokens, ``row.budget`` at most.

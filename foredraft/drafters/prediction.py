@@ -11,7 +11,7 @@ place to go on from is the only one where the last tokens occur in the source.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from foredraft.core.errors import ConfigError
@@ -54,26 +54,19 @@ class PredictedText(Guide):
     place of parting forgotten: a common phrase must not carry the alignment off for good.
 
     Args:
-        expected: makes the ids of that text; called when something is drafted for the first time.
+        expected: the ids of that text.
         confidence: hit rates of such guesses; the priors alone when None.
     """
 
     place: _Place | None = None
 
     def __init__(
-        self,
-        expected: Callable[[], Sequence[int]],
-        confidence: AlignmentConfidence | None = None,
+        self, expected: Sequence[int], confidence: AlignmentConfidence | None = None
     ) -> None:
-        self._make_expected, self._known = expected, confidence or AlignmentConfidence()
-        self._waiting: list[int] = []  # committed and not aligned yet
+        self._expected, self._known = expected, confidence or AlignmentConfidence()
         self._output: list[int] = []
         self._next, self._agreed = 0, 0  # the position followed, tokens agreed before it
         self._left_at, self._num_apart = 0, 0  # where the texts parted, tokens written since
-
-    @cached_property
-    def _expected(self) -> Sequence[int]:
-        return self._make_expected()
 
     @cached_property
     def _positions(self) -> dict[tuple[int, ...], list[int]]:
@@ -86,15 +79,6 @@ class PredictedText(Guide):
         return found
 
     def commit(self, token: int) -> None:
-        self._waiting.append(token)
-
-    def align(self) -> None:
-        """Follow the tokens that were committed since the last call."""
-        for token in self._waiting:
-            self._align(token)
-        self._waiting.clear()
-
-    def _align(self, token: int) -> None:
         for position, confidence, length in self._guesses():
             confidence.record(length, self._expected[position] == token)
         self._output.append(token)
@@ -161,7 +145,6 @@ class PredictedText(Guide):
 
     def successors(self, place: _Place | None) -> Iterator[tuple[int, float, _Place]]:
         """Tokens that may come at ``place``, likeliest first; None is the end of the output."""
-        self.align()
         if place is None:
             found: dict[int, tuple[int, float, _Place]] = {}
             for position, confidence, length in self._guesses():
@@ -194,7 +177,7 @@ def _build(context: DrafterContext) -> Drafter:
         return [token for token in ids if token < vocab_size]
 
     tree = context.target.capabilities.tree_attention
-    return GuidedDrafter(lambda request: PredictedText(lambda: expected(request)), tree)
+    return GuidedDrafter(lambda row: PredictedText(expected(row)), tree)
 
 
 DRAFTER = DrafterSpec(

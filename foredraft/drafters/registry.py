@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import pkgutil
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,57 +65,26 @@ def _built_in() -> dict[str, str]:
     }
 
 
-def _installed() -> Mapping[str, Sequence[EntryPoint]]:
-    """Drafters of other packages, by name, including packages installed a moment ago."""
-    return _listed(tuple((folder, _last_change(folder)) for folder in sys.path))
-
-
-@lru_cache(maxsize=1)
-def _listed(folders: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[EntryPoint]]:
-    """The same, listed once: that takes milliseconds, and loading a model asks many times.
-
-    Args:
-        folders: of packages, with their times of change, which installing a package updates.
-    """
-    listed: dict[str, list[EntryPoint]] = {}
-    for entry in entry_points(group=_GROUP):
-        listed.setdefault(drafter_key(entry.name), []).append(entry)
-    return listed
-
-
-def _last_change(folder: str) -> int:
-    """Time of a folder's last change in nanoseconds; 0: there is no such folder."""
-    try:
-        return os.stat(folder or os.curdir).st_mtime_ns
-    except OSError:
-        return 0
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    """Drafters of other packages by name; ours cannot be replaced."""
+    found = {drafter_key(entry.name): entry for entry in entry_points(group=_GROUP)}
+    return {name: entry for name, entry in found.items() if name not in _built_in()}
 
 
 def drafter_spec(name: str) -> DrafterSpec:
     """The spec registered under ``name``; dashes and underscores are the same.
 
     Raises:
-        ConfigError: there is no such drafter, there are two, or its package cannot be used.
+        ConfigError: there is no such drafter, or its package cannot be used.
     """
     key = drafter_key(name)
-    entries = _installed().get(key, ())
-    module = _built_in().get(key)
-    _check_single(key, module is not None, entries)
-    if module is not None:
+    if module := _built_in().get(key):
         spec: DrafterSpec = importlib.import_module(module).DRAFTER
         return spec
-    if not entries:
-        raise unknown("drafter", name, drafter_names())
-    return _loaded(key, entries[0])
-
-
-def _check_single(key: str, is_built_in: bool, entries: Sequence[EntryPoint]) -> None:
-    owners = [*(["foredraft itself"] if is_built_in else []), *map(_package, entries)]
-    if len(owners) > 1:
-        raise ConfigError(
-            f"drafter {key!r} is registered by {' and by '.join(owners)}; remove one of them, or "
-            "have it registered under another name"
-        )
+    if entry := _installed().get(key):
+        return _loaded(key, entry)
+    raise unknown("drafter", name, drafter_names())
 
 
 def usable_specs() -> dict[str, DrafterSpec]:
@@ -135,7 +102,7 @@ def ready_drafters(target: Target) -> list[str]:
         name
         for name, spec in usable_specs().items()
         if not spec.needs_draft_model
-        and not spec.uses_prediction({})
+        and not spec.reads_prediction
         and not spec.missing_capabilities(target)
         and (
             spec.trained is None
@@ -187,7 +154,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     if key in _built_in():
         drafter = spec.build(context)
     else:
-        drafter = _built(key, _installed()[key][0], spec, context)
+        drafter = _built(key, _installed()[key], spec, context)
     try:
         check_taps(drafter.taps, context.target.capabilities.taps)
     except ConfigError as error:

@@ -75,13 +75,9 @@ class DrafterSpec:
             and of any vocabulary.
         trained: the kind of trained folder that it cannot draft without (option ``head``), unless
             one comes with the model; None: it needs none.
-        drafts_from: "text": drafts are a function of the committed text (and the noise). "steps":
-            also of what was scored and rejected on the way, so that another number of draft tokens
-            gives other drafts.
         copies: whether its drafts are copied from earlier text. Where only some are, its proposals
             name "copy" as the author of those nodes.
-        reads_prediction: whether it drafts from `SamplingParams.prediction`; of a drafter made of
-            others a function of its options.
+        reads_prediction: whether it drafts from `SamplingParams.prediction`.
         head: kind of head that ``foredraft train`` trains for it; None: it needs none.
         is_models_own: whether some models bring it.
     """
@@ -94,9 +90,8 @@ class DrafterSpec:
     needs_in_words: str = ""
     draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
     trained: str | None = None
-    drafts_from: Literal["text", "steps"] = "text"
     copies: bool = False
-    reads_prediction: bool | Callable[[Mapping[str, Any]], bool] = False
+    reads_prediction: bool = False
     head: type[HeadModule] | None = None
     is_models_own: bool = False
 
@@ -108,11 +103,6 @@ class DrafterSpec:
     @property
     def needs_draft_model(self) -> bool:
         return self.draft_model in ("required", "any vocabulary")
-
-    def uses_prediction(self, options: Mapping[str, Any]) -> bool:
-        """Whether it drafts from a request's prediction, with these options."""
-        reads = self.reads_prediction
-        return reads if isinstance(reads, bool) else reads(options)
 
     def missing_capabilities(self, target: Target) -> list[str]:
         """Capabilities that it needs and the target does not offer."""

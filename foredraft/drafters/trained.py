@@ -16,13 +16,12 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -46,8 +45,6 @@ META, WEIGHTS, SELF_TEST, CARD = (
 _FORMAT = 1
 _NEXT, _READY = ".next", ".ready"
 _SAMPLED_ROWS = 512
-_CHANCES = ("greedy", "sampled", "overlap")
-"""Figures of `HeadInfo.measured` that are chances by depth."""
 
 
 @dataclass(frozen=True)
@@ -204,15 +201,9 @@ def read_info(directory: Path) -> HeadInfo:
             f"{_FORMAT}; train it again, or use the version that it was made with"
         )
     found = parse_fields(path, content, _Meta)
-    return HeadInfo(
-        kind=found.kind,
-        config=found.config,
-        shape=found.shape.shape,
-        target=TargetIdentity(**found.target.model_dump()),
-        provenance=found.provenance,
-        measured=found.measured,
-        weights_sha256=found.weights_sha256,
-    )
+    target, shape = TargetIdentity(**dict(found.target)), found.shape.shape
+    measured = found.measured.model_dump(exclude_unset=True)
+    return HeadInfo(**dict(found) | {"shape": shape, "target": target, "measured": measured})
 
 
 class _Target(BaseModel):
@@ -224,6 +215,20 @@ class _Target(BaseModel):
     weights: str | None = None
 
 
+_Chances = list[Annotated[float, Field(ge=0.0, le=1.0)]] | dict[str, Any] | None
+
+
+class _Measured(BaseModel):
+    """Chances by depth (of a table by opinion), and further figures."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, FiniteFloat | list[Any] | dict[str, Any] | None]
+
+    greedy: _Chances = None
+    sampled: _Chances = None
+    overlap: _Chances = None
+
+
 class _Meta(BaseModel):
     """Fields of ``head.json``."""
 
@@ -232,34 +237,8 @@ class _Meta(BaseModel):
     shape: Sizes
     target: _Target
     provenance: dict[str, Any]
-    measured: dict[str, Any]
+    measured: _Measured
     weights_sha256: str
-
-    @field_validator("measured")
-    @classmethod
-    def _check_measured(cls, measured: dict[str, Any]) -> dict[str, Any]:
-        for name, value in measured.items():
-            _check_figures(name, value)
-        return measured
-
-
-def _check_figures(name: str, value: object) -> None:
-    """Numbers, and lists and tables of them; those of `HeadInfo.promise` are chances."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            _check_figures(f"{name}.{key}", each)
-    elif isinstance(value, list):
-        if name not in _CHANCES:
-            for each in value:
-                _check_figures(name, each)
-        elif not all(type(each) in (int, float) and 0.0 <= each <= 1.0 for each in value):
-            raise ValueError(f"{name} is {value!r:.60}, and chances are 0 to 1")
-    elif value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)
-    ):
-        raise ValueError(f"{name} is {value!r:.60} and not a number")
-    elif name in _CHANCES and value is not None:
-        raise ValueError(f"{name} is {value!r:.60} and not a list of chances by depth")
 
 
 def check_target(info: HeadInfo, target: TargetIdentity, where: Path) -> None:
@@ -430,14 +409,6 @@ def named_folder(context: DrafterContext, drafter: str, option: str) -> Path | N
     return Path(str(given)).expanduser()
 
 
-def _what_comes_along(target: Target) -> str:
-    """For messages: the kinds of heads that come with the package for a target."""
-    fingerprint = identify(target).fingerprint
-    kinds = _shipped_for(fingerprint)
-    named = " and ".join(map(repr, kinds))
-    return f". With this model comes {named}: drafter {named} needs no option" if kinds else ""
-
-
 def trained_head(context: DrafterContext, module: type[M]) -> M:
     """The head that the user named, or that comes with the package, checked against the target.
 
@@ -453,7 +424,7 @@ def trained_head(context: DrafterContext, module: type[M]) -> M:
         raise ConfigError(
             f"drafter {module.kind!r} needs a trained head. Train one with 'foredraft train "
             f"{module.kind} --target MODEL --out DIR', and name its directory with the drafter "
-            f"option head{_what_comes_along(context.target)}"
+            "option head"
         )
     identity = identify(context.target, None, context.fingerprint)
     device = offered(context.target.capabilities.parts).device

@@ -283,7 +283,7 @@ def test_an_audit_of_auto_audits_the_drafter_that_drafts(
     save_checkpoint(tmp_path / "tiny", NATIVE_CONFIGS["llama-tied"]())
     monkeypatch.setattr(speculation, "pays_unasked", lambda traits, prices: True)
     llm = LLM.load(str(tmp_path / "tiny"), max_batch_size=16, calibrate=False)
-    assert llm.drafter_name == "suffix", "it comes first, and copies nothing from random text"
+    assert [*llm.policy.drafters] == ["self_draft", "suffix"]
 
     def audited() -> tuple[str, Finding]:
         audit = OwnAudit(llm, SEEDED.of_length(40), replace(SMALL, texts=2))

@@ -198,7 +198,7 @@ WITH_HEADS = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "draft_model+tree": {"shape": "best-first", "width": 3, "max_depth": 4, "round_cost": 0.0},
-    "cascade+suffix": {"stages": "ngram,suffix,draft_model"},
+    "cascade+suffix": {"guesser": "suffix"},
     "early_exit+deep": {"exit_layer": 2},
 }
 """Options that make another drafter of one, by the names that tests have for it."""

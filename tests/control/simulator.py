@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from foredraft.control.adaptive import AdaptiveBudget
@@ -38,7 +38,6 @@ class MadeUp:
         promise, is_guess: see `DrafterTraits`.
         read_ms: of a token of the prompt, with a model of its own; 0: it has none.
         shared: first tokens of each prompt that it has read for another.
-        reads_at_once: whether it reads in its first draft, and says so to nobody.
         join_ms: to begin to follow a row in the middle of its text.
         looks_ms: to look whether there is anything to read, in each step.
     """
@@ -52,7 +51,6 @@ class MadeUp:
     promise: tuple[float, float] | None = None
     is_guess: bool = False
     read_ms: float = 0.0
-    reads_at_once: bool = False
     join_ms: float = 0.0
     looks_ms: float = 0.0
     shared: int = 0
@@ -160,9 +158,8 @@ class Simulation:
                 if allowed.budget and row.request_id in self._unread:
                     self._unread.discard(row.request_id)
                     num_read = len(row.tokens) - drafter.shared
-                    kind = "draft_ms" if drafter.reads_at_once else "read_ms"
-                    mine[kind] += drafter.read_ms * num_read
-                    mine["num_read"] += 0 if drafter.reads_at_once else num_read
+                    mine["read_ms"] += drafter.read_ms * num_read
+                    mine["num_read"] += num_read
         sizes = [(record.num_tokens, record.context) for record in records]
         slower_drafting, slower_forward = self.slowness(self.num_steps)
         for name, depths in rounds.items():
@@ -216,7 +213,3 @@ class Simulation:
 
 def constant(chance: float) -> Callable[[int, int], float]:
     return lambda request_id, length: chance
-
-
-def loads(results: Sequence[Simulation]) -> list[float]:
-    return [round(each.speedup, 3) for each in results]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -145,16 +144,6 @@ def test_the_loss_is_bounded_whatever_is_accepted(
         assert ledger.spent_ms == pytest.approx(simulation.spent_ms, rel=0.05)
 
 
-def test_it_is_a_function_of_the_records() -> None:
-    """The same steps give the same budgets: nothing is drawn, and no clock is read."""
-
-    def run() -> tuple[int, float]:
-        done = Simulation({"any": MadeUp(constant(0.5), 0.3)}, seed=3).run(300, 4)
-        return done.drafted, done.spent_ms
-
-    assert run() == run()
-
-
 def test_budgets_do_not_depend_on_what_is_drafted_under_them() -> None:
     """Non-anticipation: two runs that differ in the tokens drafted from a step on have had the
     same budgets up to that step, and have the same one in it."""
@@ -185,7 +174,7 @@ def _budgets(num_steps: int, other_from: int | None = None) -> list[tuple[int, .
 def test_a_drafter_that_was_not_asked_is_not_blamed() -> None:
     """A row that its drafter has left does not count as one with empty drafts."""
     experience = Experience()
-    control = AdaptiveBudget([DrafterTraits("a", 8, True)], experience=experience)
+    control = AdaptiveBudget([DrafterTraits("a", 8, True)], CostModel(FLAT), experience)
     row = new_request([1] * 10, SamplingParams(max_tokens=50), num_prompt=5, num_cached=9)
     control.begin(row, [])
     times = StepTimes(0.0, 10.0, 0.0, 0.0)
@@ -231,44 +220,6 @@ def test_constrained_requests_teach_nobody_but_themselves() -> None:
     plain = replace(bent, repetition_penalty=1.0)
     Simulation({"a": MadeUp(constant(0.0))}, params=plain, experience=experience).run(60, 2)
     assert experience.kinds
-
-
-def test_without_measured_times_it_goes_by_a_usual_machine() -> None:
-    control = AdaptiveBudget([DrafterTraits("a", 8, True)])
-    row = new_request([1] * 10, SamplingParams(max_tokens=50), num_prompt=5, num_cached=9)
-    assert control.begin(row, []) == "a"
-    row.drafter, row.room = "a", 44
-    (allowance,) = control.allow([row])
-    assert allowance.drafter == "a"
-    assert 0 < allowance.budget <= 8
-    assert control.allow([]) == []
-    row.room = 0
-    assert control.allow([row])[0].budget == 0
-    control.end(0)
-    assert control.report()["steps"] == 0
-
-
-def test_without_measured_times_the_forwards_of_drafters_are_not_free() -> None:
-    """Six tokens of ten are right; where each takes 0.8 of a step, drafts cost too much."""
-    params = SamplingParams(max_tokens=500)
-    row = new_request([1] * 10, params, num_prompt=5, num_cached=9)
-    row.room = 40
-    budgets = {}
-    for share in (0.05, 0.8):
-        copies = DrafterTraits("copies", 8, True, (0.6, 0.6), share)
-        control = AdaptiveBudget([copies])
-        row.drafter = control.begin(row, [])
-        (allowance,) = control.allow([row])
-        budgets[share] = allowance.budget
-        draft = Proposal.chosen(TokenTree.chain([1] * 4))
-        step = RowStep(row.request_id, 9, 1, "copies", 4, draft, committed=(1,))
-        before = control.ledger.spent_ms
-        control.observe(StepRecord((step,), StepTimes(9.0, 10.0, 0.0, 0.0)))
-        plain_ms = control.ledger.plain_ms
-        taken = control.ledger.spent_ms - before
-        assert taken == pytest.approx(plain_ms * (1.5 + 4 * share), rel=0.05)
-    assert budgets[0.05] > 0
-    assert budgets[0.8] == 0
 
 
 def self_like(round_ms: float = 3.5) -> MadeUp:
@@ -356,12 +307,6 @@ def test_the_price_of_a_draft_forward_is_learnt(share: float) -> None:
     assert wrong.speedup > 1.0 + 0.85 * (right.speedup - 1.0)
 
 
-def test_a_dear_draft_forward_is_let_alone() -> None:
-    """A copy that takes as long as the target cannot gain, and costs next to nothing."""
-    done = Simulation({"self": self_like(10.0)}, round_share=0.35).run(400, 1)
-    assert done.speedup > 0.985
-
-
 @pytest.mark.parametrize("load", [1, 4, 16])
 def test_a_head_and_a_copy_share_the_work(load: int) -> None:
     """A drafter that pays at a load drafts, and none does where none pays."""
@@ -385,14 +330,6 @@ def test_a_drafter_that_does_not_keep_its_promise_is_named_once(
     assert "another chat template" in line
     for seed in range(6):  # a head is expected to do a little worse than where it was made
         assert told(0.63, seed) == []
-
-
-def test_promises_are_compared_with_what_is_seen() -> None:
-    run = Simulation({"self": self_like(), "other": MadeUp(constant(0.2))}).run(600, 1)
-    (promise,) = run.control.first_tokens
-    assert (promise.drafter, promise.noise, promise.promised) == ("self", "greedy", 0.95)
-    assert promise.seen == pytest.approx(0.97, abs=0.03)
-    assert not promise.is_below
 
 
 # ------------------------------------------------------------------------- two models, a row each
@@ -431,7 +368,7 @@ def test_a_drafter_that_takes_a_forward_a_token_drafts_as_long_as_pays(
 
 def test_the_first_reply_drafts_and_the_budget_is_learnt_in_it() -> None:
     """Nothing was measured: what a pair of models is expected to do comes from their sizes."""
-    expected = expected_of_pair(DrafterTraits("model", 8, True, reads=True), 0.44, by_token=True)
+    expected = expected_of_pair(DrafterTraits("model", 8, True, reads=True), 0.44)
     assert expected.promise is not None
     model = chain(0.9, 4.4, read_ms=0.05, promise=expected.promise, is_guess=True)
     done = Simulation({"model": model}, round_share=0.44, prompt=100).run(3, 1)
@@ -458,12 +395,10 @@ def test_a_draft_model_that_seems_not_to_pay_is_tried_at_once() -> None:
     assert done.drafted > 0
 
 
-@pytest.mark.parametrize("reads_at_once", [False, True])
-def test_a_long_prompt_does_not_keep_a_draft_model_from_drafting(reads_at_once: bool) -> None:
+def test_a_long_prompt_does_not_keep_a_draft_model_from_drafting() -> None:
     """8,000 tokens take it as long as two hundred steps; it drafts on soon behind them."""
     params = SamplingParams(max_tokens=4000)
-    model = chain(0.8, 2.0, read_ms=0.25, reads_at_once=reads_at_once, promise=(0.75, 0.7))
-    model.is_guess = True
+    model = chain(0.8, 2.0, read_ms=0.25, promise=(0.75, 0.7), is_guess=True)
     long = Experience(lengths=ReplyLengths(4000.0))
     run = Simulation({"model": model}, params=params, experience=long, prompt=8000, round_share=0.2)
     run.run(50, 1)
@@ -546,18 +481,6 @@ def test_what_a_gpu_compiles_to_read_a_prompt_does_not_bar_drafts() -> None:
     assert done.run(200, 1).speedup > 1.7
 
 
-def test_what_a_gpu_compiles_for_prompts_of_each_size_does_not_bar_drafts() -> None:
-    """Each takes as long as the target's own reading, which is no forward's time three times."""
-    done = Simulation({"head": MadeUp(constant(0.8), 4.0, 0.2, promise=(0.8, 0.6))})
-    for number, size in enumerate((5, 9, 20, 40, 70), 99):
-        done.control.begin(new_request([1] * size, done.params, number), [])
-        read = RowStep(number, 0, size, "head", 0, NO_PROPOSAL, Verdict((), 1, "bonus"), (1,), 0)
-        taken = 2.0 * done.control._cost.ms([(size, 0)])
-        done.control.observe(StepRecord((read,), StepTimes(0.0, taken, 0.0, taken)))
-        done.control.end(number)
-    assert done.run(200, 1).speedup > 1.7
-
-
 CARD = ((1, 1.0), (2, 1.0), (4, 1.01), (8, 1.02), (16, 1.03), (17, 1.14), (32, 1.16))
 """Much like the default model's on a GPU, where a round of its head takes as long as a step."""
 
@@ -597,7 +520,7 @@ def test_what_joining_a_text_takes_is_booked_and_weighed() -> None:
 
 def test_tokens_that_rules_force_teach_nothing() -> None:
     experience = Experience()
-    control = AdaptiveBudget([DrafterTraits("a", 8, True)], experience=experience)
+    control = AdaptiveBudget([DrafterTraits("a", 8, True)], CostModel(FLAT), experience)
     row = new_request([1] * 10, SamplingParams(max_tokens=50), num_prompt=5, num_cached=9)
     control.begin(row, [])
     draft = Proposal.chosen(TokenTree.chain([1] * 3))
@@ -641,26 +564,3 @@ def test_a_result_says_why_nothing_pays() -> None:
     none.begin(row, [])
     row.drafter = None
     assert none.allow([row])[0].reason == "no drafter can join this text"
-
-
-def test_what_was_learnt_is_kept_for_later_processes() -> None:
-    kept: list[dict[str, Any]] = []
-    model = chain(0.9, 4.0, read_ms=0.05, promise=(0.7, 0.65), is_guess=True)
-    first = Experience(keep=kept.append)
-    Simulation({"model": model}, experience=first).run(400, 1)
-    later = Experience()
-    later.take_json(json.loads(json.dumps(kept[-1])))
-    assert later.times.round_ms("model", 1) == pytest.approx(4.0)
-    run = Simulation({"model": model}, experience=later, round_share=0.9)
-    run.run(10, 1)
-    assert run.control._acceptance.kind_rates("model", (0, "seeded"))[1, 0] > 0.8
-    assert run.drafted >= 20
-    busy = Experience(keep=kept.append, plain_ms=lambda: 25.0)
-    busy.times.observe("model", 1, 10.0, 0, 0.0)
-    quiet = Experience(plain_ms=lambda: 10.0)
-    quiet.take_json(busy.as_json())
-    assert quiet.times.round_ms("model", 1) == pytest.approx(4.0), "times are in plain steps"
-    broken = Experience()
-    for nonsense in ({}, {"kinds": [[1, 2]]}, {"kinds": [], "times": 3}, []):
-        broken.take_json(nonsense)  # type: ignore[arg-type]
-    assert not broken.kinds

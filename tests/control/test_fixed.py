@@ -38,10 +38,6 @@ def test_it_leaves_a_row_to_whoever_drafts_for_it() -> None:
     assert FixedBudget(0, drafter=None).begin(row(3), []) is None
 
 
-def test_zero_drafts_nothing() -> None:
-    assert budgets(FixedBudget(0), row(3)) == [0]
-
-
 @pytest.mark.parametrize("bad", [-1, 1.0, True, None, "4"])
 def test_refuses_what_is_no_number_of_tokens(bad: object) -> None:
     with pytest.raises(ConfigError, match=f"num_draft_tokens is {bad!r}"):

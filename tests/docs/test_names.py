@@ -29,6 +29,7 @@ import pytest
 from foredraft.cache.paged import Cache
 from foredraft.control.base import Allowance, Controller
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.cost import CostModel
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import BaseDrafter, Drafter
 from foredraft.llm import LLM, DraftModel
@@ -141,10 +142,12 @@ def test_they_are_few_with_the_default_controller_a_draft_model_and_a_head(
     touched: dict[str, type],
 ) -> None:
     first, second = (TableModel.random(9, seed=1) for _ in range(2))
-    pair = LLM(first, None, LoadOptions(drafter="draft_model"), draft=DraftModel(second))
+    # Beside such steps drafting takes no time, however slow the profiler makes it.
+    cost, options = CostModel(((1, 1e6), (8, 1.01e6))), LoadOptions(drafter="draft_model")
+    pair = LLM(first, None, options, draft=DraftModel(second), cost=cost)
     target, plain = tiny_target(), LoadOptions(drafter="none")
     head = new_drafter(KINDS["hidden_head"], target)
-    headed = LLM(target, None, plain).with_drafter(plain, drafter=head)
+    headed = LLM(target, None, plain, cost=cost).with_drafter(plain, drafter=head)
     found = touched | touched_by(pair, MODELS) | touched_by(headed, MODELS)
     assert {"AdaptiveBudget", "DraftModelDrafter", "StepDrafter"} <= found.keys()
     names = found.keys() | STATIONS | WIRED

@@ -52,13 +52,6 @@ def test_advancing_keeps_the_longest_suffix_that_occurs(text: list[int], other: 
         assert match.length == max(found, default=0)
 
 
-@given(TEXTS)
-def test_it_has_at_most_two_states_a_token(text: list[int]) -> None:
-    automaton = automaton_of(text)
-    assert len(automaton._next) <= max(2 * len(text), 1)
-    assert len(automaton) == len(text)
-
-
 def test_equally_frequent_followers_come_most_recent_first() -> None:
     automaton = automaton_of([1, 2, 1, 3, 1])
     assert [token for token, _ in automaton.ranked_followers(automaton.end)] == [3, 2]

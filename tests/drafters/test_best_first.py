@@ -7,7 +7,7 @@ from typing import Any
 
 from foredraft.core.cost import CostModel, Prices
 from foredraft.core.params import SamplingParams
-from foredraft.core.tree import ROOT, TokenTree
+from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.guide import best_first
 
@@ -65,20 +65,6 @@ def test_a_block_that_pays_as_a_whole_is_taken_as_a_whole() -> None:
     price = CostModel(((1, 10.0), (2, 14.0), (5, 14.1))).prices([0], 16)
     tree = grown(always(0.9), 4, price)
     assert len(tree) == 4
-
-
-def test_without_branches_the_likeliest_successor_is_followed() -> None:
-    assert paths(always(0.6, 0.3), 3, 1e-9, branch=False) == [(0,), (0, 0), (0, 0, 0)]
-
-
-def test_nothing_to_draft_and_nothing_allowed() -> None:
-    assert grown(lambda word: (), 4, (1.0, 1.1)).tokens == ()
-    assert paths(always(1.0), 0, 0.1) == []
-
-
-def test_parents_come_before_children() -> None:
-    tree = grown(always(0.5, 0.4), 12, (1.0, 1.0 + 1e-9))
-    assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
 
 
 def test_noise_that_rules_a_candidate_out_takes_it_out_of_the_draft() -> None:

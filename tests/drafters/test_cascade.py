@@ -11,17 +11,16 @@ import torch
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NOT_READY, Proposal
+from foredraft.core.proposal import Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
-from foredraft.drafters.model.cascade import VerticalCascade
 from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
-from tests.conformance.harness import KINDS, Letters, is_empty, plain, run, table_kind
+from tests.conformance.harness import Letters, is_empty, plain, run, table_kind
 from tests.engine.helpers import ScriptedDrafter, counting_model
 
 KIND = table_kind()
@@ -52,16 +51,12 @@ def counting(right: int, vocab_size: int = 10) -> Scripted:
     return Scripted(draft)
 
 
-def silent() -> Scripted:
-    return Scripted(lambda row: Proposal.chosen(TokenTree()))
-
-
 def row(tokens: Sequence[int], budget: int, **params: Any) -> DraftRow:
     return DraftRow.of(0, tuple(tokens), SamplingParams(**params), budget, seed=5)
 
 
-def vertical(model: Target, *guessers: Drafter) -> VerticalCascade:
-    return VerticalCascade(guessers, model)
+def cascade_of(model: Target, guesser: Scripted) -> DraftModelDrafter:
+    return DraftModelDrafter(model, guesser=guesser)
 
 
 class Watched(TableModel):
@@ -88,10 +83,8 @@ def test_the_draft_is_the_draft_models_own(right: int, coupling: str) -> None:
     text = [4, 5, 6]
     for step in range(6):
         at = row(text, 7, temperature=1.0, coupling=coupling)
-        alone, cascade = (
-            DraftModelDrafter(counting_model()),
-            vertical(counting_model(), counting(right)),
-        )
+        alone = DraftModelDrafter(counting_model())
+        cascade = cascade_of(counting_model(), counting(right))
         for drafter in (alone, cascade):
             drafter.begin(DraftRow.of(0, text))
         (expected,), (actual,) = alone.propose([at]), cascade.propose([at])
@@ -103,75 +96,31 @@ def test_the_draft_is_the_draft_models_own(right: int, coupling: str) -> None:
         text = [*text, actual.tree.tokens[0], step]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_guessed_tree_does_not_end_a_draft(temperature: float) -> None:
-    """Where a forward of the draft model draws, it does so along a chain alone."""
-    kind = KINDS["native-fused-bf16"]()
-    alone = DraftModelDrafter(kind.new_draft_model())
-    alone.begin(DraftRow.of(0, [3, 1, 4]))
-    at = row([3, 1, 4], 6, temperature=temperature)
-    (expected,) = alone.propose([at])
-    first = expected.tree.tokens[0]
-    tree = TokenTree((first ^ 1, first, expected.tree.tokens[1]), (ROOT, ROOT, 1))
-    cascade = vertical(kind.new_draft_model(), ScriptedDrafter(lambda row: Proposal.chosen(tree)))
-    cascade.begin(DraftRow.of(0, [3, 1, 4]))
-    (proposal,) = cascade.propose([at])
-    assert proposal.tree == expected.tree
-    assert len(proposal.tree) == 6
-
-
 def test_right_guesses_save_forwards() -> None:
-    for right, num_forwards in ((9, 1), (3, 2), (1, 4), (0, 8)):
+    for right, num_forwards in ((9, 2), (3, 2), (1, 4), (0, 8)):
         model = Watched()
-        cascade = vertical(model, counting(right))
+        cascade = cascade_of(model, counting(right))
         cascade.begin(DraftRow.of(0, [4]))
         (proposal,) = cascade.propose([row([4], 8)])
         assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9, 0, 1, 2])
         assert len(model.read) == num_forwards
 
 
-def test_a_guesser_that_cannot_go_on_is_asked_once() -> None:
-    guesser = ScriptedDrafter(lambda row: Proposal.chosen(TokenTree.chain([5, 6, 0])))
-    model = Watched()
-    cascade = vertical(model, guesser)
+def test_a_guessed_tree_is_cut_to_its_longest_branch() -> None:
+    tree, model = TokenTree((9, 5, 6), (ROOT, ROOT, 1)), Watched()
+    cascade = cascade_of(model, Scripted(lambda row: Proposal.chosen(tree)))
     cascade.begin(DraftRow.of(0, [4]))
-    cascade.propose([row([4], 8)])
-    assert [len(read.tree) for read in model.read] == [
-        3,
-        0,
-        0,
-        0,
-        0,
-        0,
-    ]  # three tokens, then one each
-
-
-def test_the_next_guesser_is_asked_when_one_is_silent() -> None:
-    model = Watched()
-    cascade = vertical(model, silent(), counting(9))
-    cascade.begin(DraftRow.of(0, [4]))
-    cascade.propose([row([4], 8)])
-    assert [len(read.tree) for read in model.read] == [7]
-
-
-def test_a_guessed_tree_is_cut_to_a_branch_without_tree_attention() -> None:
-    tree = TokenTree((9, 5, 6, 7), (ROOT, ROOT, 1, 2))
-    for tree_attention in (True, False):
-        model = Watched(Capabilities(tree_attention=tree_attention))
-        cascade = vertical(model, ScriptedDrafter(lambda row: Proposal.chosen(tree)))
-        cascade.begin(DraftRow.of(0, [4]))
-        (proposal,) = cascade.propose([row([4], 5)])
-        assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9])
-        assert len(model.read[0].tree) == (4 if tree_attention else 3)
+    (proposal,) = cascade.propose([row([4], 5)])
+    assert proposal.tree.tokens[:3] == (5, 6, 7)
+    assert model.read[0].tree == TokenTree.chain([5, 6])
 
 
 def test_tokens_that_the_target_lacks_are_not_drafted() -> None:
     """Models of one tokenizer have rows for ids that it never gives, more or fewer of them."""
     codec, target = Letters(), TableModel.random(7, seed=1)
     codec.fingerprint = "one of both"  # type: ignore[assignment]
-    context = DrafterContext(
-        target, TableModel(10, counting_model().probs), {}, tokenizer=codec, draft_tokenizer=codec
-    )
+    model = TableModel(10, counting_model().probs)
+    context = DrafterContext(target, model, tokenizer=codec, draft_tokenizer=codec, is_fixed=True)
     cascade = build_drafter("cascade", context)
     cascade.begin(DraftRow.of(0, [4]))
     (proposal,) = cascade.propose([row([4], 8)])
@@ -179,27 +128,12 @@ def test_tokens_that_the_target_lacks_are_not_drafted() -> None:
     assert max(proposal.tree.tokens) < 7
 
 
-def test_no_room_in_the_draft_models_context_means_no_draft() -> None:
-    model = TableModel(10, counting_model().probs, max_context=8)
-    cascade = vertical(model, counting(9))
-    cascade.begin(DraftRow.of(0, [1]))
-    for length, expected in ((4, 4), (5, 0)):
-        (proposal,) = cascade.propose([row(range(length), 4)])
-        assert len(proposal.tree) == expected
-        assert (proposal is NOT_READY) == (expected == 0), "it counts as not asked"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": "ngram,draft_modle"}, "did you mean 'draft_model'"),
-        ({"stages": "draft_model"}, "two or more"),
-        ({"stages": "ngram,cascade"}, "'cascade' cannot be a stage"),
-        ({"stages": "ngram,ngram,draft_model"}, "'ngram' cannot be a stage"),
-        ({"stages": "ngram,suffix"}, "the last one 'draft_model'"),
-        ({"stages": "draft_model,ngram"}, "the last one 'draft_model'"),
-        ({"mode": "vertical"}, "mode"),
-        ({"stage": "ngram"}, "did you mean 'stages'"),
+        ({"guesser": "ngramm"}, "did you mean 'ngram'"),
+        ({"guesser": "lookahead"}, "cannot go on from a draft"),
+        ({"guessers": "ngram"}, "did you mean 'guesser'"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
@@ -207,7 +141,7 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
         build(options, KIND.new_target(), KIND.new_draft_model())
 
 
-class Reluctant(ScriptedDrafter):
+class Reluctant(Scripted):
     """Cannot begin."""
 
     def begin(self, row: DraftRow) -> None:
@@ -217,23 +151,11 @@ class Reluctant(ScriptedDrafter):
         raise ValueError("not today either")
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_stage_that_cannot_begin_leaves_nothing_of_the_others(first: bool) -> None:
-    """Each of the others has a slot by then, or has none to give back."""
-    target, model, other = (KIND.new_target() for _ in range(3))
-    reluctant = Reluctant(lambda row: Proposal.chosen(TokenTree()))
-    drafting = DraftModelDrafter(model)
-    stages = [reluctant, drafting] if first else [drafting, reluctant]
-    params = SamplingParams(max_tokens=5)
-    results = run(target, vertical(other, *stages), PROMPTS, params, 4)
-    assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
-    assert all(is_empty(each.cache) for each in (target, model, other))
-
-
-def test_a_stage_that_cannot_end_leaves_nothing_of_the_others() -> None:
+def test_a_guesser_that_cannot_begin_or_end_leaves_nothing_of_the_model() -> None:
     target, model = KIND.new_target(), KIND.new_target()
+    params = SamplingParams(max_tokens=5)
     reluctant = Reluctant(lambda row: Proposal.chosen(TokenTree()))
-    reluctant.begin = lambda request: None  # type: ignore[method-assign]
-    cascade = vertical(model, reluctant, DraftModelDrafter(model))
-    run(target, cascade, PROMPTS, SamplingParams(max_tokens=5), 4)
+    results = run(target, cascade_of(model, reluctant), PROMPTS, params, 4)
+    assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
+    assert is_empty(target.cache)
     assert is_empty(model.cache)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import random
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,9 @@ from foredraft.drafters.model.cross_tokenizer.shared_vocabulary import (
 )
 from foredraft.drafters.model.cross_tokenizer.transcript import CodecPair
 from foredraft.drafters.spec import DrafterContext, TextCodec
-from foredraft.models.base import ScoreRow, Scores, Target
+from foredraft.models.base import ScoreRow, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import (
-    NeverRight,
     Recorded,
     Setup,
     check_budget,
@@ -41,7 +38,6 @@ from tests.conformance.harness import (
 from tests.drafters.tokenizers import END, STYLES, TEXT, Pieces, codec, reciter
 from tests.exactness.test_engine_enumeration import DRAWN, SEEDED, assert_exact
 from tests.exactness.worlds import World, world
-from tests.models.checkpoints import some_layers
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="foredraft-cross-")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, seed=5)
@@ -200,16 +196,6 @@ def test_it_keeps_what_the_seam_promises(style: str, mode: str, shape: str, coup
     )
 
 
-@pytest.mark.parametrize("mode", ["slem", "tli"])
-def test_it_survives_being_wrong_all_the_time(mode: str) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=16)
-    (expected,) = plain(native().new_target(), PROMPTS[:1], params)
-    setup = set_up("gpt2", mode=mode)
-    wrong = NeverRight(setup.drafter, [*PROMPTS[0], *expected], setup.target.vocab_size)
-    (result,) = run(setup.target, wrong, PROMPTS[:1], params, 4)
-    assert (result.token_ids, result.stats.accepted) == (expected, 0)
-
-
 # ------------------------------------------------------------------------------- the exact law
 
 TARGET_PIECES = Pieces("a", "b", "c")
@@ -315,49 +301,6 @@ def test_it_needs_both_tokenizers() -> None:
 # ----------------------------------------------------------------------------------- real model
 
 
-class Shuffled:
-    """A codec, and a model, whose ids are those of another one in random order."""
-
-    fingerprint = None
-
-    def __init__(self, inner: TextCodec, size: int) -> None:
-        self._inner, self.vocab_size = inner, size
-        self.names = list(range(size))
-        random.Random(3).shuffle(self.names)
-        self._ids = {name: token for token, name in enumerate(self.names)}
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [self.names[token] for token in self._inner.encode(text, add_special_tokens)]
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._inner.decode([self._ids[t] for t in token_ids], skip_special_tokens)
-
-    def model(self, model: Any) -> Target:
-        codec = self
-        ids = torch.tensor([codec._ids[name] for name in range(codec.vocab_size)])
-
-        class Renamed:
-            vocab_size, max_context = model.vocab_size, model.max_context
-            capabilities, cache = model.capabilities, model.cache
-
-            def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
-                own = [
-                    replace(
-                        row,
-                        draw=None,
-                        pending=[codec._ids[t] for t in row.pending],
-                        tree=replace(
-                            row.tree, tokens=tuple(codec._ids[t] for t in row.tree.tokens)
-                        ),
-                    )
-                    for row in rows
-                ]
-                scores = model.score(own, taps)
-                return replace(scores, logits_NV=scores.logits_NV[:, ids])
-
-        return Renamed()
-
-
 @functools.cache
 def smollm2() -> tuple[Any, TextCodec]:
     from foredraft.models.files.store import resolve_model
@@ -393,17 +336,3 @@ def test_smollm2_with_a_draft_of_another_tokenizer(
     (result,) = run(target, drafter, [mine.encode(REAL_TEXT)], params, 4)
     assert result.token_ids == smollm2_alone(params)
     assert result.stats.drafted > 0
-
-
-@pytest.mark.real_model
-@pytest.mark.parametrize("mode", ["slem", "tli"])
-def test_smollm2_accepts_a_draft_that_came_through_another_vocabulary(mode: str) -> None:
-    """The draft model is the target without four layers, its ids shuffled."""
-    target, mine = smollm2()
-    layers = [i for i in range(target.config.num_hidden_layers) if i not in (13, 17, 21, 25)]
-    theirs = Shuffled(mine, target.vocab_size)
-    drafter = cross(target, theirs.model(some_layers(target, layers)), (mine, theirs), mode=mode)
-    params = SamplingParams(temperature=0.0, max_tokens=24)
-    (result,) = run(target, drafter, [mine.encode(REAL_TEXT)], params, 4)
-    assert result.token_ids == smollm2_alone(params)
-    assert result.stats.committed_per_step > 1.5

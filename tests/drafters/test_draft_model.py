@@ -55,14 +55,6 @@ def likeliest(model: TableModel, tokens: Sequence[int], count: int) -> tuple[int
     return text[len(tokens) :]
 
 
-def test_drafts_its_most_likely_tokens(model: Watched) -> None:
-    drafter = DraftModelDrafter(model)
-    drafter.begin(DraftRow.of(0, [1, 2]))
-    (proposal,) = drafter.propose([row([1, 2], 4)])
-    assert proposal.tree.tokens == likeliest(model, [1, 2], 4)
-    assert not proposal.is_drawn
-
-
 def test_a_chain_that_is_doubted_ends_and_a_sure_one_goes_on() -> None:
     """Behind token 0 eight tokens are equally likely; behind each of them one is all but sure."""
 
@@ -180,35 +172,6 @@ def test_entries_of_the_accepted_path_are_kept(model: Watched) -> None:
     assert model.cache.context(0) == tuple(accepted)
 
 
-def test_entries_of_rejected_branches_are_dropped(model: Watched) -> None:
-    drafter = DraftTreeDrafter(model, replace(LIMITS, max_depth=2))
-    drafter.begin(DraftRow.of(0, [1, 2]))
-    (first,) = drafter.propose([row([1, 2], 4)])
-    other = next(token for token in range(8) if token not in first.tree.tokens)
-    model.reads.clear()
-    drafter.propose([row([1, 2, other], 1)])
-    assert model.reads[0] == [1]
-    assert model.cache.context(0) == (1, 2, other)
-
-
-def test_trees_share_forwards_and_leave_out_rows_that_are_done(model: Watched) -> None:
-    drafter = DraftTreeDrafter(model, LIMITS)
-    for request_id in range(2):
-        drafter.begin(DraftRow.of(request_id, [request_id]))
-    proposals = drafter.propose([row([0], 6, 0), row([1, 4, 2], 1, 1)])
-    assert model.nodes[0] == [0, 0]
-    assert [*map(len, model.nodes[1:])] == [1] * len(model.nodes[1:])
-    assert [len(proposal.tree) for proposal in proposals] == [6, 1]
-
-
-def test_a_tree_needs_room_in_the_context(model: Watched) -> None:
-    model.max_context = 8
-    drafter = DraftTreeDrafter(model, LIMITS)
-    drafter.begin(DraftRow.of(0, [1]))
-    assert len(drafter.propose([row([1, 2, 3, 4], 3)])[0].tree) == 3
-    assert len(drafter.propose([row([1, 2, 3, 4, 5], 3)])[0].tree) == 0
-
-
 def test_a_drawn_tree_is_planned(model: Watched) -> None:
     drafter = DraftTreeDrafter(model, LIMITS)
     drafter.begin(DraftRow.of(0, [1, 2]))
@@ -221,15 +184,6 @@ def test_a_drawn_tree_is_planned(model: Watched) -> None:
 def build(**options: Any) -> object:
     model = TableModel.random(8, seed=3)
     return build_drafter("draft-model", DrafterContext(model, TableModel.random(8, 4), options))
-
-
-def test_the_shape_is_an_option() -> None:
-    assert isinstance(build(), DraftModelDrafter)
-    assert isinstance(build(shape="chain"), DraftModelDrafter)
-    for shape in ("best-first", "best_first"):
-        assert isinstance(build(shape=shape), DraftTreeDrafter)
-    best = build(shape="best-first", width=2, max_depth=3, round_cost=0.2)
-    assert isinstance(best, DraftTreeDrafter)
 
 
 @pytest.mark.parametrize(

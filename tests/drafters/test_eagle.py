@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters import build_drafter
-from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import (
     EagleModule,
     FirstEagleModule,
@@ -212,28 +211,6 @@ def test_the_first_eagle_is_read_and_drafts_as_it_predicts(has_bias: bool, tmp_p
     assert_drafts_as_it_predicts(module, StepDrafter(module, TARGET, CHAIN))
 
 
-@torch.no_grad()
-def test_the_first_eagle_computes_what_its_paper_says(tmp_path: Path) -> None:
-    """Of a text of one token: no position to turn by, nothing else to attend to."""
-    config, tensors = first_layout()
-    module = read(write(tmp_path, config, tensors))
-    batch = text_batch(TARGET, [[5, 9]], module.taps)
-    normed_E = TARGET.parts.norm(batch.taps[2][0, :1])[0]
-    joined = torch.cat((SOURCE.embedding()[9], normed_E))
-    x_E = tensors["fc.weight"] @ joined + tensors["fc.bias"]
-    values = tensors["layers.0.self_attn.v_proj.weight"] @ x_E
-    heads = values.view(2, 16).repeat_interleave(2, 0).flatten()
-    x_E = x_E + tensors["layers.0.self_attn.o_proj.weight"] @ heads
-    scaled_E = x_E * (x_E.square().mean() + SOURCE.shape.rms_norm_eps).rsqrt()
-    normed_E = scaled_E * tensors["layers.0.post_attention_layernorm.weight"]
-    gate = torch.nn.functional.silu(tensors["layers.0.mlp.gate_proj.weight"] @ normed_E)
-    up = tensors["layers.0.mlp.up_proj.weight"] @ normed_E
-    x_E = x_E + tensors["layers.0.mlp.down_proj.weight"] @ (gate * up)
-    expected_V = SOURCE.head() @ x_E
-    actual_V = predictions_of(module, batch, 1)[0].logits_BLR[0, 0]
-    torch.testing.assert_close(actual_V, expected_V, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
@@ -278,15 +255,3 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"never")
     with pytest.raises(ModelLoadError, match="pickle"):
         read(tmp_path)
-
-
-def test_other_drafters_say_where_a_published_head_goes(tmp_path: Path) -> None:
-    write(tmp_path, *authors(new_head(**PLAIN)))
-    with pytest.raises(ConfigError, match="drafter 'eagle'"):
-        build_drafter("hidden_head", DrafterContext(TARGET, options={"head": str(tmp_path)}))
-
-
-def test_an_unknown_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'normed'"):
-        start_head(EagleModule, SOURCE, None, {"returns": "norm"})
-    assert issubclass(EagleModule, HeadModule)

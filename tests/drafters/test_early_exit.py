@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from foredraft.core.errors import CapabilityError, ConfigError
+from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.model.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.native.target import NativeTarget
-from foredraft.models.table import TableModel
 from tests.conformance.harness import checkpoint
 from tests.models.checkpoints import some_layers
 
@@ -55,8 +54,3 @@ def test_options_that_cannot_be_used_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         early_exit(target, **options)
-
-
-def test_a_target_without_layers_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="first_layers"):
-        build_drafter("early_exit", DrafterContext(TableModel.random(4, seed=1)))

@@ -131,13 +131,6 @@ def test_the_likeliest_nodes_of_all_are_found() -> None:
             assert sum(found) >= 0.95 * sum(probs[:budget])
 
 
-def test_it_ends_at_its_depth() -> None:
-    model = TableModel.random(5, seed=2)
-    for max_depth in (1, 2, 3):
-        tree = grown(of_limits(drafting(30), width=3, max_depth=max_depth), model).tree
-        assert tree.max_depth == max_depth
-
-
 def test_it_stops_when_nothing_below_can_come_in() -> None:
     """A flat draft: all first-level nodes are likelier than any second-level one."""
     flat = TableModel(8, lambda context: [1 / 8] * 8)
@@ -159,11 +152,6 @@ def test_a_node_that_costs_more_than_it_brings_is_left_out() -> None:
     rate = (1 + sum(probs)) / price_of(price, len(tree))
     for n in range(13):
         assert rate >= (1 + sum(all_probs[:n])) / price_of(price, n) - 1e-12
-
-
-def test_a_hopeless_draft_is_not_proposed() -> None:
-    flat = TableModel(100, lambda context: [0.01] * 100)
-    assert len(grown(of_limits(drafting(8, prices=(1.0, 1.2))), flat).tree) == 0
 
 
 def test_chances_of_a_greedy_request_are_those_at_temperature_one() -> None:
@@ -209,13 +197,6 @@ def test_a_vocabulary_can_run_out(params: SamplingParams) -> None:
     assert tree.parents == (ROOT, ROOT, 0, 0, 1, 1)
 
 
-def test_a_greedy_draft_has_one_token_to_draw() -> None:
-    greedy = SamplingParams(temperature=0.0, coupling="drawn")
-    parents = planned_parents((0.3, 0.2, 0.1), 12, 2)
-    tree = grown(PlannedGrowth(drafting(12, greedy), parents), TableModel.random(5, seed=1)).tree
-    assert tree.parents == (ROOT, 0)
-
-
 def expected_accepted(parents: Sequence[int], acceptance: Sequence[float]) -> float:
     values: list[float] = []
     for node, parent in enumerate(parents):
@@ -242,16 +223,7 @@ def test_no_tree_beats_the_planned_one(num_nodes: int, max_depth: int) -> None:
         assert TokenTree((0,) * len(planned), planned).max_depth <= max_depth
 
 
-def test_a_planned_tree_is_complete_when_there_are_no_more_nodes() -> None:
-    assert planned_parents((0.5, 0.2), 100, 2) == (ROOT, ROOT, 0, 0, 1, 1)
-    assert planned_parents((0.5,), 0, 3) == ()
-
-
 # -------------------------------------------------------------------------------------- cost
-
-
-def test_where_nodes_are_free_every_one_is_kept() -> None:
-    assert Worth(FREE_NODES).best_num_nodes([0.5, 0.2, 1e-9], num_forwards=3) == 3
 
 
 def test_the_number_of_nodes_maximises_expected_tokens_per_time() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft import SamplingParams
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.proposal import Proposal
-from foredraft.core.record import RowStep, StepRecord
+from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import (
@@ -178,22 +178,3 @@ def test_it_drafts_behind_a_beginning_that_it_has_not_read(
     assert result.stats.drafted > 10
     assert result.stats.accepted > 0
     assert texts[2] == texts[0]
-
-
-def test_what_it_was_not_ready_for_does_not_count(kind: Kind, target: NativeTarget) -> None:
-    """In a request's first step it has not seen the prompt: that says nothing of its drafts."""
-    steps: list[StepRecord] = []
-    engine = engine_of(target, new_drafter(kind, target), FixedBudget(4), trace=steps.append)
-    engine.forget_prefixes()
-    engine.submit(PROMPT, SamplingParams(temperature=8.0, seed=1, max_tokens=30))
-    list(engine.run())
-    asked = [(row.budget, len(row.proposal.tree)) for step in steps for row in step.rows]
-    assert asked[0] == (0, 0)
-    assert all(budget == 4 for budget, _ in asked[1:-4])
-    assert any(num_drafted for _, num_drafted in asked)
-
-
-def test_drawn_drafts_are_repeated_with_the_seed(kind: Kind, target: NativeTarget) -> None:
-    params = replace(sampling(1.0), coupling="drawn")
-    first, second = (converse(target, new_drafter(kind, target), params) for _ in range(2))
-    assert first.turns == second.turns

@@ -7,23 +7,22 @@ from typing import Any
 
 import pytest
 
-from foredraft.core.errors import CapabilityError, ConfigError
+from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.tree import ROOT
-from foredraft.drafters import build_drafter, drafter_spec
+from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.text.lookahead import (
     JacobiWindow,
     LookaheadDrafter,
     LookaheadSizes,
-    NgramPool,
 )
-from foredraft.models.base import Capabilities, ScoreRow
+from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel
-from tests.conformance.harness import Recorded, plain, run
+from tests.conformance.harness import plain, run
 from tests.engine.helpers import counting_model
 
 
@@ -96,45 +95,12 @@ def test_guesses_keep_their_positions(num_committed: int) -> None:
     assert kept == 3 * max(0, 4 - (num_committed - 1))
 
 
-def test_a_window_that_was_not_scored_only_moves() -> None:
-    window = JacobiWindow(LookaheadSizes(window=3, ngram_size=3, guesses=1), filler=[-1])
-    window.rows = [[10, 11, 12]]
-    assert window.advance(2, outputs=[]) == []
-    assert window.rows == [[12, -1, -1]]
-
-
-def test_columns_read_downwards_are_ngrams() -> None:
-    window = JacobiWindow(LookaheadSizes(window=3, ngram_size=3, guesses=1), filler=[-1])
-    window.rows = [[1, 2, 3], [4, 5, 6]]
-    assert window.advance(1, outputs=[7, 8, 9]) == [(1, 4, 7), (2, 5, 8), (3, 6, 9)]
-    assert window.rows == [[4, 5, 6], [7, 8, 9]]
-    assert window.advance(1, outputs=[0]) == [(4, 7, 0)], "a small budget scores fewer columns"
-
-
-def test_the_pool_keeps_the_latest_ngrams_of_each_token() -> None:
-    pool = NgramPool(capacity=2)
-    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [2, 9, 9], [1, 6, 7]):
-        pool.add(ngram)
-    assert pool.after(1) == [(6, 7), (2, 3)]
-    assert pool.after(2) == [(9, 9)]
-    assert pool.after(3) == []
-
-
 def test_guesses_come_from_the_pool_and_share_nodes() -> None:
     sizes = LookaheadSizes(window=1, ngram_size=3, guesses=3)
     steps = Steps(sizes, counting_model(), [1, 2, 3, 1, 2, 4, 1, 5, 6, 1])
     tree = steps.step(sizes.num_nodes, [2]).tree
     assert tree.tokens[:5] == (5, 6, 2, 4, 3)
     assert tree.parents[:5] == (ROOT, 0, ROOT, 2, 2)
-
-
-@pytest.mark.parametrize("budget", range(1, 15))
-def test_every_budget_is_used_and_kept(budget: int) -> None:
-    sizes = LookaheadSizes(window=4, ngram_size=3, guesses=3)
-    steps = Steps(sizes, counting_model(), [1, 2, 3, 1, 2, 4, 1, 5, 6, 1])
-    for committed in ([2], [3], [1, 2], [1]):
-        tree = steps.step(budget, committed).tree
-        assert 0 < len(tree) <= budget
 
 
 def test_it_learns_what_was_never_in_the_text() -> None:
@@ -149,36 +115,9 @@ def test_it_learns_what_was_never_in_the_text() -> None:
     assert result.stats.steps < 9
 
 
-def test_a_batch_drafts_what_its_rows_draft_alone() -> None:
-    target = TableModel.random(8, seed=5, sharpness=2.0)
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
-    prompts = ([1, 2, 3], [4], [5, 6])
-
-    def drafts(batch: Sequence[Sequence[int]], size: int) -> list[Any]:
-        drafter = Recorded(LookaheadDrafter(LookaheadSizes()))
-        run(target, drafter, batch, params, 14, size)
-        return [(r.tokens, p.tree) for r, p in drafter.drafts]
-
-    alone = [each for prompt in prompts for each in drafts([prompt], 1)]
-    together = drafts(prompts, 3)
-    assert len(alone) == len(together)
-    assert all(each in alone for each in together)
-
-
-def test_it_needs_tree_attention() -> None:
-    target = TableModel.random(4, seed=1)
-    target.capabilities = Capabilities()
-    with pytest.raises(CapabilityError, match="tree_attention"):
-        build_drafter("lookahead", DrafterContext(target))
-
-
 @pytest.mark.parametrize(
     "options", [{"ngram_size": 1}, {"window": 0}, {"guesses": "many"}, {"windw": 3}]
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         build_drafter("lookahead", DrafterContext(TableModel.random(4, seed=1), options=options))
-
-
-def test_the_default_budget_is_a_full_step() -> None:
-    assert drafter_spec("lookahead").num_draft_tokens == LookaheadSizes().num_nodes == 14

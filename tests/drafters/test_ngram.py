@@ -52,25 +52,6 @@ def reference(tokens: Sequence[int], count: int, min_size: int, max_size: int) -
     return []
 
 
-@pytest.mark.parametrize(
-    ("text", "draft"),
-    [
-        ("abcXabc", "Xab"),
-        ("abXcbXab", "Xcb"),  # the longest suffix wins over a later, shorter one
-        ("abXabYab", "Yab"),  # the latest occurrence wins
-        ("abcabc", "abc"),
-        ("aaaa", "aaa"),
-        ("xyzzy", ""),
-        ("ab", ""),
-        ("a", ""),
-        ("ababab", "aba"),  # a copy that runs into the end goes on with itself
-    ],
-)
-def test_copies_what_followed(text: str, draft: str) -> None:
-    found = NgramIndex(2, 4).lookup([ord(c) for c in text], 3)
-    assert "".join(map(chr, found)) == draft
-
-
 @settings(max_examples=200)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=30),
@@ -86,15 +67,6 @@ def test_agrees_with_a_search_however_the_text_has_grown(
     for length in sorted({min(cut, len(tokens)) for cut in cuts} | {len(tokens)}):
         grown = tokens[:length]
         assert index.lookup(grown, count) == reference(grown, count, min_size, max_size)
-
-
-def test_requests_do_not_see_each_others_text() -> None:
-    drafter, params = NgramDrafter(), SamplingParams()
-    texts = {0: (1, 2, 3, 1, 2), 1: (1, 2)}
-    for request_id, text in texts.items():
-        drafter.begin(DraftRow.of(request_id, text))
-    rows = [DraftRow.of(i, text, params, 2) for i, text in texts.items()]
-    assert [proposal.tree.tokens for proposal in drafter.propose(rows)] == [(3, 1), ()]
 
 
 @pytest.mark.parametrize(
@@ -255,8 +227,3 @@ def test_a_table_of_another_target_is_refused(folder: Path, tmp_path: Path) -> N
     (other / "head.json").write_text(json.dumps(meta))
     with pytest.raises(ConfigError, match="trained for 'tiny'"):
         load_table(other, identify(TARGET, "tiny"), VOCAB)
-
-
-def test_the_way_to_a_table_is_said() -> None:
-    with pytest.raises(ConfigError, match="foredraft train table"):
-        build_drafter("table", DrafterContext(TARGET))

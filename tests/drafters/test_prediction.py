@@ -13,7 +13,7 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.table import TableModel
-from tests.drafters.following import Followed, first_level, num_right
+from tests.drafters.following import Followed, first_level
 
 VOCAB = 256
 TEXT = "the old mill by the river grinds flour for three villages and one inn"
@@ -105,29 +105,9 @@ def test_without_a_prediction_the_prompt_is_taken() -> None:
     assert drafted(request).startswith(" by the")
 
 
-def test_what_was_committed_before_the_first_draft_counts() -> None:
-    late = follow(TEXT, output="the old mill by")
-    early = follow(TEXT)
-    for token in ids("the old mill by"):
-        early.draft()
-        early.commit(token)
-    assert late.draft() == early.draft()
-
-
-def test_two_requests_have_predictions_of_their_own() -> None:
-    drafter = build(Letters())
-    first = Followed(drafter, [63], SamplingParams(prediction="aaab"), request_id=1)
-    second = Followed(drafter, [63], SamplingParams(prediction="cccd"), request_id=2)
-    assert first_level(first.draft()) == [ord("a")]
-    assert first_level(second.draft()) == [ord("c")]
-    first.end()
-    assert num_right(second.draft(), ids("cccd")) > 0
-
-
 def test_a_text_without_a_tokenizer_is_refused() -> None:
-    request = Followed(build(), [63], SamplingParams(prediction="aaab"))
     with pytest.raises(ConfigError, match="no tokenizer"):
-        request.draft()
+        Followed(build(), [63], SamplingParams(prediction="aaab"))
 
 
 @pytest.mark.parametrize("prediction", ["", "€ζ"])

@@ -140,11 +140,6 @@ def test_only_an_index_is_replaced(index: Path, tmp_path: Path) -> None:
     assert text.read_text() == "mine"
 
 
-def test_a_folder_that_is_no_index_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="foredraft drafters index"):
-        Datastore.open(tmp_path, None, VOCAB)
-
-
 def test_nothing_to_index_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no text"):
         build_index(tmp_path / "index", [[], []], "abc", VOCAB, SilentProgress())
@@ -175,19 +170,6 @@ def test_different_continuations_form_a_trie(tmp_path: Path) -> None:
     assert set(tree.tokens) == {4, 5, 6, 7}
 
 
-def test_short_matches_count_only_when_asked_for(index: Path) -> None:
-    assert len(Followed(build(index=index), [99, 20]).draft()) == 0
-    assert len(Followed(build(index=index, min_match=1), [99, 20], node_cost=0.01).draft()) > 0
-
-
-def test_an_index_that_fails_is_drafted_from_less(index: Path) -> None:
-    request = Followed(build(index=index), [99])
-    for token in range(10, 58, 2):
-        request.commit(token, token + 1, 99)  # two tokens as in the index, then something else
-    request.commit(30, 31)
-    assert len(request.draft()) == 0
-
-
 def test_without_an_index_the_prompt_is_searched() -> None:
     request = Followed(build(), [*MANUAL, 99, *MANUAL[:6]])
     assert request.draft().tokens[:3] == tuple(MANUAL[6:9])
@@ -203,7 +185,6 @@ def test_the_end_of_a_document_is_the_end_of_the_draft(index: Path) -> None:
     ("options", "message"),
     [
         ({"index": "/no/such/place"}, "is no index"),
-        ({"min_match": 0}, "min_match is 0"),
         ({"indx": "x"}, "did you mean 'index'"),
     ],
 )

@@ -37,7 +37,7 @@ from foredraft.models.native.plan import announce, plan_forward
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import rounded
 from foredraft.models.table import TableModel
-from tests.conformance.harness import fused_decoder, plain, run
+from tests.conformance.harness import fused_decoder, plain
 from tests.drafters.heads import random_text, tiny_target
 from tests.drafters.prices import FREE_NODES
 from tests.engine.helpers import drain, engine_of
@@ -120,14 +120,6 @@ def test_what_it_drafts_is_what_the_copy_alone_would_say(target: NativeTarget) -
     assert drafted == list(expected)
 
 
-def test_it_joins_in_the_middle_and_agrees_with_plain(target: NativeTarget) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=9)
-    expected = plain(target, PROMPTS, params)
-    for budget in (1, 4, 9):
-        results = run(target, self_draft(target), PROMPTS, params, budget)
-        assert [result.token_ids for result in results] == expected
-
-
 class FreeGuesser(GuidedDrafter):
     """Guesses as if nodes cost nothing."""
 
@@ -193,25 +185,6 @@ def test_guesses_change_no_draft_and_save_forwards(
         assert forwards[1] < 0.9 * forwards[0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_it_drafts_nothing_behind_the_end(target: NativeTarget, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True, seed=3)
-    (written,) = plain(target, [PROMPTS[0]], params)
-    params = replace(params, stop_token_ids=[written[17]])
-    ends_at = written.index(written[17]) + 1
-    (result,) = run(target, self_draft(target, bits=8), [PROMPTS[0]], params, 6)
-    assert result.token_ids == written[:ends_at]
-    stats = result.stats
-    assert stats.accepted + stats.rejected == stats.drafted, "none is discarded"
-
-
-def test_guesses_are_free_for_one_row_and_cost_four() -> None:
-    fit = Fit(0.9, 0.9, shares=(0.3, 0.3, 0.4, 0.5))
-    one, four = fit.guess_prices(1), fit.guess_prices(4)
-    assert one == pytest.approx((1.0, 1.0, 4 / 3, 5 / 3))
-    assert four[:2] == pytest.approx((1.0, (0.5 + 4 * 0.1) / 0.5))
-
-
 def test_of_a_long_text_the_copy_reads_the_first_block_and_the_end(
     target: NativeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,23 +212,6 @@ def test_of_a_long_text_the_copy_reads_the_first_block_and_the_end(
     expected, _ = copy.on(other)._decoder.forward(plan, other.cache)
     assert torch.equal(found, expected)
     assert not torch.equal(found, all_of_it)
-
-
-@pytest.mark.parametrize("params", FOLLOWED)
-def test_texts_stay_the_same_where_the_copy_reads_less(
-    target: NativeTarget, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
-) -> None:
-    monkeypatch.setattr(copy_module, "_LONG", 3 * BLOCK)
-    monkeypatch.setattr(copy_module, "_NEAR", BLOCK)
-    params = replace(params, max_tokens=40, ignore_eos=True, seed=3)
-    prompts = [random_text(3 * BLOCK - 20), random_text(BLOCK)]
-    engine = engine_of(target, self_draft(target, bits=8), FixedBudget(6))
-    for prompt in prompts:
-        engine.submit(prompt, params)
-    results = drain(engine).values()
-    if params.coupling == "seeded":
-        assert {result.token_ids for result in results} == {*plain(target, prompts, params)}
-    assert all(result.stats.drafted > 20 for result in results)
 
 
 def test_it_drafts_nothing_in_the_first_step(target: NativeTarget) -> None:
@@ -298,13 +254,6 @@ class NoScale:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rules, name)
-
-
-def test_the_copy_shares_the_embedding_and_is_made_once(target: NativeTarget) -> None:
-    copy = target.low_bit_copy(4)
-    assert target.low_bit_copy(4) is copy
-    assert 0 < copy.num_bytes < target.weights.num_bytes
-    assert copy.bits == 4
 
 
 def test_its_fit_is_measured(target: NativeTarget) -> None:
@@ -475,16 +424,6 @@ def test_a_screen_finds_what_the_head_draws(target: NativeTarget, temperature: f
             num_same += draw.drawn == wanted.drawn
             num_draws += 1
     assert num_same > 0.95 * num_draws
-
-
-def test_a_row_without_a_draw_has_the_likeliest_logits_of_the_head(target: NativeTarget) -> None:
-    copy = target.low_bit_copy(4)
-    whole = without_screen(target, copy)
-    slot, text = target.cache.allocate(), random_text(12)
-    rows = [ScoreRow(slot, text)]
-    screened, scores = (each.score(rows, [0]) for each in (copy, whole))
-    likeliest = scores.logits_NV[0].topk(3).indices
-    assert torch.equal(screened.logits_NV[0, likeliest], scores.logits_NV[0, likeliest])
 
 
 def test_guesses_behind_a_chain_are_worth_their_nodes(target: NativeTarget) -> None:

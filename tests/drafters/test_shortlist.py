@@ -42,10 +42,6 @@ def test_others_are_few() -> None:
     assert found.others == tuple(range(299, 299 - MOST_OTHERS, -1))
 
 
-def test_without_a_number_all_may_be_named() -> None:
-    assert Shortlists(0).of(1, [500]) is None
-
-
 def test_a_size_that_is_no_number_of_tokens_is_refused() -> None:
     context = DrafterContext(tiny_target(fused_decoder()), tiny_target(fused_decoder()))
     for size in (-1, 1.5, "64k"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters import build_drafter
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
@@ -126,12 +125,6 @@ def test_every_kind_refuses_what_its_options_do_not_take(kind: str, target: Nati
         start_head(module, source, OUTPUT_IDS, {"nonsense": 1})
 
 
-@pytest.mark.parametrize("value", [2, "2", "2,", [2]])
-def test_one_layer_may_be_written_as_a_number(value: object, target: NativeTarget) -> None:
-    module = start_head(HiddenHeadModule, tiny_source(target), OUTPUT_IDS, {"taps": value})
-    assert module.taps == (2,)
-
-
 @pytest.fixture
 def beside_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current directory looks like a model's."""
@@ -147,13 +140,3 @@ def test_the_current_directory_is_never_read(name: str, target: NativeTarget) ->
     for empty in ("", " "):
         with pytest.raises(ConfigError, match=f"option head of drafter '{name}' is empty"):
             load(empty, target, name)
-
-
-def test_what_comes_with_the_model_is_named(
-    target: NativeTarget, monkeypatch: pytest.MonkeyPatch, head: Path
-) -> None:
-    shipped = head.parent / "shipped"
-    shutil.copytree(head, shipped / "tiny" / "hidden_head")
-    monkeypatch.setattr("foredraft.drafters.trained.SHIPPED", shipped)
-    with pytest.raises(ForedraftError, match="With this model comes 'hidden_head'"):
-        build_drafter("eagle", DrafterContext(target))

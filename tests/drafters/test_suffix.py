@@ -11,9 +11,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
-from foredraft.drafters.text.per_request import PerTenant
 from foredraft.drafters.text.suffix import PastOutputs, tenant_file
-from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level
 
@@ -40,10 +38,6 @@ def test_the_draft_grows_with_the_match() -> None:
     assert lengths[-1] >= 12
 
 
-def test_nothing_is_drafted_where_nothing_repeats() -> None:
-    assert len(Followed(build(), SONG).draft()) == 0
-
-
 def test_a_period_is_continued_past_the_end_of_the_text() -> None:
     request = Followed(build(), [7, 8, 9] * 6)
     assert request.draft(9).tokens == (7, 8, 9) * 3
@@ -52,14 +46,6 @@ def test_a_period_is_continued_past_the_end_of_the_text() -> None:
 def test_two_likely_continuations_make_a_branch() -> None:
     request = Followed(build(), TWO_WAYS, node_cost=0.05)
     assert sorted(first_level(request.draft())) == [5, 6]
-
-
-def test_chains_for_a_target_without_tree_attention() -> None:
-    target = TableModel.random(100, seed=0)
-    target.capabilities = Capabilities()
-    drafter = build_drafter("suffix", DrafterContext(target))
-    request = Followed(drafter, TWO_WAYS, node_cost=0.05)
-    assert request.draft().is_chain
 
 
 def test_a_text_that_keeps_departing_from_its_matches_is_drafted_less() -> None:
@@ -170,24 +156,6 @@ def test_tenants_share_what_may_be_kept() -> None:
         request = Followed(drafter, [99], request_id=number, tenant=tenant)
         request.commit(*SONG[:9])
         assert bool(len(request.draft())) is sees, tenant
-
-
-def test_tenants_keep_no_more_in_all_than_they_may() -> None:
-    kept: PerTenant[list[int]] = PerTenant(lambda tenant: [], 120)
-    for tenant in ("anna", "bert", "carl", "anna"):
-        kept.of(tenant).extend(SONG)
-    kept.of("carl")
-    assert not kept.of("bert")
-    assert kept.of("carl") == SONG
-    assert sum(len(kept.of(tenant)) for tenant in ("anna", "bert", "carl")) <= 120
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    answer(build(shared=True, shared_dir=tmp_path), SONG)
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        build(shared=True, shared_dir=tmp_path)
 
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

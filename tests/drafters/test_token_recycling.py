@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.core.errors import ConfigError
-from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
-from foredraft.drafters.text.token_recycling import Successors, likeliest
+from foredraft.drafters.text.token_recycling import likeliest
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level
 
@@ -42,27 +40,6 @@ def test_the_likeliest_tokens_are_found(size: int) -> None:
     assert likeliest(logits_V, 8) == expected
     logits_V[logits_V < logits_V.max()] = -torch.inf
     assert likeliest(logits_V, 8)[0] == expected[0]
-
-
-def test_a_row_is_replaced_and_its_steadiness_counted() -> None:
-    table = Successors(3)
-    steadiness = []
-    for candidates in ([1, 2, 3], [1, 3, 2], [1, 5, 6], [2, 1, 3]):
-        table.update(9, candidates)
-        row = table.get(9)
-        assert row is not None
-        assert list(row.candidates) == candidates
-        steadiness.append(row.steadiness)
-    assert steadiness == [0, 1, 2, 0]
-    assert table.get(8) is None
-
-
-def test_a_text_teaches_what_followed_most_recent_first() -> None:
-    table = Successors(2)
-    table.read([1, 2, 1, 3, 1, 4])
-    row = table.get(1)
-    assert row is not None
-    assert row.candidates == (4, 3)
 
 
 def test_candidates_of_the_target_are_drafted_when_their_token_returns() -> None:
@@ -106,19 +83,3 @@ def test_every_committed_position_of_a_step_teaches_and_no_rejected_one() -> Non
     assert known.get(3).candidates[:2] == (6, 7)
     assert known.get(4) is None
     assert known.get(5) is None
-
-
-def test_it_drafts_chosen_tokens_whatever_the_coupling() -> None:
-    drafter = build()
-    drafter.begin(DraftRow.of(0, (1, 2, 1, 2, 1, 2, 1, 2)))
-    params = SamplingParams(temperature=1.0, coupling="drawn")
-    row = DraftRow.of(0, (1, 2, 1, 2, 1, 2, 1, 2), params, 4)
-    (proposal,) = drafter.propose([row])
-    assert proposal.tree.tokens
-    assert not proposal.is_drawn
-
-
-@pytest.mark.parametrize("value", [0, 9, 2.5, "many"])
-def test_the_number_of_candidates_is_checked(value: object) -> None:
-    with pytest.raises(ConfigError, match="num_candidates "):
-        build(num_candidates=value)

@@ -123,11 +123,6 @@ def test_special_tokens_are_matched_by_name_or_left_out() -> None:
     assert transcript.continuation([their_end]) == [end]
 
 
-def test_nothing_comes_of_nothing() -> None:
-    transcript = begun("bpe", "gpt2", codec("bpe").encode("The"))
-    assert transcript.continuation([]) == []
-
-
 def test_the_text_is_encoded_in_bounded_pieces() -> None:
     """Reading a token costs the same after a page as after a line."""
     tokens = codec("bpe").encode(TEXT * 3)

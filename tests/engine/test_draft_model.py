@@ -13,7 +13,6 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.growth import GrowthLimits
-from foredraft.drafters.model.cascade import VerticalCascade
 from foredraft.drafters.model.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.text.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
@@ -123,7 +122,7 @@ def test_no_step_reads_more_than_a_chunk(kind: str) -> None:
     drafters: dict[str, Drafter] = {
         "chain": DraftModelDrafter(model),
         "tree": DraftTreeDrafter(model, GrowthLimits(3, 1, 1, round_cost=0.0)),
-        "cascade": VerticalCascade([NgramDrafter()], model),
+        "cascade": DraftModelDrafter(model, guesser=NgramDrafter()),
     }
     running = watch(drafter=drafters[kind], model=model)
     running.submit([1, 2])

@@ -12,6 +12,7 @@ import pytest
 
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.cost import CostModel
 from foredraft.core.errors import GrammarError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
@@ -85,7 +86,7 @@ class Nothing(AdaptiveBudget):
     """An adaptive controller that finds that no drafter pays."""
 
     def __init__(self) -> None:
-        super().__init__([DrafterTraits("x", 4, True)])
+        super().__init__([DrafterTraits("x", 4, True)], CostModel(((1, 10.0), (8, 11.0))))
 
     def allow(self, rows: Any, others: Any = ()) -> Any:
         allowances = super().allow(rows, others)

@@ -9,6 +9,7 @@ import pytest
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.control.base import Controller
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
@@ -19,6 +20,7 @@ from foredraft.engine.policy import Policy
 from foredraft.models.table import TableModel
 from tests.engine.helpers import drain
 
+COST = CostModel(((1, 10.0), (8, 11.0)))
 NAMES = ("suffix", "ngram")
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 
@@ -34,7 +36,7 @@ def written(**asked: Any) -> tuple[tuple[int, ...], dict[str, int], int]:
     is_fixed, most_drafted = asked.pop("is_fixed", False), asked.pop("most_drafted", None)
     traits = [each.traits for each in loaded]
     controller: Controller = (
-        FixedBudget(4, drafter="suffix") if is_fixed else AdaptiveBudget(traits)
+        FixedBudget(4, drafter="suffix") if is_fixed else AdaptiveBudget(traits, COST)
     )
 
     def look(record: Any) -> None:
@@ -67,7 +69,8 @@ def test_two_requests_of_one_batch_have_the_drafters_that_they_name() -> None:
         LoadedDrafter(build_drafter(name, DrafterContext(target)), target, name, joins_late=True)
         for name in NAMES
     ]
-    engine = Engine(target, Policy(AdaptiveBudget([each.traits for each in loaded]), loaded))
+    controller = AdaptiveBudget([each.traits for each in loaded], COST)
+    engine = Engine(target, Policy(controller, loaded))
     for name in NAMES:
         engine.submit(PROMPT, SamplingParams(max_tokens=200, speculation=name))
     assert [[*each.stats.drafters] for each in drain(engine).values()] == [["suffix"], ["ngram"]]

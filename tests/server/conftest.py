@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from foredraft.core.cost import CostModel
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
@@ -109,12 +111,12 @@ def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
 def loading(target: TableModel, tokenizer: Tokenizer | Path, **options: Any) -> Callable[..., LLM]:
     """Loads this model, with other options if the caller names some."""
 
-    def load(trace: Any, **others: Any) -> LLM:
+    def load(trace: Any, cost: CostModel | None = None, **others: Any) -> LLM:
         own = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
         made = target
         if type(target) is TableModel:  # each server has a cache of its own
             made = TableModel(target.vocab_size, target.probs, target.max_context)
-        return LLM(made, own, LoadOptions(**options | others), trace=trace)
+        return LLM(made, own, LoadOptions(**options | others), cost=cost, trace=trace)
 
     return load
 
@@ -131,6 +133,14 @@ def load(tokenizer_directory: Path) -> Callable[..., LLM]:
 def shared(load: Callable[..., LLM]) -> Iterator[Running]:
     with running(load, served_model_names=("tiny", "other")) as server:
         yield server
+
+
+@pytest.fixture
+def measured(load: Callable[..., LLM]) -> Iterator[httpx.Client]:
+    """A client of a model whose steps were timed: its controller keeps a ledger."""
+    cost = CostModel(((1, 1.0), (8, 1.1)))
+    with running(partial(load, cost=cost)) as server, server.client() as client:
+        yield client
 
 
 @pytest.fixture

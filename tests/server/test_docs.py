@@ -94,8 +94,8 @@ def test_the_lists_are_those_of_the_code(part: Any, page: Path) -> None:
     assert found[0] == written, "FOREDRAFT_WRITE=1 pytest tests/server/test_docs.py writes them"
 
 
-def test_metrics_that_docs_and_dashboard_name_are_there(client: httpx.Client) -> None:
-    text = client.get("/metrics").text
+def test_metrics_that_docs_and_dashboard_name_are_there(measured: httpx.Client) -> None:
+    text = measured.get("/metrics").text
     there = set(re.findall(r"^# TYPE (foredraft:\w+) ", text, re.MULTILINE))
     dashboard = (DOCS / "operate" / "grafana.json").read_text()
     json.loads(dashboard)

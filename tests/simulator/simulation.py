@@ -193,7 +193,8 @@ class Simulation:
         ]
         controller: Controller = SimController(dice, most, failing_control, [*drafters])
         if dice.happens(0.3):
-            controller = Noting(AdaptiveBudget([each.traits for each in loaded], self.cost))
+            cost = self.cost or CostModel(((1, 900.0), (8, 1500.0)))
+            controller = Noting(AdaptiveBudget([each.traits for each in loaded], cost))
         policy = Policy(controller, loaded)
         self.drafters[policy] = drafters
         return policy

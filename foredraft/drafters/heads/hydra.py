@@ -12,17 +12,13 @@ Shape legend: E hidden size, F width of the feed-forward layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.drafters.heads.base import (
-    LARGEST_SIZE,
     HeadModule,
-    HeadOption,
 )
 from foredraft.drafters.heads.layers import Joined, JoinedTokens, RMSNorm, head_weights
 from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
@@ -49,34 +45,23 @@ class FeedForward(nn.Module):
 
 
 class HydraModule(HeadModule):
-    """See the module docstring.
-
-    Args:
-        width: F; the target's own when 0.
-    """
+    """See the module docstring."""
 
     kind = "hydra"
     training_file = "foredraft.train.heads.hydra"
-    OPTIONS: ClassVar = {
-        "width": HeadOption(
-            "of the feed-forward layer (the target's own)", 0, least=0, most=LARGEST_SIZE
-        )
-    }
 
-    def __init__(self, shape: ModelShape, num_rows: int | None, width: int) -> None:
-        self.width = width or shape.intermediate_size
-        last = shape.num_hidden_layers - 1
-        super().__init__(shape, (last,), num_rows=num_rows, width=self.width)
+    def __init__(self, shape: ModelShape, num_rows: int | None) -> None:
+        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows=num_rows)
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.hidden_norm, self.own_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.token_norm = RMSNorm(hidden, eps)
         self.join_hidden = nn.Linear(2 * hidden, hidden, bias=False)
         self.join_own = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layer = FeedForward(hidden, self.width, eps)
+        self.layer = FeedForward(hidden, shape.intermediate_size, eps)
         self.norm = RMSNorm(hidden, eps)
 
     def runner(self, target: HeadTarget) -> StepRunner:
-        shape, parts = replace(self.shape, intermediate_size=self.width), target.parts
+        shape, parts = self.shape, target.parts
         eps, token_norm = shape.rms_norm_eps, self.token_norm.weight
         norms = [self.hidden_norm.weight, token_norm]
         join_hidden = Joined(target, norms, self.join_hidden.weight, eps)

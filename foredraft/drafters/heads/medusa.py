@@ -1,7 +1,7 @@
 """Medusa's heads: each guesses one later token from the last hidden state, and from nothing else.
 
-T. Cai et al., arXiv 2401.10774 (heads alone: the target stays as it is). Head k is a residual block
-or several, ``x + SiLU(W x)``, and a projection of its own; the last norm and the output rows are
+T. Cai et al., arXiv 2401.10774 (heads alone: the target stays as it is). Head k is a residual
+block, ``x + SiLU(W x)``, and a projection of its own; the last norm and the output rows are
 shared, so that a head costs two small matrices instead of a vocabulary.
 
 Shape legend: B texts, L tokens, E hidden size, H heads.
@@ -33,18 +33,15 @@ from foredraft.models.base import HeadTarget, ModelShape, offered
 
 
 class _Head(nn.Module):
-    """Residual blocks and a projection [E, E] before the shared rows. It starts as the identity."""
+    """A residual block and a projection [E, E]; the identity at first."""
 
-    def __init__(self, hidden_size: int, num_blocks: int) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        blocks = [nn.Linear(hidden_size, hidden_size) for _ in range(num_blocks)]
-        self.blocks = nn.ModuleList(blocks)
+        self.block = nn.Linear(hidden_size, hidden_size)
         self.projection = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + F.silu(block(x))
-        projected: Tensor = self.projection(x)
+        projected: Tensor = self.projection(x + F.silu(self.block(x)))
         return projected
 
 
@@ -53,23 +50,19 @@ class MedusaModule(HeadModule):
 
     Args:
         num_heads: H, the most tokens it can draft.
-        num_blocks: residual blocks of each head.
     """
 
     kind = "medusa"
     training_file = "foredraft.train.heads.medusa"
     OPTIONS: ClassVar = {
         "num_heads": HeadOption("heads, and so the most tokens on a path of a draft (4)", 4),
-        "num_blocks": HeadOption("residual blocks of each head (1)", 1),
     }
 
-    def __init__(
-        self, shape: ModelShape, num_rows: int | None, num_heads: int, num_blocks: int
-    ) -> None:
-        counts = {"num_heads": num_heads, "num_blocks": num_blocks}
-        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows=num_rows, **counts)
+    def __init__(self, shape: ModelShape, num_rows: int | None, num_heads: int) -> None:
+        last = shape.num_hidden_layers - 1
+        super().__init__(shape, (last,), num_rows=num_rows, num_heads=num_heads)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        heads = [_Head(shape.hidden_size, num_blocks) for _ in range(num_heads)]
+        heads = [_Head(shape.hidden_size) for _ in range(num_heads)]
         self.heads = nn.ModuleList(heads)
         self.output_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 

@@ -13,12 +13,11 @@ Shape legend: T tokens, N drafted tokens, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foredraft.drafters.heads.base import HeadModule, HeadOption
+from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.layers import (
     Joined,
     JoinedTokens,
@@ -31,27 +30,14 @@ from foredraft.models.base import HeadTarget, ModelShape
 
 
 class MtpModule(HeadModule):
-    """See the module docstring.
-
-    Args:
-        returns: output that replaces the target's state after the anchor: the layer's output behind
-            the last norm ("normed") or before it ("plain").
-    """
+    """See the module docstring."""
 
     kind = "mtp"
     training_file = "foredraft.train.heads.mtp"
-    OPTIONS: ClassVar = {
-        "returns": HeadOption(
-            "output that replaces the target's state after the anchor (normed)",
-            "normed",
-            ("normed", "plain"),
-        ),
-    }
 
-    def __init__(self, shape: ModelShape, num_rows: int | None, returns: str) -> None:
+    def __init__(self, shape: ModelShape, num_rows: int | None) -> None:
         last = shape.num_hidden_layers - 1
-        super().__init__(shape, (last,), num_rows=num_rows, returns=returns)
-        self._returns = returns
+        super().__init__(shape, (last,), num_rows=num_rows)
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.target_norm = RMSNorm(hidden, eps)
         self.embedding_norm, self.hidden_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
@@ -64,10 +50,6 @@ class MtpModule(HeadModule):
         normed: Tensor = self.target_norm(hidden.to(self.output.dtype))
         return normed
 
-    def next_state(self, x: Tensor, normed: Tensor) -> Tensor:
-        """State passed to the next token: the layer's output or its norm."""
-        return normed if self._returns == "normed" else x
-
     def runner(self, target: HeadTarget) -> StepRunner:
         self.to(target.parts.device).eval()
         token, state = self.join.weight.chunk(2, 1)
@@ -79,7 +61,7 @@ class MtpModule(HeadModule):
             return join([self.first_state(taps[0])], following)
 
         def of_own(states_NE: Tensor, drafted: Sequence[int]) -> Tensor:
-            return join([self.next_state(states_NE, self.norm(states_NE))], drafted)
+            return join([self.norm(states_NE)], drafted)
 
         weights = head_weights([self.layer], self.norm, self.output, self.shape)
         return StepRunner(target.head_runner(weights), of_text, of_own)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.layers import StoredLayers
-from foredraft.core.choices import Choice, DrawKey, DrawnChoices
+from foredraft.core.choices import DrawKey, DrawnChoices
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.sampling import scale_of
@@ -41,9 +41,6 @@ from foredraft.models.base import (
     ScoredTokens,
     offered,
 )
-
-_HOTTEST = 2.0
-"""Higher temperatures count as this one."""
 
 _MOST_WAITING = 32
 """The head processes committed tokens lazily: in one run right before it drafts, or as soon as this
@@ -122,18 +119,14 @@ class _Request:
         end: number of the text's entries in the head's layers.
         state_E: the head's own state at the last of them.
         logits_R: its logits for the next token.
-        promised: the first tokens of the last draft, with the head's own probabilities.
-        reliability: of such chances, at the request's temperature.
         waiting: tokens that the target has read and the head has not, in order.
         last: the last token that the target has read, for rounds that begin with it again.
     """
 
     slot: int
-    reliability: Reliability
     end: int = 0
     state_E: Tensor | None = None
     logits_R: Tensor | None = None
-    promised: Sequence[Choice] = ()
     waiting: list[_Read] = field(default_factory=list)
     last: _Read | None = None
 
@@ -211,13 +204,9 @@ class StepDrafter(BaseDrafter):
         self.taps, self.layers = head.taps, self._runner.layers
         self.traits = DrafterTraits(promise=head.promise, skips_gaps=True)
         self._requests: dict[int, _Request] = {}
-        self._reliabilities: dict[float, Reliability] = {}
 
     def begin(self, row: DraftRow) -> None:
-        # Requests are as like as their temperatures are, to a tenth; few such values occur.
-        temperature = round(min(row.params.temperature, _HOTTEST), 1)
-        reliability = self._reliabilities.setdefault(temperature, Reliability())
-        self._requests[row.request_id] = _Request(row.slot, reliability)
+        self._requests[row.request_id] = _Request(row.slot)
 
     def end(self, request_id: int) -> None:
         request = self._requests.pop(request_id)
@@ -227,9 +216,6 @@ class StepDrafter(BaseDrafter):
     def observe(self, observations: Sequence[RowStep]) -> None:
         for seen in observations:
             request = self._requests[seen.request_id]
-            if request.promised and seen.committed:
-                request.reliability.record(request.promised, seen.committed[0])
-            request.promised = ()
             if (read := self._read(seen)).following:
                 self._wait(request, read)
         self._catch_up(
@@ -314,7 +300,7 @@ class StepDrafter(BaseDrafter):
         requests = [self._requests[row.request_id] for row in rows]
         self._catch_up(each for each in requests if each.num_waiting > self._chain.most_read)
         chains = [_chain_row(*pair) for pair in zip(rows, requests, strict=True)]
-        num_steps = max(map(self._num_steps, rows, requests))
+        num_steps = max(map(self._num_steps, rows))
         done = {}
         found = self._chain.run(chains, num_steps)
         for row, request, chain, levels in zip(rows, requests, chains, found, strict=True):
@@ -322,33 +308,28 @@ class StepDrafter(BaseDrafter):
             request.state_E = request.logits_R = None
             request.waiting.clear()
             growth = Growth(row, self._limits, self.guide(row.request_id))
-            self._hang_levels(growth, request, levels[: self._limits.max_depth])
+            self._hang_levels(growth, levels[: self._limits.max_depth])
             done[row.request_id] = growth.build()
         return done
 
-    def _num_steps(self, row: DraftRow, request: _Request) -> int:
+    def _num_steps(self, row: DraftRow) -> int:
         """Steps of a round on the device, where no chance is seen before it is over: so many as the
         head's promise lets pay. Even numbers, so that few rounds are recorded."""
         most = min(self._limits.max_depth, row.budget + row.budget % 2)
         if self.traits.promise is not None:
             greedy, sampled = self.traits.promise
             chance = greedy + (sampled - greedy) * min(1.0, row.params.temperature)
-            chance = min(0.99, request.reliability.factor * chance)
             worth = Worth((1.0, 1.0 + self._limits.round_cost))
             paying = worth.best_num_nodes([chance**step for step in range(1, most + 1)], 0)
             most = min(most, paying + paying % 2)
         return max(2, most)
 
-    def _hang_levels(
-        self, growth: Growth, request: _Request, levels: Sequence[ScoredTokens]
-    ) -> None:
+    def _hang_levels(self, growth: Growth, levels: Sequence[ScoredTokens]) -> None:
         """Hang the candidates of each position below the likeliest of the one before."""
         node, row = ROOT, growth.row
         for level in levels:
             choices = scored_choices(row, level, growth.num_below(node), growth.copied(node))
-            if node == ROOT:
-                request.promised = choices
-            first = growth.hang(node, request.reliability.corrected(choices))
+            first = growth.hang(node, choices)
             followed = level.scored[0][0] if level.scored else None
             places = [i for i, choice in enumerate(choices) if choice.token == followed]
             if not places or followed in row.stop_ids:
@@ -454,42 +435,7 @@ class _Tree:
         count = max(map(growth.num_below, nodes))
         found = rows.choices(growth.row, logits_NR, drafted, count, copied)
         for node, choices in zip(nodes, found, strict=True):
-            if node == ROOT:
-                self.request.promised = choices
-            growth.hang(node, self.request.reliability.corrected(choices))
-
-
-_PRIOR = 6.0
-"""Prior count of promised tokens that were accepted."""
-_MEMORY = 0.995
-"""Decay of the counts a step: a few hundred steps count, so they follow the topic."""
-_LEAST, _MOST = 0.3, 1.2
-
-
-class Reliability:
-    """Corrects the chances of one kind of requests by one factor.
-
-    A head is overconfident on text that is unlike its training text, and above all where
-    noise chooses among tokens that it knows little about. Then it drafts too deep. The factor
-    weighs nodes against time, and changes no token.
-    """
-
-    def __init__(self) -> None:
-        self._promised = self._came = _PRIOR
-
-    @property
-    def factor(self) -> float:
-        return min(_MOST, max(_LEAST, self._came / self._promised))
-
-    def corrected(self, choices: Sequence[Choice]) -> list[Choice]:
-        """The same tokens with chances that have held so far."""
-        factor = self.factor
-        return [Choice(token, min(0.99, factor * chance)) for token, chance in choices]
-
-    def record(self, choices: Sequence[Choice], token: int) -> None:
-        """Record that ``token`` came where these candidates, uncorrected, were drafted."""
-        self._promised = _MEMORY * self._promised + sum(c.chance for c in choices)
-        self._came = _MEMORY * self._came + any(c.token == token for c in choices)
+            growth.hang(node, choices)
 
 
 def stepwise_drafter(

@@ -140,15 +140,14 @@ class _Slot:
     cached: list[int] = field(default_factory=list)
     num_confirmed: int = 0
 
-    def rewind(self, tokens: Sequence[int], rewrites: bool) -> None:
+    def rewind(self, tokens: Sequence[int]) -> None:
         """Forget cached tokens that were not committed; the last of ``tokens`` stays pending.
 
-        Args:
-            rewrites: whether committed tokens may have changed.
+        Of a text that was translated committed ones may have changed, too.
         """
         limit = min(len(self.cached), len(tokens) - 1)
         agreed = min(self.num_confirmed, limit)
-        if rewrites and self.cached[:agreed] != list(tokens[:agreed]):
+        if self.cached[:agreed] != list(tokens[:agreed]):
             agreed = 0
         while agreed < limit and self.cached[agreed] == tokens[agreed]:
             agreed += 1
@@ -164,11 +163,10 @@ class DraftCache:
 
     Args:
         model: the draft model.
-        rewrites: whether a committed text may change: one that was translated does.
     """
 
-    def __init__(self, model: Target, rewrites: bool = False) -> None:
-        self._model, self._cache, self._rewrites = model, model.cache, rewrites
+    def __init__(self, model: Target) -> None:
+        self._model, self._cache = model, model.cache
         self._slots: dict[int, _Slot] = {}
         self._cache.rewinds = _MOST_REWOUND
 
@@ -248,7 +246,7 @@ class DraftCache:
     def _unread(self, row: DraftRow) -> list[int]:
         """The tokens behind those that are cached, once what was rejected is dropped."""
         slot, tokens = self._slots[row.request_id], read_by(self._model, row)
-        slot.rewind(tokens, self._rewrites)
+        slot.rewind(tokens)
         slot.num_confirmed = self._cache.truncate(slot.number, slot.num_confirmed)
         del slot.cached[slot.num_confirmed :]
         return [*tokens[slot.num_confirmed :]]

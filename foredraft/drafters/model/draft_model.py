@@ -25,7 +25,7 @@ from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismat
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Reading
+from foredraft.drafters.base import BaseDrafter, ContinuingDrafter, Drafter, DraftRow, Reading
 from foredraft.drafters.growth import (
     GROWTH_OPTIONS,
     RANK_ACCEPTANCE,
@@ -39,7 +39,6 @@ from foredraft.drafters.model.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.model.shortlist import FREQUENT, Shortlists
 from foredraft.drafters.model.staged import MOST_GUESSES, Fit, StagedDrafter, fitted, text_guesser
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import found_table
 from foredraft.kernels.build import describe_instructions
 from foredraft.models.base import ScoreRow, Scores, Shortlist, Target, read
@@ -73,7 +72,7 @@ class DraftModelDrafter(StagedDrafter):
         self,
         model: Target,
         fit: Fit = _USUAL_FIT,
-        guesser: GuidedDrafter | None = None,
+        guesser: ContinuingDrafter | None = None,
         vocab_size: int | None = None,
         stops: bool = False,
         num_frequent: int = 0,
@@ -82,7 +81,7 @@ class DraftModelDrafter(StagedDrafter):
         super().__init__(fit, guesser, vocab_size, stops)
         # How often it is right is not known yet: what is expected of a pair stands in for it.
         self.traits = replace(self.traits, reads=True, promise=None)
-        self._model, self._cache = model, DraftCache(model, rewrites=guesser is None)
+        self._model, self._cache = model, DraftCache(model)
         self._shortlists = Shortlists(num_frequent)
 
     def begin(self, row: DraftRow) -> None:
@@ -106,11 +105,12 @@ class DraftModelDrafter(StagedDrafter):
         row = chain.row
         pending = chain.tokens[-1:] or self._cache.catch_up(row)
         slot = self._cache.slot(row.request_id)
-        draw = chain.draw_key if guess.is_chain else None  # beside a branch nothing is drawn
         # Beside a row that may name all tokens others may, too: nothing drawn depends on that.
         is_drawn = row.params.coupling == "drawn"
         shortlist = None if is_drawn else self._shortlists.of(row.request_id, row.tokens)
-        return ScoreRow(slot, pending, guess, draw=draw, source=row.source, shortlist=shortlist)
+        return ScoreRow(
+            slot, pending, guess, draw=chain.draw_key, source=row.source, shortlist=shortlist
+        )
 
     def _score(self, chains: Sequence[ChainDraft], reads: Sequence[ScoreRow]) -> Scores:
         return self._model.score(reads)
@@ -188,7 +188,7 @@ class DraftTreeDrafter(BaseDrafter):
     def __init__(self, model: Target, limits: GrowthLimits, vocab_size: int | None = None) -> None:
         self._model, self._limits = model, limits
         self._vocab_size = vocab_size or model.vocab_size
-        self._cache = DraftCache(model, rewrites=True)
+        self._cache = DraftCache(model)
         self._last_reads: dict[int, ScoreRow] = {}
 
     def begin(self, row: DraftRow) -> None:
@@ -270,11 +270,7 @@ class DraftTreeDrafter(BaseDrafter):
 
 
 def _build(context: DrafterContext) -> Drafter:
-    model = context.draft_model
-    assert model is not None  # the registry has checked that there is one
-    _check_vocabularies(context, model)
-    if model is context.target:
-        raise ConfigError("the draft model is the target itself: load it a second time")
+    model = draft_model_of(context)
     shape = str(context.options.get("shape", "chain")).replace("_", "-")
     if shape not in _OPTIONS:
         raise unknown("shape", shape, _OPTIONS)
@@ -282,6 +278,20 @@ def _build(context: DrafterContext) -> Drafter:
     if others:
         raise ConfigError(f"{others[0]} is of no use with shape {shape!r}")
     return (chain_drafter if shape == "chain" else _tree_drafter)(context, model)
+
+
+def draft_model_of(context: DrafterContext) -> Target:
+    """The draft model that was named.
+
+    Raises:
+        ConfigError: it is the target itself, or of another vocabulary.
+    """
+    model = context.draft_model
+    assert model is not None  # the registry has checked that there is one
+    _check_vocabularies(context, model)
+    if model is context.target:
+        raise ConfigError("the draft model is the target itself: load it a second time")
+    return model
 
 
 def _tree_drafter(context: DrafterContext, model: Target) -> Drafter:
@@ -296,12 +306,18 @@ def _tree_drafter(context: DrafterContext, model: Target) -> Drafter:
     return DraftTreeDrafter(model, limits, context.target.vocab_size)
 
 
-def chain_drafter(context: DrafterContext, model: Target) -> Drafter:
-    """A drafter of chains with what a context says, on any model of the target's tokens."""
+def chain_drafter(
+    context: DrafterContext, model: Target, guesser: ContinuingDrafter | None = None
+) -> Drafter:
+    """A drafter of chains with what a context says, on any model of the target's tokens.
+
+    Args:
+        guesser: guesses for the model; None: copies of earlier text do, where options allow it.
+    """
     # Whoever has no parts hands no observations on, or is run where guesses save nothing.
     guesses = checked_flag("guesses", context.options.get("guesses", True))
-    guesses = guesses and context.target.capabilities.parts is not None
-    guesser = text_guesser(found_table(context, "table")) if guesses else None
+    if guesser is None and guesses and context.target.capabilities.parts is not None:
+        guesser = text_guesser(found_table(context, "table"))
     num_frequent = _num_frequent(context.options, model)
     shortlist = Shortlist(num_frequent) if num_frequent else None
     fit = measured_fit(context.target, model, shortlist)

@@ -38,7 +38,7 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.drafters.base import BaseDrafter, ContinuingDrafter, DraftRow
 from foredraft.drafters.model.chain import ChainDraft
 from foredraft.drafters.text.per_request import GuidedDrafter
 from foredraft.drafters.text.table import NgramTable, new_text
@@ -103,7 +103,7 @@ class StagedDrafter(BaseDrafter, ABC):
     def __init__(
         self,
         fit: Fit,
-        guesser: GuidedDrafter | None,
+        guesser: ContinuingDrafter | None,
         vocab_size: int,
         stops: bool = False,
     ) -> None:
@@ -142,7 +142,8 @@ class StagedDrafter(BaseDrafter, ABC):
         chains = {row.request_id: ChainDraft(row) for row in able}
         alike = list(chains.values())
         while alike:
-            guesses = zip(alike, self._guesses(alike), strict=True)
+            prices = self._fit.guess_prices(len(alike))
+            guesses = [(chain, self._guess(chain, prices)) for chain in alike]
             alike = self._extended([each for each in guesses if self._is_worth_more(*each)])
         return [
             self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
@@ -157,17 +158,16 @@ class StagedDrafter(BaseDrafter, ABC):
         if self._guesser:
             self._guesser.end(request_id)
 
-    def _guesses(self, chains: Sequence[ChainDraft]) -> list[TokenTree]:
-        """Guesses of each chain: a forward yields one token in any case, and these behind it."""
-        prices = self._fit.guess_prices(len(chains))
-        return [self._guess(chain, prices) for chain in chains]
-
     def _guess(self, chain: ChainDraft, prices: Prices) -> TokenTree:
+        """A chain of guesses: a forward yields one token in any case, and these behind it."""
         most = min(chain.num_left - 1, MOST_GUESSES)
         if self._guesser is None or not most:
             return EMPTY_TREE
         row = replace(chain.row.chosen(most), prices=prices)
-        return self._guesser.propose_after(row, chain.tokens).tree
+        tree = self._guesser.propose_after(row, chain.tokens).tree
+        if not tree.is_chain:
+            tree = TokenTree.chain(tree.tokens[node] for node in max(tree.paths, key=len))
+        return tree
 
     def _is_worth_more(self, chain: ChainDraft, guess: TokenTree) -> bool:
         """Whether another forward of the model pays, and the nodes that come of it."""

@@ -223,5 +223,4 @@ DRAFTER = DrafterSpec(
     },
     num_draft_tokens=LookaheadSizes().num_nodes,
     needs=("tree_attention",),
-    drafts_from="steps",
 )

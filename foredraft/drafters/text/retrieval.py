@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foredraft.core.checks import checked_int
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.guide import Guide
@@ -206,8 +205,8 @@ def _starts(
     return np.concatenate(([0], np.cumsum(counts_V))).astype(np.int64) + num_separators
 
 
-_MAX_MATCH = 16
-"""Longest suffix looked for; longer ones are hardly more reliable."""
+_LEAST_MATCH, _MAX_MATCH = 2, 16
+"""Shortest and longest suffix looked for; longer ones are hardly more reliable."""
 
 
 Matches = Sequence[Interval]
@@ -220,21 +219,14 @@ class RetrievedText(Guide):
     Args:
         datastore: the index to search.
         prior: how far matches there prove right; see `MatchConfidence`.
-        min_match: shortest suffix that counts as a match.
         prompt: the text so far.
 
     Attributes:
         place: matches of the end of the committed text.
     """
 
-    def __init__(
-        self,
-        datastore: Datastore,
-        prior: Sequence[float],
-        min_match: int,
-        prompt: Sequence[int],
-    ) -> None:
-        self._datastore, self._min_match = datastore, min_match
+    def __init__(self, datastore: Datastore, prior: Sequence[float], prompt: Sequence[int]) -> None:
+        self._datastore = datastore
         self._confidence = MatchConfidence(prior)
         self.place: Matches = reduce(self.advance, prompt[-_MAX_MATCH:], ())
 
@@ -254,7 +246,7 @@ class RetrievedText(Guide):
 
     def successors(self, place: Matches) -> Iterator[tuple[int, float, Matches]]:
         """Successors of the longest match."""
-        if not place or place[0].length < self._min_match:
+        if not place or place[0].length < _LEAST_MATCH:
             return
         trust = self._confidence[place[0].length]
         for token, share in self._datastore.ranked_followers(place[0]):
@@ -263,18 +255,17 @@ class RetrievedText(Guide):
 
 
 def _build(context: DrafterContext) -> Drafter:
-    options, vocab_size, datastore = context.options, context.target.vocab_size, None
-    if (index := options.get("index")) is not None:
+    vocab_size, datastore = context.target.vocab_size, None
+    if (index := context.options.get("index")) is not None:
         path = Path(str(index)).expanduser()
         datastore = Datastore.open(path, context.fingerprint, vocab_size)
-    min_match = checked_int("min_match", options.get("min_match", 2), 1)
 
     def new_text(row: DraftRow) -> RetrievedText:
         if datastore is not None:
-            return RetrievedText(datastore, priors().other_text, min_match, row.tokens)
+            return RetrievedText(datastore, priors().other_text, row.tokens)
         # With its last token the prompt's end would match itself.
         own = Datastore.of_documents([row.tokens[:-1]], vocab_size)
-        return RetrievedText(own, priors().repeated_text, min_match, row.tokens)
+        return RetrievedText(own, priors().repeated_text, row.tokens)
 
     return GuidedDrafter(new_text, context.target.capabilities.tree_attention)
 
@@ -285,7 +276,6 @@ DRAFTER = DrafterSpec(
     copies=True,
     options={
         "index": "file made by `foredraft drafters index`; without one the prompt is searched",
-        "min_match": "shortest suffix that counts as a match (2)",
     },
     num_draft_tokens=16,
 )

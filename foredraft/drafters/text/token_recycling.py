@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.core.checks import checked_int
 from foredraft.core.record import RowStep
 from foredraft.core.sampling import largest
 from foredraft.core.tree import TokenTree
@@ -25,6 +24,8 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.text.confidence import priors
 from foredraft.drafters.text.per_request import PerRequestDrafter
 
+NUM_CANDIDATES = 8
+"""K; as many have priors, and more are never drafted."""
 _STEADIEST = 3
 _PRIOR_WEIGHT = 20.0
 
@@ -41,14 +42,9 @@ class _Row(NamedTuple):
 
 
 class Successors:
-    """The table from each token to its last candidates.
+    """The table from each token to its last candidates, K at most."""
 
-    Args:
-        num_candidates: K, the most candidates a token.
-    """
-
-    def __init__(self, num_candidates: int) -> None:
-        self.num_candidates = num_candidates
+    def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
 
     def get(self, token: int) -> _Row | None:
@@ -66,7 +62,7 @@ class Successors:
         for token, follower in pairwise(text):
             old = self._rows.get(token)
             others = [c for c in old.candidates if c != follower] if old else []
-            self.update(token, (follower, *others[: self.num_candidates - 1]))
+            self.update(token, (follower, *others[: NUM_CANDIDATES - 1]))
 
 
 class RankConfidence:
@@ -98,8 +94,8 @@ class RankConfidence:
 class _Request:
     """One request: its last token, its table, and how its ranks have done."""
 
-    def __init__(self, prompt: Sequence[int], num_candidates: int) -> None:
-        self.successors, self._confidence = Successors(num_candidates), RankConfidence()
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.successors, self._confidence = Successors(), RankConfidence()
         self.last = prompt[-1]
         self.successors.read(prompt)
 
@@ -134,18 +130,15 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
     a draft must not depend on tokens that were rejected before it.
 
     Args:
-        num_candidates: candidates kept for each token.
         tree: whether drafts may branch.
     """
 
-    def __init__(self, num_candidates: int = 8, tree: bool = True) -> None:
+    def __init__(self, tree: bool = True) -> None:
         super().__init__()
-        most = len(priors().ranks[0])  # more are never drafted
-        self._num_candidates = checked_int("num_candidates", num_candidates, 1, most)
         self._tree = tree
 
     def begin_request(self, row: DraftRow) -> _Request:
-        return _Request(row.tokens, self._num_candidates)
+        return _Request(row.tokens)
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         last = draft[-1] if draft else request.last
@@ -154,19 +147,15 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
     def observe_request(self, request: _Request, seen: RowStep) -> None:
         nodes = [0, *(node + 1 for node in seen.path)]
         for token, node in zip(seen.committed, nodes, strict=False):
-            request.commit(token, likeliest(seen.logits_NV[node], self._num_candidates))
+            request.commit(token, likeliest(seen.logits_NV[node], NUM_CANDIDATES))
 
 
 def _build(context: DrafterContext) -> TokenRecyclingDrafter:
-    tree = context.target.capabilities.tree_attention
-    return TokenRecyclingDrafter(context.options.get("num_candidates", 8), tree)
+    return TokenRecyclingDrafter(context.target.capabilities.tree_attention)
 
 
 DRAFTER = DrafterSpec(
     build=_build,
     summary="drafts the target's likeliest successors at each token's last occurrence",
-    options={
-        "num_candidates": "candidates kept for each token, at most 8 (8)",
-    },
     num_draft_tokens=12,
 )

@@ -19,9 +19,8 @@ class HydraTraining(HeadTraining[HydraModule]):
         for join in (module.join_hidden, module.join_own):
             join.weight.mul_(0.1)
             join.weight[:, :size] += torch.eye(size)
-        if module.width == source.shape.intermediate_size:
-            last = source.layer(-1)
-            module.layer.load_state_dict({name: last[name] for name in module.layer.weights()})
+        last = source.layer(-1)
+        module.layer.load_state_dict({name: last[name] for name in module.layer.weights()})
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
         module, dtype = self.module, self.module.output.dtype

@@ -15,7 +15,7 @@ class MedusaTraining(HeadTraining[MedusaModule]):
     def take_layers(self, source: TrainingTarget) -> None:
         self.module.output_norm.weight.copy_(source.final_norm())
         for head in self.module.heads:  # each is the identity
-            for parameter in head.get_submodule("blocks").parameters():
+            for parameter in head.get_submodule("block").parameters():
                 parameter.zero_()
             nn.init.eye_(head.get_parameter("projection.weight"))
 

@@ -38,7 +38,7 @@ class MtpTraining(HeadTraining[MtpModule]):
             normed = module.embedding_norm(embeddings), module.hidden_norm(state)
             x = attention.step(module.join(torch.cat(normed, -1)), k - 1)
             read = module.norm(x)
-            return read, module.next_state(x, read)
+            return read, read
 
         state_BLE = module.first_state(batch.taps[module.taps[0]])
         return unrolled(batch, depth, module.output, state_BLE, step)

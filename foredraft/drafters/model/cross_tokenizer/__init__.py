@@ -16,14 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from foredraft.cache.paged import Cache
-from foredraft.core.choices import TRUST, Choice, DrawnChoices, SharedChoices
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.core.named import NamedLaws
 from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal, Renaming
-from foredraft.core.sampling import Law
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
@@ -41,112 +38,20 @@ _MAX_RATIO = 8
 _MODES = ("slem", "tli")
 
 
-class _Mode(Protocol):
-    """How drafts pass from one vocabulary to the other."""
-
-    def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
-        """What to ask the wrapped drafter for; None for nothing."""
-
-    def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
-        """Its draft in the target's tokens."""
-
-
-class ThroughText:
-    """String-level exact match (see the module docstring)."""
-
-    def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
-        ratio = len(transcript.draft_tokens) / len(row.context)
-        budget = math.ceil(row.budget * min(max(ratio, 1.0), _MAX_RATIO))
-        asked = row.without_noise(budget)  # the noise is that of other tokens at other positions
-        tokens = tuple(transcript.draft_tokens)
-        return replace(asked, tokens=tokens, rules=asked.params, slot=-1, source=None)
-
-    def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
-        tree = draft.tree
-        leaves = [node for node in range(len(tree)) if node not in tree.children]
-        paths = [[tree.tokens[node] for node in tree.paths[leaf]] for leaf in leaves]
-        continuations = map(transcript.continuation, paths)
-        return Proposal.chosen(TokenTree.of_paths(continuations, row.budget))
-
-
-class SharedTokens:
-    """Token-level intersection (see the module docstring).
-
-    Args:
-        renaming: the target's ids of the shared tokens.
-    """
-
-    def __init__(self, renaming: Renaming) -> None:
-        self._renaming = renaming
-
-    def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
-        # Inside a character the draft model's text ends earlier than the target's.
-        if transcript.held:
-            return None
-        choices = row.choices
-        if not isinstance(choices, DrawnChoices):
-            choices = _RenamedChoices(choices, self._renaming)
-        tokens = tuple(transcript.draft_tokens)
-        return replace(
-            row, tokens=tokens, new_choices=lambda: choices, rules=row.params, slot=-1, source=None
-        )
-
-    def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
-        return draft.renamed(self._renaming)
-
-
-@dataclass(frozen=True)
-class _RenamedChoices(SharedChoices):
-    """Choices in the draft model's ids, with the noise of the target's."""
-
-    choices: SharedChoices
-    renaming: Renaming
-
-    def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
-        old_S, new_S = self.renaming.ids_S
-        logits_V = law.logits_V.new_full((self.renaming.vocab_size,), -math.inf)
-        logits_V[new_S] = law.logits_V[old_S]
-        renamed = Law(logits_V, law.scale, int(logits_V.argmax()))
-        return self._back(self.choices.best(renamed, depth, count, trust))
-
-    def draw_key(self, depth: int, scale: float) -> None:
-        """Nothing draws in one model's ids with the noise of the other's."""
-        return
-
-    def best_each(
-        self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
-    ) -> list[list[Choice]]:
-        return [self.best(laws.law(n), depth, count, trust) for n, depth in enumerate(depths)]
-
-    def among(
-        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
-    ) -> list[Choice]:
-        return self._back(self.choices.among(self._renamed(candidates), depth, count, trust))
-
-    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
-        return self._back(self.choices.weigh(self._renamed(candidates), depth))
-
-    def _renamed(self, candidates: Sequence[Choice]) -> list[Choice]:
-        names = self.renaming.names
-        return [Choice(names[c.token], c.chance) for c in candidates if c.token in names]
-
-    def _back(self, chosen: Sequence[Choice]) -> list[Choice]:
-        return [Choice(self.renaming.old_names[c.token], c.chance) for c in chosen]
-
-
 class CrossTokenizerDrafter(BaseDrafter):
     """See the module docstring. The wrapped drafter sees draft tokens only, and no observations.
 
     Args:
         inner: drafts in the draft model's tokens.
         codecs: the tokenizers of target and draft model.
-        mode: how drafts pass between them.
+        renaming: the target's ids of the tokens that both have, in mode ``tli``; None: drafts go
+            through text.
     """
 
-    def __init__(self, inner: Drafter, codecs: CodecPair, mode: _Mode) -> None:
+    def __init__(self, inner: Drafter, codecs: CodecPair, renaming: Renaming | None) -> None:
         reads, share = inner.traits.reads, inner.traits.round_share
         self.traits = DrafterTraits(learns=False, reads=reads, round_share=share)
-        self._inner, self._codecs, self._mode = inner, codecs, mode
+        self._inner, self._codecs, self._renaming = inner, codecs, renaming
         self._transcripts: dict[int, Transcript] = {}
 
     def begin(self, row: DraftRow) -> None:
@@ -161,9 +66,7 @@ class CrossTokenizerDrafter(BaseDrafter):
         asked = [(row, asks) for row in rows if (asks := self._ask(row)) is not None]
         drafts = self._inner.propose([asks for _, asks in asked])
         answers = {
-            row.request_id: draft
-            if draft is NOT_READY
-            else self._mode.answer(row, self._transcripts[row.request_id], draft)
+            row.request_id: draft if draft is NOT_READY else self._answer(row, draft)
             for (row, _), draft in zip(asked, drafts, strict=True)
         }
         return [answers.get(row.request_id, NO_PROPOSAL) for row in rows]
@@ -187,11 +90,30 @@ class CrossTokenizerDrafter(BaseDrafter):
         return replace(row, tokens=tuple(transcript.draft_tokens), slot=-1, source=None)
 
     def _ask(self, row: DraftRow) -> DraftRow | None:
+        """What to ask the wrapped drafter for; None for nothing."""
         transcript = self._transcripts[row.request_id]
         transcript.catch_up(row.context)
         if not row.budget or not transcript.draft_tokens:
             return None
-        return self._mode.ask(row, transcript)
+        if self._renaming is None:
+            ratio = len(transcript.draft_tokens) / len(row.context)
+            asked = row.without_noise(math.ceil(row.budget * min(max(ratio, 1.0), _MAX_RATIO)))
+        elif transcript.held:  # inside a character the draft model's text ends earlier
+            return None
+        else:  # the noise of chosen tokens is that of other ids
+            asked = row if row.params.coupling == "drawn" else row.without_noise(row.budget)
+        tokens = tuple(transcript.draft_tokens)
+        return replace(asked, tokens=tokens, rules=asked.params, slot=-1, source=None)
+
+    def _answer(self, row: DraftRow, draft: Proposal) -> Proposal:
+        """Its draft in the target's tokens."""
+        if self._renaming is not None:
+            return draft.renamed(self._renaming)
+        tree = draft.tree
+        leaves = [node for node in range(len(tree)) if node not in tree.children]
+        paths = [[tree.tokens[node] for node in tree.paths[leaf]] for leaf in leaves]
+        continuations = map(self._transcripts[row.request_id].continuation, paths)
+        return Proposal.chosen(TokenTree.of_paths(continuations, row.budget))
 
 
 @dataclass(frozen=True)
@@ -226,11 +148,11 @@ def _build(context: DrafterContext) -> CrossTokenizerDrafter:
         raise unknown("mode", mode, _MODES)
     codecs = CodecPair.of(context.tokenizer, context.draft_tokenizer)
     if mode == "slem":
-        return CrossTokenizerDrafter(_inner(name, model, context, options), codecs, ThroughText())
+        return CrossTokenizerDrafter(_inner(name, model, context, options), codecs, None)
     shared = SharedVocabulary(codecs, context.target.vocab_size, model.vocab_size)
     restricted = RestrictedModel(model, shared.renaming.ids_S[0])
     inner = _inner(name, restricted, context, options)
-    return CrossTokenizerDrafter(inner, codecs, SharedTokens(shared.renaming))
+    return CrossTokenizerDrafter(inner, codecs, shared.renaming)
 
 
 def _inner(
