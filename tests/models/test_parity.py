@@ -39,15 +39,8 @@ DECODERS: dict[str, Callable[[], DecoderFactory]] = {
 }
 
 
-GRAPHED = (
-    *("llama", "llama-bias", "qwen2-window", "smollm3", "olmo2", "granite", "phi3"),
-    *("gemma2", "gemma3", "llama-dynamic-rope"),
-)
-"""Each feature that runs as a recording. The fused decoder is compared with the eager one, for all
-models, in test_fused.py."""
 PAIRS = [
     *((name, "eager") for name in NATIVE_CONFIGS),
-    *((name, "graphed") for name in GRAPHED),
     *((name, "fused") for name in ("llama", "qwen3.5-moe")),
 ]
 
