@@ -97,4 +97,4 @@ def unknown(kind: str, name: str, options: Iterable[str], meant: str | None = No
     """
     known = sorted(options)
     hint = nearest(name if meant is None else meant, known)
-    return ConfigError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")
+    return ConfigError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known) or 'none'})")

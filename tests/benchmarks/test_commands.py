@@ -68,13 +68,13 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafters_are_compared_and_written_down(report: Report) -> None:
     written = report(
-        "drafters", "--drafters", "ngram,suffix", "--variant", "token-recycling num-candidates=4",
+        "drafters", "--drafters", "ngram,suffix", "--variant", "ngram max-ngram-size=3",
         "--limit", "2", "--max-tokens", "6", "--temperature", "0,1", "--turns", "2",
     )  # fmt: skip
     assert len(written["trials"]) == 2 * 4 * 2
     assert all(trial["identical"] for trial in written["trials"])
     names = {row["contender"] for row in written["summaries"]}
-    assert names == {"none", "ngram", "suffix", "token_recycling num-candidates=4"}
+    assert names == {"none", "ngram", "suffix", "ngram max-ngram-size=3"}
 
 
 @pytest.mark.parametrize(

@@ -219,12 +219,13 @@ def test_plain_files_have_no_formats_to_keep(tmp_path: Path) -> None:
         plan_of(path, weights="file")
 
 
-def test_heads_that_fill_no_groups_are_not_mixed(tmp_path: Path) -> None:
+def test_heads_that_fill_no_groups_are_refused(tmp_path: Path) -> None:
     config = shape_of(num_attention_heads=32, num_key_value_heads=1, head_dim=8)
     stored, _ = stored_tensors(config, "Q5_0", {"v_proj": "Q6_K"})
     more = {"llama__attention__key_length": 8, "llama__attention__value_length": 8}
     path = write_gguf(tmp_path / "model.gguf", metadata_of(config, **more), stored)
-    assert any("multiples of 16 rows" in note for note in plan_of(path).notes)
+    with pytest.raises(ConfigError, match="16"):
+        load_target(plan_of(path))
 
 
 def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
