@@ -90,13 +90,15 @@ def test_another_recipe_is_not_found(kept: KeptFiles) -> None:
     assert kept.tensors("piece", "other") is None
 
 
-@pytest.mark.parametrize("how", ["short", "long", "no index", "index", "outside"])
+@pytest.mark.parametrize("how", ["flipped", "short", "long", "no index", "index", "outside"])
 def test_damage_is_found(kept: KeptFiles, how: str) -> None:
     kept.keep("piece", "recipe", TENSORS)
     assert kept.folder is not None
     path, index = kept.folder / "piece", kept.folder / "piece.index"
     content = path.read_bytes()
-    if how == "short":
+    if how == "flipped":
+        path.write_bytes(content[:1234] + bytes([content[1234] ^ 1]) + content[1235:])
+    elif how == "short":
         path.write_bytes(content[:-64])
     elif how == "long":
         path.write_bytes(content + bytes(64))

@@ -16,7 +16,7 @@ import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.files import packaged
-from foredraft.models.files.manifest import MANIFEST_NAME, find_damage
+from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, sums_of
 from foredraft.models.files.packaged import MODELS, SMOLLM2
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.store import resolve_model
@@ -155,6 +155,8 @@ def test_made_once_and_nothing_else_is_left(converter: FakeConverter, cache: Pat
 
 DAMAGES = {
     "a truncated file": lambda d: os.truncate(d / "model.safetensors", 999),
+    "another byte": lambda d: (d / "model.safetensors").write_bytes(bytes(999) + b"x"),
+    "an edited file": lambda d: (d / "config.json").write_text("[]"),
     "a lost file": lambda d: (d / "model.safetensors").unlink(),
     "a directory for a file": lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
     "no manifest": lambda d: (d / MANIFEST_NAME).unlink(),
@@ -179,6 +181,19 @@ def test_a_damaged_cache_is_said_once_and_made_anew(
     assert find_damage(directory, SMOLLM2.recipe) is None
     assert [record.name for record in caplog.records] == ["foredraft"]
     assert "is made anew" in caplog.text
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1 << 16, (1 << 17) + 1, (1 << 18) + 12_345])
+def test_sums_see_every_byte_and_its_place(num_bytes: int) -> None:
+    whole = bytearray(bytes(range(1, 252)) * (num_bytes // 251 + 1))[:num_bytes]
+    sums = sums_of(whole)
+    for place in {0, num_bytes // 2, num_bytes - 1}:
+        whole[place] ^= 1
+        assert sums_of(whole) != sums
+        whole[place] ^= 1
+    assert sums_of(whole) == sums
+    if num_bytes > 1 << 17:
+        assert sums_of(whole[1 << 16 : 1 << 17] + whole[: 1 << 16] + whole[1 << 17 :]) != sums
 
 
 def test_a_cache_of_an_older_converter_is_made_anew(

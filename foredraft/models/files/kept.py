@@ -2,7 +2,7 @@
 
 It holds weights in the kernel's layout, the measured costs of a forward and tables of a head. Each
 piece names its recipe: the code and the inputs that it was made with. A piece of another recipe, a
-cut one or a missing one is made anew. A cache that cannot be written is no error.
+damaged one or a missing one is made anew. A cache that cannot be written is no error.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.models.files.manifest import sums_of, sums_of_file
 from foredraft.models.files.safety import Checkpoint
 from foredraft.system.files import unfinished
 from foredraft.system.paths import bytes_below, cache_root
@@ -112,7 +113,7 @@ class KeptFiles:
     def tensors(self, name: str, recipe: str) -> dict[str, Tensor] | None:
         """The tensors of a piece, in memory of their own; None where there is no whole one.
 
-        They are read into huge pages.
+        They are read into huge pages, and compared with the sums that were written beside them.
         """
         if self.folder is None:
             return None
@@ -250,7 +251,7 @@ def _write_tensors(path: Path, recipe: str, tensors: Mapping[str, Tensor]) -> No
         index.append((name, str(tensor.dtype), list(tensor.shape), size))
         size += _whole_lines(tensor.nbytes)
     _write(path, chain.from_iterable(map(_lines, tensors.values())))
-    content = {"recipe": recipe, "bytes": size, "tensors": index}
+    content = {"recipe": recipe, "bytes": size, "sums": sums_of_file(path), "tensors": index}
     _write_json(path.with_suffix(".index"), content)
 
 
@@ -271,8 +272,11 @@ def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
         with suppress(OSError):  # the system may have none
             memory.madvise(mmap.MADV_HUGEPAGE)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    content = memoryview(memory)[first : first + size]
     with path.open("rb") as file:
-        file.readinto(memoryview(memory)[first : first + size])
+        file.readinto(content)
+    if sums_of(content) != index["sums"]:
+        raise ValueError("its bytes have changed")
     return {
         name: torch.frombuffer(
             memory, dtype=_DTYPES[dtype], count=math.prod(shape), offset=first + offset

@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 MANIFEST_NAME = "foredraft-manifest.json"
+_BLOCK_BYTES = 64 << 10
 
 
 def sha256_of(path: Path) -> str:
     """The hexadecimal sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sums_of(content: Any) -> str:
+    """A hash of the sums of blocks of 64 KiB as 64-bit integers, at the speed of memory.
+
+    It shows accidents: zeroed pages, flipped bits, blocks in the wrong place. It is no proof
+    against forgery, as a sha256 would be at twenty times the cost.
+
+    Args:
+        content: bytes, in memory or mapped into it.
+    """
+    import numpy as np
+
+    numbers = np.frombuffer(content, np.uint8)
+    end = len(numbers) // _BLOCK_BYTES * _BLOCK_BYTES
+    rest = np.zeros(_BLOCK_BYTES if end < len(numbers) else 0, np.uint8)
+    rest[: len(numbers) - end] = numbers[end:]
+    blocks = (part.view(np.uint64).reshape(-1, _BLOCK_BYTES // 8) for part in (numbers[:end], rest))
+    return hashlib.sha256(b"".join(part.sum(1).tobytes() for part in blocks)).hexdigest()
+
+
+def sums_of_file(path: Path) -> str:
+    """See `sums_of`; of a file without bytes, a hash of nothing."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return sums_of(b"")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return sums_of(content)
 
 
 def write_manifest(directory: Path, recipe: str) -> None:
@@ -25,7 +56,10 @@ def write_manifest(directory: Path, recipe: str) -> None:
         recipe: names the sources of the files and the version of the code.
     """
     files = [path for path in sorted(directory.iterdir()) if not path.is_symlink()]
-    described = {path.name: {"bytes": path.stat().st_size} for path in files}
+    described = {
+        path.name: {"bytes": path.stat().st_size, "block_sums": sums_of_file(path)}
+        for path in files
+    }
     manifest = directory / MANIFEST_NAME
     content = {"recipe": recipe, "files": described}
     manifest.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -41,7 +75,9 @@ def find_damage(directory: Path, recipe: str) -> str | None:
         if content["recipe"] != recipe:
             return "another version of foredraft wrote it"
         for name, expected in content["files"].items():
-            if (directory / name).stat().st_size != expected["bytes"]:
+            path = directory / name
+            is_whole = path.stat().st_size == expected["bytes"]
+            if not is_whole or sums_of_file(path) != expected["block_sums"]:
                 return f"{name} was changed"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"a file is missing or unreadable ({error})"
