@@ -169,6 +169,19 @@ def test_a_cache_that_is_not_the_models_own_is_refused(new_decoder: type[EagerDe
             target.decoder.forward(plan, cache)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4", "gpt-oss", "deepseek-v2"])
+def test_heads_that_share_keys_attend_together_on_a_gpu(family: str) -> None:
+    """As further tokens, for models that no kernel of ours knows too; here the same is done."""
+    plain, grouped = (NativeTarget.load(made(family)) for _ in range(2))
+    assert isinstance(grouped.decoder, EagerDecoder)
+    grouped.decoder._groups_heads = True
+    for target in (plain, grouped):
+        opened(target, 40)
+    for rows in ([ScoreRow(0, [5], SMALL_TREE)], [ScoreRow(0, [6])]):
+        expected, actual = (target.score(rows)[0].logits_NV for target in (plain, grouped))
+        assert torch.allclose(actual, expected, atol=1e-4)
+
+
 # ------------------------------------------------------------- a step as the kernels of gpus get it
 
 

@@ -9,8 +9,7 @@ eager decoder, and so do models and GPUs that the kernels do not know (`why_not_
 nothing is recorded, and Triton's interpreter runs the same code.
 
 Shape legend: R rows of the grid, T tokens of one of its rows, N = R * T tokens of the grid,
-C cache entries attended to, M cache blocks that hold them, P query heads that share a key-value
-head; others as in `model`.
+C cache entries attended to, M cache blocks that hold them; others as in `model`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from foredraft.models.native.model import (
     Decoder,
     EagerDecoder,
     FixedShapeDecoder,
-    SeenEntries,
     finished_logits,
     masked_attention,
 )
@@ -438,6 +436,7 @@ class PagedDecoder(EagerDecoder):
 
         self._ops, self._packed = triton_ops, triton_packed
         super().__init__(config, triton_packed.on_card(weights, weights.device))
+        self._groups_heads = True
         is_plain = isinstance(self._weights.layers[0].gate_up_weight, Tensor)
         self._least = TILE if is_plain and not config.experts else TILE // 2
         self._begin()
@@ -535,20 +534,6 @@ class PagedDecoder(EagerDecoder):
         if weight is None or self._config.family.norm_offset:
             return super()._norm(x, weight, bias, eps)
         return F.rms_norm(x, weight.shape, weight, eps or self._config.rms_norm_eps)
-
-    def _attend(self, query_RHD: Tensor, seen: SeenEntries) -> Tensor:
-        """Attention of a prompt's tokens; [R, H, D].
-
-        The P query heads that share keys are laid behind one another as if they were further
-        tokens: keys are then read once for all of them, by the library's kernels for masked
-        attention, which know no shared keys.
-        """
-        (rows, _, size), groups = query_RHD.shape, len(seen.keys_GCD)
-        query_GPRD = query_RHD.view(rows, groups, -1, size).permute(1, 2, 0, 3)
-        if seen.mask_RC is not None:
-            seen = seen._replace(mask_RC=seen.mask_RC.repeat(query_GPRD.shape[1], 1))
-        attended = self._sees(query_GPRD.reshape(groups, -1, size), seen)
-        return attended.view(query_GPRD.shape).permute(2, 0, 1, 3).reshape(rows, -1, size)
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         head_VE = self._weights.head_VE

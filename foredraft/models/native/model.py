@@ -8,8 +8,8 @@ and its attention one token at a time over a padded number of entries. No librar
 this is enough, so `probe` tries it.
 
 Shape legend: T tokens of the forward, R tokens of one row, H query heads, G key-value heads,
-C cache entries a row sees, D head size, P rotated numbers of a head, E hidden size, X experts,
-V vocabulary, N wanted logits, Q columns of queries, keys and values.
+C cache entries a row sees, D head size, P rotated numbers of a head, S query heads that share keys,
+E hidden size, X experts, V vocabulary, N wanted logits, Q columns of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class EagerDecoder:
         self._config, self._weights = config, weights
         self._inv_freqs = [rope.inverse_frequencies().to(weights.device) for rope in config.ropes]
         self._numbers = config.numbers()
+        self._groups_heads = weights.device.type == "cuda"
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.
     @torch.no_grad()
@@ -337,8 +338,20 @@ class EagerDecoder:
         return F.linear(x, as_tensor(weight, x.dtype), bias)
 
     def _attend(self, query_RHD: Tensor, seen: SeenEntries) -> Tensor:
-        """Attention of one row's tokens; [R, H, D]."""
-        return self._sees(query_RHD.transpose(0, 1), seen).transpose(0, 1)
+        """Attention of one row's tokens; [R, H, D].
+
+        On a GPU the S query heads that share keys are laid behind one another as if they were
+        further tokens: keys are then read once for all of them, by the library's kernels for masked
+        attention, which know no shared keys. Others would hold all scores of a prompt in memory.
+        """
+        if not self._groups_heads or seen.sinks_H is not None:
+            return self._sees(query_RHD.transpose(0, 1), seen).transpose(0, 1)
+        (rows, _, size), groups = query_RHD.shape, len(seen.keys_GCD)
+        query_GSRD = query_RHD.view(rows, groups, -1, size).permute(1, 2, 0, 3)
+        if seen.mask_RC is not None:
+            seen = seen._replace(mask_RC=seen.mask_RC.repeat(query_GSRD.shape[1], 1))
+        attended = self._sees(query_GSRD.reshape(groups, -1, size), seen)
+        return attended.view(query_GSRD.shape).permute(2, 0, 1, 3).reshape(rows, -1, size)
 
     def _sees(self, query_HRD: Tensor, seen: SeenEntries) -> Tensor:
         """Values by the softmax of scores; [H, R, D]."""
