@@ -56,7 +56,7 @@ class LoadOptions:
             third. A model that comes in 4 bits, as the built-in one does, is then used as it comes;
             others lose more than with int8. "file" keeps every weight of a GGUF file of 4 to 8 bits
             as it comes, which "auto" takes for such files. All three on CPU with the fused kernel,
-            and on Hopper and Blackwell GPUs with Triton. "bf16" means dtype bfloat16.
+            and with Triton on GPUs from compute capability 8.0 on. "bf16" means dtype bfloat16.
         draft_weights: of the draft model, as ``weights``. No text depends on them, so "auto" takes
             what drafts fastest: "int4", with activations of 8 bits, where our own kernel runs it.
         activations: "int8" rounds what weights in 4 bits, and those of K-quants, are multiplied
