@@ -267,7 +267,7 @@ def resolved(environment: dict[str, str], name: str) -> str:
 
 def test_a_gguf_model_from_a_stand_in_hub(stand_in: dict[str, str]) -> None:
     StandIn.cuts = [1000]
-    found = resolved(stand_in, "hf.co/org/m:Q8_0")
+    found = resolved(stand_in, "https://hf.co/org/m:Q8_0")
     assert Path(found, "tokenizer.json").exists(), found
     downloads = [line for line in StandIn.asked if line.startswith("GET /org/m/resolve/")]
     assert all("m-Q8_0.gguf" in line for line in downloads), StandIn.asked

@@ -28,7 +28,7 @@ from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.system.paths import cache_root
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)(?::([A-Za-z0-9_.-]+))?")
-_OF_THE_HUB = re.compile(r"(?:hf\.co|huggingface\.co)/(?=[^/]+/[^/]+$)", re.IGNORECASE)
+_OF_THE_HUB = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/(?=[^/]+/[^/]+$)", re.IGNORECASE)
 _MAX_NAME_BYTES = 1000
 """Longest name or path. File systems take 255 bytes between slashes and some 4000 in all."""
 _LOG = logging.getLogger("foredraft")
