@@ -92,7 +92,7 @@ def guesses_in_what_others_begin_with(patch: Patch) -> None:
 
     def hasty(self: Cache, slot: int, tokens: Sequence[int]) -> None:
         state, length = self.slot(slot), self.length(slot)
-        state.length = min(len(state.table) * self.block_size, state.dirty, len(tokens))
+        state.length = min(len(state.table) * self.block_size, len(tokens))
         name(self, slot, tokens)
         state.length = length
 
