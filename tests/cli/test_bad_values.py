@@ -60,6 +60,7 @@ FORM_VALUES = [
     ("--json-schema", __file__, "test_bad_values.py: the JSON schema is no JSON"),
     ("--set", "min_b=2", "did you mean 'min_p'"),
     ("--set", "min_p", "is not NAME=VALUE"),
+    ("--cache-dtype", "int8", "write --set cache_dtype=…"),
 ]
 COMMANDS = {
     ("generate", "Hi"): [
