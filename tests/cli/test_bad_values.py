@@ -75,7 +75,12 @@ COMMANDS = {
         ("--tokens", "-5", "Invalid value"),
         ("--tokens", "0", "Invalid value"),
     ],
-    ("demo",): [*MODEL_VALUES, *DRAFT_VALUES, ("--seed", "-1", "seed is -1")],
+    ("demo",): [
+        *MODEL_VALUES,
+        *DRAFT_VALUES,
+        ("--seed", "-1", "seed is -1"),
+        ("--set", "coupling=drawn", "there is no such setting"),  # its texts would differ
+    ],
     ("serve",): [
         *MODEL_VALUES,
         *DRAFT_VALUES,
