@@ -113,7 +113,6 @@ class _Commands(TyperGroup):
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, stand_in and COMMANDS[str(name)].load(str(name)), rest
 
-
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand. An option that is a setting says how it is set."""
         try:
