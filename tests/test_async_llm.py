@@ -276,6 +276,7 @@ def test_a_loop_that_is_gone_does_not_disturb_the_others() -> None:
     async def run() -> None:
         assert (await llm.generate([2], PARAMS)).token_ids == alone([2])
         await until(lambda: llm.stats().running == 0)
+        assert llm.stats().finished.get("cancelled") == 1, "the reply without a reader"
         await llm.aclose()
 
     asyncio.run(run())

@@ -230,11 +230,14 @@ def reply_display(
 
 
 @contextmanager
-def interruptible(note: Callable[[], object] = lambda: None) -> Iterator[list[int]]:
-    """Collects the first Ctrl-C or SIGTERM instead of ending; the second one raises as always.
+def interruptible(
+    note: Callable[[], object] = lambda: None, signals: Iterable[int] = (signal.SIGINT,)
+) -> Iterator[list[int]]:
+    """Collects the first of some signals instead of ending; the second one raises as Ctrl-C does.
 
     Args:
         note: called at the first.
+        signals: Ctrl-C alone by default.
     """
     pressed: list[int] = []
 
@@ -244,7 +247,7 @@ def interruptible(note: Callable[[], object] = lambda: None) -> Iterator[list[in
         pressed.append(number)
         note()
 
-    previous = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, take) for number in signals}
     try:
         yield pressed
     finally:

@@ -91,6 +91,8 @@ RENAMED = {
     "tune self-draft": "foredraft train self-draft",
     "trace replay": "foredraft measure",
     "trace show": "foredraft trace FILE",
+    "train compare": "python -m benchmarks curves, in the repository",
+    "train kinds": "foredraft drafters",
 }
 """Earlier names of commands, and the commands that do their work."""
 
@@ -110,6 +112,19 @@ class _Commands(TyperGroup):
                 raise ConfigError(f"foredraft {old} is now: {RENAMED[old]}")
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, stand_in and COMMANDS[str(name)].load(str(name)), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand. An option that is a setting says how it is set."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            flag, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+            if flag is None or context is None:
+                raise
+            name = flag[2:].replace("-", "_").removeprefix("no_")
+            if name in getattr(context.command.callback, "settable", ()):
+                raise ConfigError(f"{flag} is a setting: write --set {name}=…") from None
+            raise
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, **_SETTINGS)

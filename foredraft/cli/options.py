@@ -313,20 +313,20 @@ class _Group:
         given |= derived.fixed
         try:
             return getattr(self._cls, "of", self._cls)(**given)
-        except ValidationError as error:
-            raise self._refused(error, given) from None
-        except ConfigError as error:
+        except (ConfigError, ValidationError) as error:
+            known = self._refused(error, given) if isinstance(error, ValidationError) else error
             if not from_file:
-                raise
-            raise ConfigError(f"{error} (settings are also read from {config.path()})") from error
+                raise known from None
+            raise ConfigError(f"{known} (settings are also read from {config.path()})") from error
 
     def _refused(self, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
-        """The first value that pydantic refuses, by its option or its variable."""
+        """The first value that pydantic refuses, by its option, its setting or its variable."""
         first = error.errors()[0]
         name, value = ".".join(map(str, first["loc"])), first.get("input")
         where = f"{self._cls.model_config.get('env_prefix', '')}{name}".upper()
         if name in given:
-            where = self._derived.names.get(name) or (self._fields | self.settable)[name].flag
+            flag = f"--set {name}" if name in self.settable else self._fields[name].flag
+            where = self._derived.names.get(name) or flag
         known = re.findall(r"'(\w+)'", str(first.get("ctx", {}).get("expected", "")))
         problem = f"{where} is {value!r:.100}: {first['msg'].lower()}"
         return ConfigError(problem + nearest(str(value), known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,7 +37,8 @@ class TrainingDisplay(RichProgress):
 
     def __enter__(self) -> Self:
         said = "stopping after the piece of work at hand; again to stop at once"
-        self._pressed = self._signals.enter_context(interruptible(lambda: self.say(said)))
+        asked = interruptible(lambda: self.say(said), (signal.SIGINT, signal.SIGTERM))
+        self._pressed = self._signals.enter_context(asked)
         return self
 
     def __exit__(self, *exception: object) -> None:

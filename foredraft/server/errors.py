@@ -172,8 +172,9 @@ def _invalid(error: RequestValidationError) -> ApiError:
     if first["type"] == "value_error":  # of a check of our own
         return ApiError(400, f"{path[0]}: {first['ctx']['error']}", param=path[0])
     value, wrong = shown(first.get("input")), first["msg"].lower()
-    inner = [each["loc"][2] for each in problems if len(each["loc"]) > 2]
-    forms = [each for each in dict.fromkeys(inner) if isinstance(each, str)]
+    of_field = (each["loc"] for each in problems if each["loc"][1:2] == first["loc"][1:2])
+    inner = dict.fromkeys(str(place[2]) for place in of_field if len(place) > 2)
+    forms = [each for each in inner if each == "str" or "[" in each]  # others are its own fields
     if len(forms) > 1:  # pydantic has an error for each
         where, wrong = path[0], f"it must be {' or '.join(forms)}"
     return ApiError(400, f"{where} is {value}: {wrong}", param=path[0])

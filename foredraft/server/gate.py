@@ -274,7 +274,8 @@ class BodyLimits:
 async def _discard(request: Request, most: int) -> None:
     """Read the rest of a body up to ``most`` bytes: a client that still sends reads no answer."""
     size = 0
-    with contextlib.suppress(TimeoutError, ClientDisconnect):
+    # A stream that was read to its end, in the chunk that was too much, is none (RuntimeError).
+    with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):
         async with asyncio.timeout(_DISCARD_SECONDS):
             async for chunk in request.stream():
                 size += len(chunk)

@@ -60,6 +60,7 @@ FORM_VALUES = [
     ("--json-schema", __file__, "test_bad_values.py: the JSON schema is no JSON"),
     ("--set", "min_b=2", "did you mean 'min_p'"),
     ("--set", "min_p", "is not NAME=VALUE"),
+    ("--cache-dtype", "int8", "write --set cache_dtype=…"),
 ]
 COMMANDS = {
     ("generate", "Hi"): [
@@ -74,7 +75,12 @@ COMMANDS = {
         ("--tokens", "-5", "Invalid value"),
         ("--tokens", "0", "Invalid value"),
     ],
-    ("demo",): [*MODEL_VALUES, *DRAFT_VALUES, ("--seed", "-1", "seed is -1")],
+    ("demo",): [
+        *MODEL_VALUES,
+        *DRAFT_VALUES,
+        ("--seed", "-1", "seed is -1"),
+        ("--set", "coupling=drawn", "there is no such setting"),  # its texts would differ
+    ],
     ("serve",): [
         *MODEL_VALUES,
         *DRAFT_VALUES,

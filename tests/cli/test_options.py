@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,7 +172,7 @@ def test_old_names_say_the_new_one(old: str, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().err
     assert said.strip() == f"error: foredraft {old} is now: {RENAMED[old]}"
     new = RENAMED[old].replace(",", "").split()[1:]
-    assert new[0] in COMMANDS
+    assert new[0] in COMMANDS or new[:2] == ["-m", "benchmarks"]
     if len(new) > 1 and new[0] in ("train", "drafters"):
         assert new[1] in COMMANDS[new[0]].load(new[0]).commands
 
@@ -207,13 +208,14 @@ def test_a_file_of_settings_goes_behind_options_and_environment(
         ("[model]\nthread = 1\n", "did you mean 'threads'"),
         ("[model]\nthreads = 'x'\n", "threads is 'x'"),
         ("[model]\nthreads = 0\n", str(file)),
+        ("[server]\nmax_n = 0\n", f"--set max_n is 0: .* {file}"),
         ('[server]\napi_key = "a-secret-key"\n', "not read from this file: set FOREDRAFT_API_KEY"),
         ("x", "cannot be read"),
     ):
         file.write_text(text)
         wrong = CliRunner().invoke(program, [])
         assert isinstance(wrong.exception, ConfigError)
-        assert said in str(wrong.exception)
+        assert re.search(said, str(wrong.exception))
 
 
 @pytest.mark.parametrize("name", sorted({*ServerSettings.model_fields} - {"api_key"}))

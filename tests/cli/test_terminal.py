@@ -18,6 +18,7 @@ from foredraft.cli import display
 from foredraft.cli.chat import Conversation
 from foredraft.cli.display import PromptProgress, RichProgress, progress_bar
 from foredraft.cli.main import exit_with_message
+from foredraft.cli.training_display import TrainingDisplay
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.engine.request import Event
@@ -281,6 +282,21 @@ def test_words_that_leave(llm: LLM, monkeypatch: pytest.MonkeyPatch, word: str) 
     talk = conversation(llm)
     assert talk.turn() is False
     assert talk.messages == []
+
+
+def test_only_training_goes_on_behind_a_first_sigterm() -> None:
+    def kill(*_: object) -> None:
+        raise InterruptedError
+
+    previous = signal.signal(signal.SIGTERM, kill)
+    try:
+        with display.interruptible(), pytest.raises(InterruptedError):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with TrainingDisplay(console(terminal=False)[0], lambda: None) as shown:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert shown.wants_stop()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def test_ctrl_c_at_the_prompt_leaves_when_it_is_pressed_twice(

@@ -13,9 +13,11 @@ import torch
 
 from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.errors import GrammarError, NonFiniteScoresError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
+from foredraft.core.verify import Verdict
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.engine import Engine
 from foredraft.engine.turn import Turn
@@ -108,6 +110,31 @@ def test_a_target_that_raises_ends_the_running_request_and_no_other(raise_at: in
     assert first.token_ids == plain([1])[: 3 * (raise_at - 1)]
     assert (waiting.finish_reason, waiting.token_ids) == ("length", plain([3]))
     assert target.cache.slots == []
+
+
+@pytest.mark.parametrize(
+    ("error", "is_found"),
+    [
+        (RuntimeError("device lost"), False),
+        (NonFiniteScoresError("the largest logit is nan"), False),
+        (GrammarError("the reply does not follow its grammar"), True),
+    ],
+)
+def test_only_what_may_be_spoilt_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_found: bool
+) -> None:
+    """An error of a request's own rules says nothing against entries that others share."""
+    target = counting_model()
+    engine, prompt = new_engine(target), [i % len(LETTERS) for i in range(40)]
+    generate(engine, [prompt], PARAMS)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Turn, "_verdict", lambda turn, scores: Verdict.failed((), error))
+        (failed,) = generate(engine, [[1]], PARAMS)
+    assert failed.finish_reason == "error"
+    (later,) = generate(engine, [prompt], PARAMS)
+    assert (later.num_cached_tokens > 0) is is_found
+    assert later.token_ids == plain(prompt)
 
 
 @pytest.mark.parametrize("raise_at", [1, 3])

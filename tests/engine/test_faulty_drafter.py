@@ -97,6 +97,10 @@ def test_a_drafter_is_switched_off_for_a_while_after_three_faults(
     assert drafter.calls["begin"] == 3
     assert warnings(caplog)[-1].startswith("drafter switched off for the next 64 requests")
     assert caplog.text.count("Traceback") == 3
+    drafter._method = "nothing"
+    for _ in range(64 - 3):
+        assert not generate(engine, PROMPTS[:1], SamplingParams(max_tokens=1))[0].stats.drafted
+    assert generate(engine, PROMPTS[:1], params)[0].stats.drafted > 0
 
 
 def test_a_lack_of_memory_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:

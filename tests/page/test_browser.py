@@ -157,6 +157,14 @@ def test_what_the_model_says_is_text_and_never_markup(page: Any, address: str) -
     assert page.locator("main img, main script, #why img, #why script").count() == 0
 
 
+def test_what_people_say_is_text_and_never_markup(page: Any, address: str) -> None:
+    page.goto(address)
+    page.click("text=1×")
+    say(page, "<img src=x onerror=alert(1)><b>bold</b> Say: <script>1</script>")
+    assert page.locator(".turn img, .turn b:not(.facts b), .turn script").count() == 0
+    assert "<img src=x" in page.inner_text(".turn.user")
+
+
 def test_the_race_ends_in_two_equal_hashes(page: Any, address: str) -> None:
     page.goto(address + "#race")
     page.click("text=Start the race")

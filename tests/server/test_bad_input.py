@@ -19,6 +19,7 @@ from foredraft.server import bodies, gate
 from foredraft.server.bodies import _AT_ONCE, _parsed
 from foredraft.server.errors import ApiError
 from foredraft.server.gate import _check_structure
+from foredraft.system import priority
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, loading, running
 from tests.server.test_lifecycle import CHAT, HEAD, USER
@@ -234,6 +235,23 @@ def test_every_limit_can_be_set(load: Callable[..., LLM]) -> None:
                 refused(client.post(CHAT, json=body | more), status)
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"stop": 3}, "stop is 3: it must be str or list[str]"),
+        ({"temperature": "x", "stop": 3}, "temperature is 'x': input should be a valid number"),
+        (
+            {"stream_options": {"include_usage": 3, "continuous_usage_stats": 5}},
+            "stream_options.include_usage is 3: input should be a valid boolean",
+        ),
+    ],
+)
+def test_the_first_wrong_field_is_explained(
+    client: httpx.Client, more: dict[str, Any], said: str
+) -> None:
+    assert refused(client.post(CHAT, json={"messages": USER} | more))["message"] == said
+
+
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
 def test_nesting_is_bounded_before_anything_is_parsed(client: httpx.Client, opening: str) -> None:
     error = refused(client.post(CHAT, content=opening * 70_000, headers=JSON))
@@ -327,6 +345,18 @@ def test_bodies_are_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
             _check_structure(whole, max_depth=2)
 
 
+def test_other_threads_run_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a thread that works all along in Python, a step gets the interpreter late."""
+    rests = list[float]()
+    monkeypatch.setattr(priority.time, "sleep", rests.append)
+    monkeypatch.setattr(priority, "_AT_ONCE", -1.0)
+    assert len(_parsed(json.dumps([{"type": "text"}] * 4000).encode())) == 4000
+    assert len(rests) >= 4000
+    rests.clear()
+    _check_structure(b" " * 4_000_000, max_depth=1)
+    assert len(rests) >= 60
+
+
 @pytest.mark.parametrize("route", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
 def test_texts_that_are_far_too_long_are_refused_by_their_beginning(
     client: httpx.Client, route: str, monkeypatch: pytest.MonkeyPatch
@@ -399,6 +429,13 @@ def test_a_client_that_sends_too_much_reads_why(shared: Running) -> None:
     size = 6 << 20
     with shared.connect() as connection:
         connection.sendall(f"{HEAD}content-length: {size}\r\n\r\n".encode() + b" " * size)
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_chunk_that_is_too_much_may_be_the_last(load: Callable[..., LLM]) -> None:
+    with running(load, max_body_bytes=300) as server, server.connect() as connection:
+        body = b"190\r\n" + b" " * 0x190 + b"\r\n0\r\n\r\n"
+        connection.sendall(f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode() + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 

@@ -239,7 +239,8 @@ def sessions(shared: Running, patch: pytest.MonkeyPatch, *asked: tuple[str, Any]
     patch.setattr(shared.context.engine, "open_all", told)
     with shared.client() as client:
         for path, body in asked:
-            answer = client.post(path, json=body | {"max_tokens": 2})
+            headers = body.pop("headers", {})
+            answer = client.post(path, json=body | {"max_tokens": 2}, headers=headers)
             assert answer.status_code == 200, answer.text
     return found
 
@@ -262,8 +263,10 @@ def test_a_chat_that_grows_stays_one(
 
 def test_a_key_is_taken_as_it_is(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     text, chat, key = {"prompt": "hi"}, {"messages": turn("hi")}, {"prompt_cache_key": "k"}
-    asked = ("/v1/completions", text), ("/v1/completions", text | key), ("/v1/messages", chat | key)
-    assert sessions(shared, monkeypatch, *asked) == [None, "k", "k"]
+    named = key | {"headers": {"x-session-id": "s"}}
+    asked = [("/v1/completions", text | more) for more in ({}, key, named)]
+    asked += [("/v1/messages", chat | more) for more in (key, named)]
+    assert sessions(shared, monkeypatch, *asked) == [None, "k", "s", "k", "s"]
 
 
 USER = [{"role": "user", "content": "the ferry and the ferry and"}]

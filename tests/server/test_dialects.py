@@ -212,6 +212,8 @@ def test_a_response_streamed(client: httpx.Client) -> None:
     deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
     assert "".join(deltas) == chat_text(client)
     assert events[-2]["item"]["status"] == "incomplete"
+    one = data_of(client.post("/v1/responses", json=body | {"max_output_tokens": 1}))
+    assert [e["item"]["status"] for e in one if "item" in e] == ["in_progress", "incomplete"]
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == chat_text(client)
 
 

@@ -310,7 +310,7 @@ class ResponsesWriter(AnswerWriter):
 
     def _item(self, block: Block, is_over: bool) -> dict[str, Any]:
         status = "completed" if is_over else "in_progress"
-        if self._is_cut and block is self._parser.blocks[-1]:
+        if is_over and self._is_cut and block is self._parser.blocks[-1]:
             status = "incomplete"
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         content = [self._part(block, is_over)] if is_over else []
