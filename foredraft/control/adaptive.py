@@ -259,6 +259,11 @@ class AdaptiveBudget:
         }
 
     @property
+    def plan(self) -> Plan | None:
+        """The last one."""
+        return self._plan
+
+    @property
     def first_tokens(self) -> list[FirstToken]:
         """The drafters' acceptance beside that which was measured at training."""
         return self._acceptance.first_tokens()
