@@ -171,7 +171,7 @@ def test_old_names_say_the_new_one(old: str, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().err
     assert said.strip() == f"error: foredraft {old} is now: {RENAMED[old]}"
     new = RENAMED[old].replace(",", "").split()[1:]
-    assert new[0] in COMMANDS
+    assert new[0] in COMMANDS or new[:2] == ["-m", "benchmarks"]
     if len(new) > 1 and new[0] in ("train", "drafters"):
         assert new[1] in COMMANDS[new[0]].load(new[0]).commands
 
