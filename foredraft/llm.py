@@ -66,7 +66,7 @@ class LLM:
         options: what was asked for.
         draft: the draft model, where there is one.
         plan: how the target runs; None when built from parts.
-        cost: what forwards of the target cost; None: drafters are weighed as on a usual machine.
+        cost: what forwards of the target cost; None: it was not measured.
         trace: told of every step of the engine.
         keeps_evidence: whether verdicts say what they were decided on, as a `Tracer` wants it.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from foredraft.bench.load import Load, OurServer, ServedStep, serve
 from foredraft.bench.prompts import encoded_prompts
+from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_spec
@@ -181,7 +182,8 @@ class Runner(OurServer):
             reads: steps that read a prompt count, too.
         """
         served = self.served
-        plan = getattr(self.llm.controller, "plan", None)
+        control = self.llm.controller
+        plan = control.plan if isinstance(control, AdaptiveBudget) else None
         return Recording(
             self.setting,
             self._load.concurrency,

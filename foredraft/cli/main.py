@@ -89,6 +89,8 @@ RENAMED = {
     "plan": "foredraft measure",
     "tune": "foredraft measure",
     "tune self-draft": "foredraft train self-draft",
+    "train compare": "python -m benchmarks curves in the repository",
+    "train kinds": "foredraft drafters",
     "trace replay": "foredraft measure",
     "trace show": "foredraft trace FILE",
     "train compare": "python -m benchmarks curves, in the repository",

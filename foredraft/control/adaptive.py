@@ -39,9 +39,10 @@ _LOOKED_AT = 64
 """Steps between two comparisons of first tokens with what was measured."""
 _LEAST_DRAFTING = 16
 """Steps between two that are run without drafts for their time alone, at least."""
-_MOST_FIRST_TIMES = 8
+_MOST_FIRST_TIMES, _MOST_FIRST_PROMPTS = 8, 2
 """Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and
-records work of a new shape, once. Times that stay so long are a price."""
+records work of a new shape, once; and of prompts of each size, to a power of two. Times that stay
+so long are a price."""
 _PROMPT_SHARE = 0.05
 """Of the target's time for a prompt: what a drafter is taken to need for it the first times."""
 
@@ -79,7 +80,8 @@ class AdaptiveBudget:
         self._told: set[tuple[str, str]] = set()  # drafter and noise
         self._followed: dict[int, str] = {}  # by request: the drafter in its last step
         self._num_committed: dict[int, int] = {}
-        self._num_long: Counter[str] = Counter()  # see `_MOST_FIRST_TIMES`
+        # By drafter and size of a prompt, see `_MOST_FIRST_TIMES`; 0: of a step behind it.
+        self._num_long: Counter[tuple[str, int]] = Counter()
 
     # ---- what the engine asks -------------------------------------------------------------------
 
@@ -217,11 +219,14 @@ class AdaptiveBudget:
             )
             is_long = draft_ms > HICCUP * max(plain_ms, known_ms or 0.0)
             if is_long or learn_ms > HICCUP * most_ms:
-                self._num_long[name] += 1
-                is_long = self._num_long[name] <= _MOST_FIRST_TIMES
+                size = 0 if record.is_decoding else max(r.num_read for r in rows).bit_length()
+                self._num_long[name, size] += 1
+                most = _MOST_FIRST_PROMPTS if size else _MOST_FIRST_TIMES
+                is_long = self._num_long[name, size] <= most
             if is_long:
                 guess_ms = guessed_ms(drafter, plain_ms)
-                return (guess_ms if known_ms is None else known_ms) + (follow_ms or guess_ms)
+                learn_ms = follow_ms or guess_ms if record.is_decoding else most_ms
+                return (guess_ms if known_ms is None else known_ms) + learn_ms
         usual_ms = expected_ms if known_ms is None else known_ms
         if usual_ms is not None:
             most_ms = HICCUP * max(num_rounds, 1) * usual_ms
@@ -257,6 +262,11 @@ class AdaptiveBudget:
             "drafter": plan.drafter if plan else None,
             "budget": max(plan.budgets.values(), default=0) if plan else 0,
         }
+
+    @property
+    def plan(self) -> Plan | None:
+        """The last one."""
+        return self._plan
 
     @property
     def first_tokens(self) -> list[FirstToken]:

@@ -91,7 +91,7 @@ class HeadInfo:
     def promise(self) -> tuple[float, float] | None:
         """The chances that its first token is right, at temperatures 0 and 1, if measured."""
         first = [self.measured.get(name) for name in ("greedy", "sampled")]
-        greedy, sampled = [each[0] if each else None for each in first]
+        greedy, sampled = [each[0] if isinstance(each, list) and each else None for each in first]
         return None if greedy is None or sampled is None else (float(greedy), float(sampled))
 
 
@@ -215,7 +215,7 @@ class _Target(BaseModel):
     weights: str | None = None
 
 
-_Chances = list[Annotated[float, Field(ge=0.0, le=1.0)]] | dict[str, Any] | None
+_Chances = dict[str, Any] | list[Annotated[float, Field(ge=0.0, le=1.0)]] | None
 
 
 class _Measured(BaseModel):
@@ -334,7 +334,10 @@ def read_head(directory: Path, module: type[M], info: HeadInfo) -> M:
         with torch.device("meta"):
             head = module.from_config(info.shape, info.config)
     except ConfigError as error:
-        raise ModelLoadError(f"{directory / META}: {error}") from error
+        raise ModelLoadError(
+            f"{directory / META}: {error}. If another version of foredraft wrote it, train it "
+            "again, or draft with that version"
+        ) from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ModelLoadError(
             f"{directory / META}: its config describes no head of kind {module.kind!r}"

@@ -481,6 +481,39 @@ def test_what_a_gpu_compiles_to_read_a_prompt_does_not_bar_drafts() -> None:
     assert done.run(200, 1).speedup > 1.7
 
 
+@pytest.mark.parametrize("first_ms", [300.0, 3000.0])
+def test_what_a_gpu_compiles_for_prompts_of_each_size_does_not_bar_drafts(first_ms: float) -> None:
+    """Once for each size, which is no time of a prompt: see also the next test."""
+    done = Simulation({"head": MadeUp(constant(0.8), 4.0, 0.2, promise=(0.8, 0.6))})
+    for power in range(1, 13):
+        done.run(40, 1)
+        prompt_ms = done.control._cost.ms([(1 << power, 0)])
+        _read_prompt(done, 1000 + power, 1 << power, 0.03 * prompt_ms + first_ms)
+    assert done.run(200, 1).speedup > 2.0
+
+
+def test_a_drafter_that_follows_prompts_slowly_is_let_go() -> None:
+    done, numbers = Simulation({"head": MadeUp(constant(0.1), 4.0, 0.2)}), range(99, 199)
+    prompt_ms = done.control._cost.ms([(512, 0)])
+    followed = [_read_prompt(done, number, 512, prompt_ms) for number in numbers]
+    assert sum(followed) <= 5
+
+
+def _read_prompt(done: Simulation, number: int, size: int, learn_ms: float) -> bool:
+    """A request whose prompt is read in a step, and whose drafter, if any, follows it."""
+    row = new_request([1] * size, done.params, number)
+    name = done.control.begin(row, [])
+    step = RowStep(number, 0, size, name, 0, NO_PROPOSAL, Verdict((), 1, "bonus"), (1,), 0)
+    learn_ms = learn_ms if name else 0.0
+    drafters = {name: StepTimes(learn_ms=learn_ms)} if name else {}
+    prompt_ms = done.control._cost.ms([(size, 0)])
+    done.control.observe(
+        StepRecord((step,), StepTimes(0.0, prompt_ms, 0.0, learn_ms, drafters=drafters))
+    )
+    done.control.end(number)
+    return name is not None
+
+
 CARD = ((1, 1.0), (2, 1.0), (4, 1.01), (8, 1.02), (16, 1.03), (17, 1.14), (32, 1.16))
 """Much like the default model's on a GPU, where a round of its head takes as long as a step."""
 

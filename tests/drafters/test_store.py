@@ -99,6 +99,16 @@ def test_a_forged_description_is_refused(
     assert is_plain(raised.value), raised.value
 
 
+@pytest.mark.parametrize(("kind", "option"), [("medusa", "num_blocks"), ("mtp", "returns")])
+def test_a_head_of_an_older_version_is_to_be_trained_again(
+    new_head: Callable[[type[HeadModule]], Path], target: NativeTarget, kind: str, option: str
+) -> None:
+    head = new_head(head_class(kind))
+    change(head, "config", option, 1)
+    with pytest.raises(ModelLoadError, match=f"{option}.*train it again"):
+        load(head, target, kind)
+
+
 def test_sizes_are_compared_before_memory_is_asked_for(head: Path) -> None:
     devices = []
 
