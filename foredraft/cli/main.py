@@ -93,8 +93,6 @@ RENAMED = {
     "train kinds": "foredraft drafters",
     "trace replay": "foredraft measure",
     "trace show": "foredraft trace FILE",
-    "train compare": "python -m benchmarks curves, in the repository",
-    "train kinds": "foredraft drafters",
 }
 """Earlier names of commands, and the commands that do their work."""
 
