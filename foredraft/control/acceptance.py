@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -92,6 +92,10 @@ class Prior:
         chances = (greedy, (greedy + sampled) / 2, sampled)
         weight = 8.0 if drafter.is_guess else 32.0
         return cls(chances, 1.0, weight, is_chain, not drafter.is_guess, drafter.stops)
+
+    def less(self, share: float) -> Prior:
+        greedy, little, much = (share * chance for chance in self.first)
+        return replace(self, first=(greedy, little, much))
 
     @cached_property
     def rates_32K(self) -> Array:

@@ -39,6 +39,8 @@ _LOOKED_AT = 64
 """Steps between two comparisons of first tokens with what was measured."""
 _LEAST_DRAFTING = 16
 """Steps between two that are run without drafts for their time alone, at least."""
+_LATER_SHARE = 0.3
+"""Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
 _MOST_FIRST_TIMES, _MOST_FIRST_PROMPTS = 8, 2
 """Steps whose drafter took several forwards' time and that teach no price: a GPU compiles and
 records work of a new shape, once; and of prompts of each size, to a power of two. Times that stay
@@ -68,7 +70,10 @@ class AdaptiveBudget:
         self._cost = cost
         self._experience = experience = experience or Experience()
         self._times = experience.times
-        priors = {each.name: Prior.of(each) for each in drafters}
+        priors = {
+            d.name: Prior.of(d).less(_LATER_SHARE if i and d.promise is None else 1.0)
+            for i, d in enumerate(drafters)
+        }
         self._acceptance = Acceptance(experience.kinds, priors)
         self.ledger = Ledger()
         self._planner = Planner(drafters, cost, experience, self._acceptance, self.ledger)
