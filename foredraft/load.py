@@ -488,9 +488,8 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
         config, _ = fit(checkpoint, read_config(checkpoint.directory, options.max_context))
         return plan_native(name, checkpoint, config, options, device)
     if checkpoint.is_gguf:
-        raise ConfigError(
-            f"backend 'hf' reads safetensors, and {name!r} is a GGUF file; leave backend out"
-        )
+        hint = f", and it does not run this model: {reason}" if reason else "; leave backend out"
+        raise ConfigError(f"{name!r} is a GGUF file, which our own decoder alone reads{hint}")
     if options.exact:
         raise CapabilityError(
             f"exact=True needs the native decoder, and {name!r} runs through transformers, "

@@ -10,17 +10,13 @@ server could not answer then (408, 409, 429 and 500 to 599): the later answer co
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where two runs at a time are the user's to avoid
-    fcntl = None  # type: ignore[assignment]
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError, unknown
@@ -168,8 +164,6 @@ class AnswerFile:
         self.answered.add(request.custom_id)
 
     def _keep_others_out(self, path: Path) -> None:
-        if fcntl is None:
-            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
