@@ -255,11 +255,13 @@ def test_usage_is_read_while_another_thread_changes_slots() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         looked = pool.submit(look)
-        for round in range(300):
-            slot, _ = probe.cache.share(b"somebody", [])
-            probe.write(slot, [1, 2, round])
-            probe.cache.keep(slot, 3, ())
-            probe.cache.retire(slot, [1, 2, round])
-        ends.set()
+        try:
+            for round in range(300):
+                slot, _ = probe.cache.share(b"somebody", [])
+                probe.write(slot, [1, 2, round])
+                probe.cache.keep(slot, 3, ())
+                probe.cache.retire(slot, [1, 2, round])
+        finally:
+            ends.set()
     assert looked.result() <= {0, 64}
     assert probe.cache.usage.used == 0
