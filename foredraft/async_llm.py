@@ -44,12 +44,11 @@ class EventStream:
         self,
         request_ids: Sequence[int],
         abort: Callable[[], None],
-        post: deque[_Mailbox] | None = None,
+        mailbox: _Mailbox | None = None,
     ) -> None:
         self._num_live = len(request_ids)
         self.request_ids = request_ids
-        self._abort, self._post = abort, deque() if post is None else post
-        self._mailbox = _Mailbox(self._post)
+        self._abort, self._mailbox = abort, mailbox or _Mailbox(deque())
 
     def __aiter__(self) -> Self:
         return self
@@ -68,7 +67,7 @@ class EventStream:
     def put(self, item: Event | Exception) -> None:
         """Add an event, or the error that ends the stream."""
         self._mailbox.put(item)
-        _send(self._post)
+        _send(self._mailbox.post)
 
     async def cut(self) -> None:
         """End unfinished replies. Their last events come, with finish reason "cancelled"."""
@@ -104,7 +103,7 @@ class _Mailbox:
     """
 
     def __init__(self, post: deque[_Mailbox]) -> None:
-        self.loop, self._post = asyncio.get_running_loop(), post
+        self.loop, self.post = asyncio.get_running_loop(), post
         self.arrived = asyncio.Event()
         self._events: deque[Event | Exception] = deque()
 
@@ -117,7 +116,7 @@ class _Mailbox:
         if self.loop.is_closed():
             raise RuntimeError("the event loop is closed")
         self._events.append(event)
-        self._post.append(self)
+        self.post.append(self)
 
     async def take(self) -> Event:
         if self._events:
@@ -309,8 +308,9 @@ class AsyncLLM:
                     await asyncio.shield(compiled)  # others may wait for it, too
             requests = await asyncio.to_thread(self._prepare, asked, **options)
             ids = [request.request_id for request in requests]
-            stream = EventStream(ids, partial(worker.abort, ids), self._post)
-            worker.add(requests, stream._mailbox.put)
+            mailbox = _Mailbox(self._post)
+            stream = EventStream(ids, partial(worker.abort, ids), mailbox)
+            worker.add(requests, mailbox.put)
         except BaseException:
             worker.leave(num_replies)
             raise
