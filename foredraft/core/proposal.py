@@ -123,11 +123,6 @@ class Renaming:
             raise MalformedProposalError("two tokens cannot be renamed to one")
 
     @cached_property
-    def old_names(self) -> dict[int, int]:
-        """The old id of each new one."""
-        return {new: old for old, new in self.names.items()}
-
-    @cached_property
     def ids_S(self) -> tuple[Tensor, Tensor]:
         """Old and new ids, pair by pair."""
         return torch.tensor(list(self.names)), torch.tensor(list(self.names.values()))
