@@ -216,19 +216,23 @@ class ResponsesWriter(AnswerWriter):
             yield self._numbered({"type": kind, "response": self._response})
 
     def step(self, generation: Generation, index: int, event: Event) -> Iterator[bytes]:
+        return map(self._numbered, self._taken(event))
+
+    def _taken(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The events of a step, without their numbers."""
         self._is_over = event.result is not None
         self._is_cut = event.result is not None and event.result.finish_reason == "length"
         self._entries.add(event.logprobs)
         for change in self._parser.take(event):
-            yield from map(self._numbered, self._changed(change))
+            yield from self._changed(change)
 
     def end(self, generation: Generation) -> Iterator[bytes]:
         response = self._finished(generation)
         yield self._numbered({"type": f"response.{response['status']}", "response": response})
 
     def answer(self, generation: Generation) -> dict[str, Any]:
-        for _ in self.step(generation, 0, in_one_step(generation.replies[0].result)):
-            pass
+        for _ in self._taken(in_one_step(generation.replies[0].result)):
+            pass  # what they say is in the items of the whole answer
         return self._finished(generation)
 
     def error_event(self, error: ApiError) -> bytes:
