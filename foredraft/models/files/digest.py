@@ -44,10 +44,13 @@ def weights_digest(checkpoint: Checkpoint, progress: Progress | None = None) -> 
 
 
 def _of_file(path: Path) -> dict[str, bytes]:
-    stored = check_safetensors(path)
     with safe_open(str(path), framework="pt") as file:
-        numbers = {name: file.get_tensor(name).reshape(-1).view(torch.uint8) for name in stored}
-    return {name: _of_tensor(name, each, numbers[name].numpy()) for name, each in stored.items()}
+        return {
+            name: _of_tensor(
+                name, stored, file.get_tensor(name).reshape(-1).view(torch.uint8).numpy()
+            )
+            for name, stored in check_safetensors(path).items()
+        }
 
 
 def _of_tensor(name: str, stored: StoredTensor, content: Any) -> bytes:
