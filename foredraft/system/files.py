@@ -29,14 +29,23 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     Raises:
         TrainingError: it cannot be written; the old file is unchanged.
     """
-    with unfinished(path) as new:
-        with _explained(path), new.open("wb") as file:
+    with _explained(path):
+        with replacing(path) as file:
+            yield file
+        flush_folder(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """The same for files that can be made again: errors are the system's, and the folder is not
+    flushed.
+    """
+    with _unfinished(path) as new:
+        with new.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        with _explained(path):
-            os.replace(new, path)
-            flush_folder(path.parent)
+        os.replace(new, path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -52,7 +61,7 @@ def write_tensors(
     mode: int = 0o644,
 ) -> None:
     """A whole safetensors file that ``mode`` lets read and write; see `write_atomically`."""
-    with unfinished(path) as new, _explained(path):
+    with _unfinished(path) as new, _explained(path):
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(kept, new, dict(metadata or {}))
         new.chmod(mode)  # safetensors makes files for their owner alone
@@ -63,7 +72,7 @@ def write_tensors(
 
 
 @contextmanager
-def unfinished(path: Path) -> Iterator[Path]:
+def _unfinished(path: Path) -> Iterator[Path]:
     """A name to write under, beside ``path``; gone at the end.
 
     Every writer gets a name of its own: if two processes write the same file at once, the last one

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from foredraft.models.files.manifest import sums_of, sums_of_file
 from foredraft.models.files.safety import Checkpoint
-from foredraft.system.files import unfinished
+from foredraft.system.files import replacing
 from foredraft.system.paths import bytes_below, cache_root
 
 LEAST_BYTES = 32 << 20
@@ -230,14 +230,9 @@ def _described(part: object) -> str:
 
 
 def _write(path: Path, pieces: Iterable[Any]) -> None:
-    """Pieces of bytes, as a file that takes its place once it has reached the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished(path) as new:
-        with new.open("wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+    with replacing(path) as file:
+        file.writelines(pieces)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
