@@ -313,7 +313,12 @@ def test_which_of_several_files_is_meant_is_not_guessed(tmp_path: Path) -> None:
     ("field", "value", "message"),
     [
         (0, "../model.gguf", "not a gguf file of its own directory"),
+        (1, [100, 33], "Q8_0 of shape"),
+        (1, [-1, 64], "Q8_0 of shape"),
+        (1, [1.5, 64], "Q8_0 of shape"),
+        (1, [], "IndexError"),
         (2, "IQ1_S", "KeyError"),
+        (4, 7, "and 7 heads"),
         (3, 1 << 40, "lies beyond its end"),
         (3, -1, "lies beyond its end"),
     ],

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -175,13 +176,14 @@ class StandIn(BaseHTTPRequestHandler):
     """Bytes of each download."""
     status: ClassVar[int] = 200
     """Of everything, if another one."""
+    heeds_ranges: ClassVar[bool] = True
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        ranges = self.headers.get("Range", "")
+        ranges = self.headers.get("Range", "") if self.heeds_ranges else ""
         self.asked.append(f"{self.command} {path} {ranges}".strip())
         name = path.partition("/resolve/")[2].partition("/")[2]
         if self.status != 200:
@@ -245,7 +247,7 @@ def stand_in(tmp_path: Path) -> Iterator[dict[str, str]]:
     }
     StandIn.asked.clear()
     StandIn.sent.clear()
-    StandIn.status = 200
+    StandIn.status, StandIn.heeds_ranges = 200, True
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
@@ -341,6 +343,21 @@ def test_a_split_file_and_one_of_safetensors(stand_in: dict[str, str], tmp_path:
     about = told(stand_in, "show", "org/m:Q8_0", "--json")
     assert about.get("formats") == ["Q8_0"], about
     assert about["download_bytes"] > 0
+
+
+def test_a_mirror_without_ranges_is_asked_for_no_more_than_the_header(
+    stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{stand_in['HF_ENDPOINT']}/org/m/resolve/main/m-Q8_0.gguf"
+    monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda *_, **__: url)
+    content = StandIn.files["m-Q8_0.gguf"] = StandIn.files["m-Q8_0.gguf"] + bytes(1 << 26)
+    StandIn.heeds_ranges = False
+    tracemalloc.start()
+    found = outline._read_range("org/m", None, "m-Q8_0.gguf", 7, 100)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == content[7:100]
+    assert most < len(content) / 4
 
 
 @pytest.mark.slow

@@ -97,15 +97,22 @@ def _read_range(name: str, revision: str | None, file: str, start: int, end: int
     from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
         build_hf_headers,
         hf_raise_for_status,
-        http_backoff,
+        http_stream_backoff,
     )
 
     if start >= end:
         return b""
     headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}"}
-    response = http_backoff("GET", hf_hub_url(name, file, revision=revision), headers=headers)
-    hf_raise_for_status(response)
-    found: bytes = response.content
-    if len(found) != end - start:
-        raise ModelLoadError(f"{len(found)} bytes of {file} of {name} came for {end - start}")
-    return found
+    url, found = hf_hub_url(name, file, revision=revision), b""
+    with http_stream_backoff("GET", url, headers=headers) as response:
+        if response.status_code >= 400:
+            response.read()
+        hf_raise_for_status(response)
+        skipped = start if response.status_code == 200 else 0  # ranges are not heeded
+        for piece in response.iter_bytes():
+            found += piece
+            if len(found) >= skipped + end - start:
+                break
+    if len(found) < skipped + end - start:
+        raise ModelLoadError(f"{file} of {name} is shorter than the hub says; ask again")
+    return found[skipped : skipped + end - start]

@@ -8,7 +8,7 @@ or as wrong numbers later.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -191,13 +191,25 @@ def _gguf_tensors(directory: Path) -> dict[str, StoredTensor]:
         try:
             file, shape, kind, *place = entry
             path, gguf = _of_directory(index, file, ".gguf"), GgufPlace(BY_NAME[kind], *place)
+            _check_shape(gguf, shape)
             found[name] = StoredTensor(path, kind, tuple(shape), gguf)
             is_inside = 0 <= gguf.start <= size(path) - found[name].num_bytes
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(index, f"tensor {name!r:.80} ({error!r:.200})") from error
         if not is_inside:
             raise _damaged(path, f"tensor {name!r:.80} lies beyond its end")
     return found
+
+
+def _check_shape(gguf: GgufPlace, shape: Sequence[int]) -> None:
+    """Refuse rows that are no whole blocks, and heads whose rows are no pairs (ValueError)."""
+    counts = [*shape, gguf.heads]
+    if (
+        any(type(count) is not int or count < 0 for count in counts)
+        or shape[-1] % gguf.kind.block_weights
+        or (gguf.heads and shape[0] % (2 * gguf.heads))
+    ):
+        raise ValueError(f"{gguf.kind.name} of shape {shape} and {gguf.heads} heads")
 
 
 def _of_directory(index: Path, name: Any, suffix: str) -> Path:
