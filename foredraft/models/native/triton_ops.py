@@ -17,6 +17,7 @@ share a key-value head, D head size, B entries of a block, T tokens of a grid's 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -413,8 +414,13 @@ def card_of(x: Tensor) -> Card:
     """The GPU of a tensor; on a CPU kernels are interpreted, and nothing has a limit."""
     if x.is_cpu:
         return Card(1 << 30, 0)
+    return _card(triton.runtime.driver.active.get_current_device())
+
+
+@cache  # each launch asks
+def _card(device: int) -> Card:
     active = triton.runtime.driver.active
-    properties = active.utils.get_device_properties(active.get_current_device())
+    properties = active.utils.get_device_properties(device)
     return Card(properties["max_shared_mem"], active.get_current_target().arch)
 
 

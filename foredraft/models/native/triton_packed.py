@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -85,9 +86,14 @@ def _assembly(x: Tensor, bits: int, centre: int) -> str | None:
     """What brings two words of integers into bfloat16 on the card; None: Triton does it."""
     if x.is_cpu or x.dtype != torch.bfloat16 or bits > 8:
         return None
+    return _code(bits, centre, card_of(x).capability >= HOPPER)
+
+
+@cache
+def _code(bits: int, centre: int, subtracts: bool) -> str:
     code = _FOURTHS if bits == 4 else _HALVES
     code = code.replace("ZERO", f"0x{0x43004300 + centre * 0x00010001:X}")
-    if card_of(x).capability >= HOPPER:
+    if subtracts:
         return code
     # There is no subtraction of bfloat16 yet: the zero is multiplied with -1 and added.
     code = re.sub(r"sub(.bf16x2 \$.), (\$.), zero", r"fma.rn\1, zero, minus, \2", code)
