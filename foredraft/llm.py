@@ -67,12 +67,12 @@ class LLM:
         draft: the draft model, where there is one.
         plan: how the target runs; None when built from parts.
         cost: what forwards of the target cost; None: it was not measured.
-        trace: told of every step of the engine.
+        trace: called with the record of each step.
         keeps_evidence: whether verdicts say what they were decided on, as a `Tracer` wants it.
 
     Attributes:
         engine: runs the requests.
-        policy: who drafts for the requests of this LLM, and how much.
+        policy: chooses the drafter and the number of draft tokens for the requests of this LLM.
         drafter_name: the drafter in use; with "auto" the best of those that are loaded.
         sampling_defaults: the model's own, for parameters that a request does not give; None: they
             are not wanted.
@@ -132,7 +132,7 @@ class LLM:
 
         Args:
             model: a built-in name, a local directory, a GGUF file, or a hub id.
-            progress: told about downloads and conversions (see
+            progress: shows downloads and conversions (see
                 `foredraft.models.files.progress.Progress`).
             trace: see the class.
             keeps_evidence: see the class.
@@ -146,7 +146,7 @@ class LLM:
         asked = LoadOptions.of(model=model, **options)
         loaded, draft = load_models(asked, progress)
         for note in loaded.plan.notes:
-            _say_once(note)
+            _warn_once(note)
         if left_out := loaded.tokenizer.not_honoured(loaded.plan.encoder):
             _log.warning(
                 "the generation config of %s names %s, which is left out",
@@ -181,7 +181,7 @@ class LLM:
         Args:
             options: as for `LoadOptions`, of which those about drafters and ``prefix_caching``
                 count; all others stay as they are loaded.
-            trace: told of the steps of these requests, without the rows of others.
+            trace: called with the records of these requests' steps, without the rows of others.
             drafter: one of your own instead of the one that is named.
             is_apart: whether these requests run in steps of their own, made while their streams are
                 read. So two LLMs can race on one target without slowing each other down.
@@ -359,14 +359,14 @@ class LLM:
     ) -> Iterator[Event]:
         """Generate one prompt or reply, an event a step; the last one carries the result.
 
-        Closing the iterator early cancels the request. Several streams may be read in turns;
-        whoever reads moves all of them on.
+        Closing the iterator early cancels the request. Several streams may be read in turns; a
+        read of one runs a step for all.
 
         Args:
             prompt: text, token ids, or the messages of a conversation.
-            tenant: whose request it is; nothing of one's text drafts for another.
-            so_far: what another LLM has committed of the reply, which goes on behind it. ``params``
-                are those that it began with, and name its seed.
+            tenant: the request's owner; the text of one tenant never drafts for another.
+            so_far: the tokens of the reply that another LLM has committed; this one continues it.
+                ``params`` are those that the reply began with, and name its seed.
 
         Raises:
             PromptError: the prompt is empty or too long.
@@ -428,8 +428,8 @@ def _rules_for(target: Target, tokenizer: Tokenizer | None, grammars: Grammars |
 
 
 @cache
-def _say_once(note: str) -> None:
-    """Falling back to something slower is not to be silent."""
+def _warn_once(note: str) -> None:
+    """Log that the model runs slower than it could, once for each reason."""
     _log.warning("foredraft runs slower than it could: %s (see `foredraft doctor`)", note)
 
 

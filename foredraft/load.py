@@ -171,7 +171,7 @@ class ModelPlan:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What else is worth knowing; `foredraft doctor` says it."""
+        """Notes for `foredraft doctor`, such as that the weights are not downloaded."""
         if not self.download_bytes:
             return ()
         size = f"{self.download_bytes / 1e9:.2f} GB"
@@ -200,7 +200,7 @@ def load_models(
 
     Args:
         asked: names and options; its number of threads is set for the whole process.
-        progress: told about downloads and conversions.
+        progress: shows downloads and conversions.
 
     Raises:
         ConfigError: an unknown name, or options that do not go together.
@@ -326,7 +326,7 @@ def load_target(
     Args:
         threads: of each forward, where our own kernel runs it; None: as many as are fastest.
         memory: what its cache shares with those of other models; None: the plan says how much.
-        progress: told how much of the weights is laid out, where that is not kept.
+        progress: shows the share of the weights that is laid out, if none was kept.
         num_ids: how many of so many output rows are tokens of its tokenizer: no others are drawn;
             None: all.
 
@@ -633,7 +633,11 @@ def _work_bytes(config: DecoderConfig, options: LoadOptions, dtype: str, bits: B
 def _refuse_few_bits(
     options: LoadOptions, few_bits_problem: str | None, kernel_problem: str | None
 ) -> None:
-    """What is asked for in few bits, where it is not faster for this reason."""
+    """Refuse weights, cache or activations in few bits where they would not be faster.
+
+    Raises:
+        ConfigError: the options ask for them, and a problem is given.
+    """
     if few_bits_problem and options.weights in _BITS:
         raise ConfigError(
             f"weights {options.weights!r} are there where they are faster: on CPU with the fused "
@@ -661,9 +665,9 @@ def _native_decoder(device: str, problem: str | None, exact: bool) -> str:
 
 
 def _kernel_problem() -> str | None:
-    """Why the fused CPU kernel cannot run here, or None. Compiles it on first use.
+    """Why the CPU kernels cannot run here, or None. Compiles them on first use.
 
-    And what draws, and what runs heads: nothing is compiled while somebody waits for a token.
+    All of them: the decoder, draws and heads. A compilation later would delay a token.
     """
     try:
         for name in LIBRARIES:

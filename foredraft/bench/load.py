@@ -86,7 +86,7 @@ class Served:
     """Results of a contender under a load so far.
 
     Attributes:
-        joules: of the processor during its turns; None where it is not told.
+        joules: the processor's energy during its turns; None where it cannot be read.
     """
 
     seconds: float = 0.0
@@ -215,7 +215,7 @@ def serve(
     """One load, by all contenders in turns; afterwards each has it in ``served``.
 
     Args:
-        advance: told of each request that has ended.
+        advance: called with a line of progress at the end of each request.
         beside: called once a round of turns.
     """
     for contender in contenders:

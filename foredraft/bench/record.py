@@ -209,7 +209,7 @@ def record(
 
     Args:
         settings: of `recorded_settings`.
-        advance: told of each request that has ended.
+        advance: called with a line of progress at the end of each request.
     """
     runners = [Runner(llm, setting) for setting in (Setting(PLAIN), *settings)]
     found = dict[int, list[Recording]]()

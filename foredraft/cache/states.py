@@ -183,7 +183,7 @@ class StateCache(KVCache):
     ) -> None:
         super().__init__(shape, dtype, device, max_length, memory, block_size)
         self.state_shape = states
-        # What states at the ends of blocks may take is put by with each entry.
+        # Each entry reserves a share of the memory for states at the ends of blocks.
         self.memory.add(self, shape.bytes_per_token(dtype) // (_SHARE - 1))
         self._begin = State(0, torch.zeros(states.num_layers, states.state_size, device=device))
         self._no_log = torch.empty(states.num_layers, 0, states.entry_size, device=device)
@@ -197,7 +197,7 @@ class StateCache(KVCache):
     def open_states(
         self, slot: int, start: int, num_pending: int, parents: Sequence[int]
     ) -> RowStates:
-        """What a forward needs of a slot's states.
+        """The recurrent states and log that a forward of a slot starts from.
 
         Args:
             start: position of its first token: the slot's length, or more where an earlier
@@ -252,7 +252,7 @@ class StateCache(KVCache):
         if ahead and ahead not in saves:
             saves[ahead] = self._new_state(ahead)
         passed = [saves[end] for end in sorted(saves) if end % self.block_size == 0]
-        # What a copy's forward has passed of the text, before this one.
+        # States that an earlier forward of a copy saved over the same text.
         passed[:0] = [end for end in row.passed if end.position <= length]
         done = Recurrence(
             saves[base] if base > first else row.state,

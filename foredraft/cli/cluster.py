@@ -59,7 +59,7 @@ class ClusterAsked:
         """The module, which imports Ray: it reads its variables then.
 
         A cluster of this machine alone listens where the server does: on loopback, if it does.
-        Whoever reaches a port of Ray may run code, so there is a token as well.
+        A client that reaches a port of Ray can run code, so clients need a token as well.
         """
         if self.address is None:
             if settings.is_loopback:  # the name is about other systems, and it works on Linux

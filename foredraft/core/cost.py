@@ -109,7 +109,7 @@ class Roofline:
         return float(max(1e-6, sum(self._parts(num_tokens)) ** (1.0 / _SHARPNESS)))
 
     def reading(self, num_tokens: int) -> float:
-        """How much the reading of weights bounds a forward, 0 to 1."""
+        """The share of a forward's time that memory bandwidth bounds, 0 to 1."""
         read, multiply = self._parts(num_tokens)
         return read / max(read + multiply, 1e-30)
 
@@ -225,7 +225,7 @@ class CostModel:
         self.attention = attention or Attention()
         times = tuple((n, self._without_attention([(n, context)], ms)) for n, ms in times)
         self._roofline = Roofline.through(times)
-        # What kernels take beside the roofline: staircases, at tiles of 16 tokens and the like.
+        # Measured time over the roofline's: kernels that work in tiles of 16 tokens take steps.
         self._shares = tuple((n, ms / self._roofline.ms(n)) for n, ms in times)
         sizes = [n for n, _ in times]
         while sizes[-1] < _MOST_TOKENS:

@@ -45,15 +45,15 @@ _REFUSED = {
 
 
 class _ByModel:
-    """A default that gives way to the model's own (`SamplingParams.by`)."""
+    """A default that the model's own default replaces, where it has one (`SamplingParams.by`)."""
 
 
 class _Real(_ByModel, float):
-    """Such a number."""
+    """A replaceable default that is a float."""
 
 
 class _Whole(_ByModel, int):
-    """Such a number."""
+    """A replaceable default that is an int."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How many draft nodes are worth their price.
+"""The number of draft nodes with the most expected tokens for their time.
 
 A step with n nodes takes the row's price of n plain steps, and d draft forwards before it. It
 commits one token plus the accepted ones. The best draft has the most expected committed tokens by

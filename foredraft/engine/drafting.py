@@ -62,7 +62,7 @@ def end(request: Request) -> None:
 
 
 def _move(request: Request, name: str | None) -> None:
-    """Let another drafter, or nobody, draft for a request from now on."""
+    """Replace the request's drafter; without a name it decodes plainly."""
     end(request)
     if name is None:
         return
@@ -90,10 +90,10 @@ def _lose(request: Request) -> None:
 
 
 def _wait(request: Request) -> None:
-    """The request's drafter cannot draft for it yet.
+    """Count a step in which the request's drafter could not draft yet; detach it after a few.
 
-    What is planned for one that never can, such as a model whose context the text has outgrown,
-    other drafters and other rows do not get: it is sent away after a few steps.
+    Some never can, such as a model whose context the text has outgrown. Nodes planned for them are
+    lost to other drafters and rows.
     """
     request.num_not_ready += 1
     if request.drafter is not None and request.num_not_ready >= _MOST_NOT_READY:
@@ -120,11 +120,12 @@ def allow(batch: Sequence[Turn]) -> None:
 
 
 def read(batch: Sequence[Turn], most_tokens: int) -> None:
-    """Drafters with a model of their own read on: prompts along with the target, and what they
-    lack of texts that are to be drafted for. Where something is left, nobody is asked yet.
+    """Let drafters with a model of their own prefill. A row with tokens left drafts nothing yet.
+
+    They read prompts along with the target, and the unread text of rows that may draft.
 
     Args:
-        most_tokens: that they read in all: what others wait for.
+        most_tokens: the most tokens that all drafters read together, as other rows wait for them.
     """
     reading = _by_drafter(
         batch, lambda turn, loaded: loaded.traits.reads and bool(turn.budget or not turn.reads_all)
@@ -191,7 +192,7 @@ def report(batch: Sequence[Turn], record: StepRecord) -> None:
             pairs = zip(batch, record.rows, strict=True)
             rows = tuple(row for turn, row in pairs if turn.request.policy is policy)
             own = replace(record, rows=rows)
-        policy.trace = told(policy.trace, own)
+        policy.trace = call_trace(policy.trace, own)
 
 
 def forget(request: Request) -> None:
@@ -326,8 +327,8 @@ def _known(policy: Policy, name: str | None) -> str | None:
     return name
 
 
-def told(trace: Trace | None, record: StepRecord) -> Trace | None:
-    """Call a trace. None if it fails: it is then switched off."""
+def call_trace(trace: Trace | None, record: StepRecord) -> Trace | None:
+    """Call a trace with a step's record; returns it, or None if it failed: it is switched off."""
     if trace is None:
         return None
     return guarded(lambda: (trace(record), trace)[1], None, "the trace failed and is switched off")

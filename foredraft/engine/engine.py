@@ -531,7 +531,7 @@ class Engine:
         if self._options.cost is not None and record.is_decoding:
             self._options.cost.observe(record.sizes, record.times.score_ms)
         drafting.report(batch, record)
-        self._trace = drafting.told(self._trace, record)
+        self._trace = drafting.call_trace(self._trace, record)
 
     def _cancel(self, request: Request) -> Event:
         request.finish_reason = "cancelled"

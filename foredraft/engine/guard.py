@@ -134,7 +134,10 @@ class LoadedDrafter:
         }
 
     def read(self, rows: Sequence[DraftRow], most_tokens: int) -> dict[int, int]:
-        """How much rows have to read, by request; see `ReadingDrafter`. None where it failed."""
+        """Let the drafter prefill; the tokens left to read by request id, without failed requests.
+
+        See `ReadingDrafter`.
+        """
         drafter = cast(ReadingDrafter, self._drafter)
 
         def read(some: Sequence[DraftRow]) -> Sequence[Reading]:

@@ -134,7 +134,7 @@ class Turn:
         )
 
     def verify(self, scores: Scores) -> None:
-        """Accept what the target would have written itself, by the row's own rules and noise.
+        """Verify the draft, by the row's own rules and noise.
 
         Args:
             scores: of this row alone.
@@ -150,10 +150,10 @@ class Turn:
             self._logprobs = self._logprobs_by(self.verdict, scores)
 
     def commit(self) -> None:
-        """Count what was read, and append the accepted tokens and the next one.
+        """Append the accepted tokens and the next one, and count the tokens that were read.
 
-        Whatever ends the request ends it here: a stop, the limit, a verdict without a next token
-        (what was accepted before it is kept), or a text that cannot be decoded.
+        A request ends here: at a stop, at its limit, at a verdict without a next token (after the
+        accepted ones), or at text that cannot be decoded.
         """
         request, verdict = self.request, self.verdict
         if verdict is not None:

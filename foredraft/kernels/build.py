@@ -30,8 +30,8 @@ from foredraft.kernels.instructions import (
     InstructionSet,
     KernelUnavailable,
     available,
-    beyond,
     choose,
+    unused_instructions,
 )
 from foredraft.system.paths import cache_root
 
@@ -84,7 +84,7 @@ def _chosen(name: str, instructions: str | None = None) -> tuple[InstructionSet,
 
 
 def describe_instructions() -> dict[str, str | list[str] | None]:
-    """What kernels are compiled for here (None: there are none), where, and what is beyond it."""
+    """The kernels' instruction set (None: no kernels), their origin, and unused instructions."""
     try:
         chosen, library = _chosen("decoder")
     except KernelUnavailable:
@@ -92,7 +92,7 @@ def describe_instructions() -> dict[str, str | list[str] | None]:
     in_package = Path(library._name).parent == _SOURCES / SHIPPED
     return {
         "instructions": chosen.name,
-        "instructions_unused": beyond(chosen),
+        "instructions_unused": unused_instructions(chosen),
         "kernels_from": "the package" if in_package else "this machine's compiler",
     }
 
@@ -136,7 +136,7 @@ def find_shipped(name: str, instructions: InstructionSet) -> Path | None:
 
 
 def shipped_prefix(name: str, instructions: InstructionSet) -> str:
-    """How the name of a library in a wheel begins, whoever compiled it; its digest follows."""
+    """The name of a library in a wheel, without the digest at its end."""
     key = _key((*_FLAGS, *instructions.flags), _SOURCES / f"{name}.cpp")
     return f"{name}-{key}"
 
@@ -168,7 +168,7 @@ class _UnusableDirectory(KernelUnavailable):
 
 
 def install_command(path: str | None = None) -> str:
-    """The one command that installs a C++ compiler on this system, as far as can be told."""
+    """The command that installs a C++ compiler on this system, by the package managers found."""
     for manager, command in _INSTALL:
         if shutil.which(manager, path=path):
             as_root = manager != "xcode-select" and hasattr(os, "geteuid") and os.geteuid() != 0
@@ -238,7 +238,11 @@ def build(
 
 
 def _make_private(directory: Path) -> None:
-    """Nobody but this user, and the system's, may put code there."""
+    """Make a directory where this user and root alone can write.
+
+    Raises:
+        _UnusableDirectory: another user owns it.
+    """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = directory.stat()
     if not _is_trusted(found.st_uid):
@@ -255,7 +259,7 @@ def _is_trusted(user: int) -> bool:
 
 
 def _intact(directory: Path, prefix: str) -> Path | None:
-    """The library of that key which holds what was compiled and could be written by us alone."""
+    """The library of that key that is undamaged and that other users could not write."""
     for library in directory.glob(f"{prefix}-*.so"):
         with contextlib.suppress(OSError):  # removed by another process, or unreadable
             found = library.stat()
@@ -275,7 +279,7 @@ def digest(code: bytes) -> str:
 
 
 def _compile(command: Sequence[str], source: Path, target: Path) -> Path:
-    """Compile, flush, and move to ``target``-digest.so. For whoever holds the lock."""
+    """Compile, flush, and move to ``target``-digest.so. The caller holds the lock."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
         output = Path(scratch) / target.name
         done = _run([*command, str(source), "-o", str(output)])
@@ -299,7 +303,7 @@ def _flush(path: Path) -> None:
 
 
 def _remove_left_over(directory: Path, prefix: str) -> None:
-    """Remove what killed builds and damaged disks left. For whoever holds the lock."""
+    """Remove files of killed builds, and damaged libraries. The caller holds the lock."""
     for scratch in directory.glob("building-*"):
         shutil.rmtree(scratch, ignore_errors=True)
     for library in directory.glob(f"{prefix}-*.so"):

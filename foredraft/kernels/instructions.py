@@ -27,7 +27,7 @@ class KernelUnavailable(Exception):  # noqa: N818 - a state of the machine, not 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What the compiler may use.
+    """Instructions that the compiler may use.
 
     Attributes:
         name: as in ``FOREDRAFT_KERNELS``. Of several with one name the first that the CPU has
@@ -36,7 +36,7 @@ class InstructionSet:
         machines: `platform.machine()` of the CPUs that can have it; none: all.
         needs: what the CPU must have, in the words of /proc/cpuinfo.
         flags: for the compiler.
-        automatic: whether it is chosen where nobody asks for another.
+        automatic: whether it may be chosen without being asked for.
     """
 
     name: str
@@ -100,17 +100,17 @@ INSTRUCTION_SETS = (
 )
 """The best first."""
 
-_BEYOND = {
+_NEVER_USED = {
     "avx512_fp16": "AVX512-FP16",
     "i8mm": "I8MM",
     "sve": "SVE",
 }
-"""What CPUs have that no instruction set here makes use of, worth knowing of all the same."""
+"""Features of CPUs that no instruction set above uses, by their words in /proc/cpuinfo."""
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """What this CPU can do, in the words of /proc/cpuinfo; empty where there is no such file."""
+    """This CPU's features, in the words of /proc/cpuinfo; empty where there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -164,13 +164,13 @@ def choose(
     raise KernelUnavailable(f"{SWITCH} is {asked!r}{hint} (here it may be: {here}, {OFF})")
 
 
-def beyond(
+def unused_instructions(
     chosen: InstructionSet,
     among: tuple[InstructionSet, ...] | None = None,
     features: frozenset[str] | None = None,
 ) -> list[str]:
-    """What this CPU offers that ``chosen`` does not use, for people."""
+    """Names of this CPU's instructions that ``chosen`` does not use, for people."""
     names = [one.name for one in (available() if among is None else among)]
     features = cpu_features() if features is None else features
     better = names[: names.index(chosen.name)]
-    return [*better, *(word for flag, word in _BEYOND.items() if flag in features)]
+    return [*better, *(word for flag, word in _NEVER_USED.items() if flag in features)]

@@ -1,9 +1,10 @@
-"""How many threads a forward uses: what there are cores for, and what has been fastest lately.
+"""The number of threads of a forward: at most the cores, and the fastest number lately.
 
-More threads are faster while each has a core. Beside a busy neighbour they are slower than fewer
-would be, for all wait for the one that lost its core. Nothing says reliably which it is (a
-container sees other cores than it may use, a virtual machine does not see its host), so it is tried
-out: now and then a few forwards run with a neighbouring number. A token's bits do not depend on it.
+More threads are faster while each has a core. Beside a busy process they are slower than fewer
+threads, since all wait for the one that lost its core. No report of free cores is reliable (a
+container sees other cores than it may use, a virtual machine does not see its host), so the number
+is tried out: now and then a few forwards run with the next number up or down. A token's bits do not
+depend on it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SUSPICIOUS, _FOLLOWED = 1.25, 4
 _STEP = 0.2
 _COLD = 3
 """Forwards of a size of which the fastest is the usual: the first find nothing in the caches, and
-whatever is tried after one of them would seem fast."""
+a number of threads that is tried after one of them would seem fast."""
 
 OPENMP_SPIN = "GOMP_SPINCOUNT"
 _SPIN_ROUNDS = 20_000

@@ -20,7 +20,7 @@ from typing import Any, Literal
 class Names:
     """Names of a layer's tensors: without ``model.layers.N.`` in front and ``.weight`` behind.
 
-    What has no name does not exist. Matrices of several names are concatenated by rows.
+    A tensor without a name does not exist. Matrices of several names are concatenated by rows.
     ``{expert}`` stands for the number of an expert; a name without it is of all experts. The bias
     of a router has its whole name. The first layers of some mixtures have no experts (``dense``);
     where ``dense_post_norm`` is named, all layers have such a part beside them. Of latent attention

@@ -1,4 +1,4 @@
-"""How a request wants the model to think: the switches of the APIs, and those of the template."""
+"""Settings of reasoning: a request's fields, translated to variables of the chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.formats.base import Format
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""What templates call the switch."""
+"""Variables of chat templates that switch reasoning on or off."""
 _EFFORT = "reasoning_effort"
 _EFFORTS = {"none": None, "minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts that few templates know; the others are passed on."""
@@ -23,14 +23,14 @@ _SHORT_TEXT = re.compile(r"[\w .:/-]{0,64}")
 
 @dataclass(frozen=True)
 class Thinking:
-    """What a request says of the model's thoughts.
+    """A request's settings of reasoning.
 
     Attributes:
-        is_on: whether there are to be any; None: as the model is used to.
-        effort: how much thought, such as "low"; "none": no thoughts.
-        budget: most tokens of the thoughts; None: no limit.
+        is_on: whether the model reasons before it answers; None: the template's default.
+        effort: reasoning effort, such as "low"; "none": no reasoning.
+        budget: most tokens of reasoning; None: no limit.
         variables: of the chat template, by name.
-        field: of the request, that says whether there are to be any.
+        field: the request's field that set ``is_on``, for messages of errors.
     """
 
     is_on: bool | None = None

@@ -16,7 +16,7 @@ _CACHED = re.compile(r"^(total_|)(?:in)?active_file (\d+)$", re.MULTILINE)
 def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
     """Bytes of memory of each cgroup that has a limit: the limit, and what is left of it.
 
-    Cached files give way, so they count as left.
+    The kernel reclaims the page cache when memory is short, so cached files count as free.
     """
     for folder, version in _folders("memory", root):
         names = _MEMORY_FILES[version]

@@ -37,8 +37,9 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """The same for files that can be made again: errors are the system's, and the folder is not
-    flushed.
+    """A file to write that replaces the old one at the end; the folder is not flushed to disk.
+
+    For files that can be made again. Errors are the system's own.
     """
     with _unfinished(path) as new:
         with new.open("wb") as file:

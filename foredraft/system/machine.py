@@ -80,10 +80,10 @@ def cpu_name() -> str:
 
 
 def energy_joules(zones: Path = Path("/sys/class/powercap")) -> float | None:
-    """Energy of the processor's packages since some time, in joules; None where none is told.
+    """Energy counter of the processor's packages, in joules; None where it cannot be read.
 
-    Linux tells it of Intel and AMD processors (RAPL), mostly to root alone. Counters begin anew
-    after some kilojoules.
+    Linux offers it for Intel and AMD processors (RAPL), mostly to root alone. The counter wraps
+    around after some kilojoules.
     """
     try:
         found = [int((zone / "energy_uj").read_text()) for zone in zones.glob("intel-rapl:?")]

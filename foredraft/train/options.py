@@ -113,7 +113,7 @@ class TrainOptions:
         return 1 if self.done(counters) < self.first_depth_until else self.depth
 
     def left_s(self, counters: Counters) -> float:
-        """Seconds until the end of the run, as far as they can be told."""
+        """Estimated seconds until the end of the run; infinity: unknown."""
         left = [math.inf]
         if self.tokens is not None and counters.tokens:
             pace = (counters.seconds + counters.measuring_s) / counters.tokens

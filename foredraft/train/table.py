@@ -137,34 +137,37 @@ def _count(
     weights_G1 = (totals_G / (totals_G + _DOUBT))[:, None]
     own_GK = weights_G1 * counts_GK / totals_G[:, None]
     tokens_GK, chances_GK = own_tokens_GK, own_GK
-    theirs_G, as_sure_G = np.full(len(keys_G), -1), np.zeros(len(keys_G))
+    backoff_G, backoff_chance_G = np.full(len(keys_G), -1), np.zeros(len(keys_G))
     if shorter is not None:
         parent_G = shorter.group_T[places_N[first_G]]
         less_GK = (1.0 - weights_G1) * shorter.chances_GK[parent_G]
         tokens_GK, chances_GK = _merged(own_tokens_GK, own_GK, shorter.tokens_GK[parent_G], less_GK)
-        theirs_G, as_sure_G = shorter.best_G[parent_G], shorter.chance_G[parent_G]
+        backoff_G, backoff_chance_G = shorter.best_G[parent_G], shorter.chance_G[parent_G]
     best_G, chance_G = tokens_GK[:, 0], chances_GK[:, 0]
     is_stored_G = (counts_GK[:, 0] >= min_count) & (
-        (theirs_G != best_G) | (np.abs(as_sure_G - chance_G) > _SAME)
+        (backoff_G != best_G) | (np.abs(backoff_chance_G - chance_G) > _SAME)
     )
-    gains_G = totals_G * _gains(tokens_GK, chances_GK, theirs_G, as_sure_G)
-    best_G = np.where(is_stored_G, best_G, theirs_G)
-    chance_G = np.where(is_stored_G, chance_G, as_sure_G)
+    gains_G = totals_G * _gains(tokens_GK, chances_GK, backoff_G, backoff_chance_G)
+    best_G = np.where(is_stored_G, best_G, backoff_G)
+    chance_G = np.where(is_stored_G, chance_G, backoff_chance_G)
     group_T = np.full(len(tokens_T), -1, np.int64)
     group_T[places_N] = group_N
     return _Order(keys_G, gains_G, tokens_GK, chances_GK, best_G, chance_G, is_stored_G, group_T)
 
 
-def _gains(tokens_GK: Ints, chances_GK: Floats, theirs_G: Ints, as_sure_G: Floats) -> Floats:
-    """What a context gains each time it is seen, over what a shorter one says in its place.
+def _gains(
+    tokens_GK: Ints, chances_GK: Floats, backoff_G: Ints, backoff_chance_G: Floats
+) -> Floats:
+    """The gain of a stored context each time it is seen, over back-off to the next shorter one.
 
     Args:
-        theirs_G, as_sure_G: likeliest successor and its chance by the shorter one; -1: none.
+        backoff_G, backoff_chance_G: the shorter context's likeliest successor and its probability;
+            -1: none.
     """
     best_G = chances_GK[:, 0]
-    named_right_G = best_G - np.where(tokens_GK == theirs_G[:, None], chances_GK, 0.0).sum(1)
-    better_chance_G = _CHANCE_WORTH * np.abs(best_G - as_sure_G)
-    return np.where(tokens_GK[:, 0] == theirs_G, better_chance_G, named_right_G)
+    named_right_G = best_G - np.where(tokens_GK == backoff_G[:, None], chances_GK, 0.0).sum(1)
+    better_chance_G = _CHANCE_WORTH * np.abs(best_G - backoff_chance_G)
+    return np.where(tokens_GK[:, 0] == backoff_G, better_chance_G, named_right_G)
 
 
 def _most_frequent(group_N: Ints, next_N: Ints, num_groups: int) -> tuple[Ints, Ints, Ints]:

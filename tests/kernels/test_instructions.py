@@ -8,8 +8,8 @@ from foredraft.kernels.instructions import (
     INSTRUCTION_SETS,
     KernelUnavailable,
     available,
-    beyond,
     choose,
+    unused_instructions,
 )
 
 AVX2 = {"sse2", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "popcnt"}
@@ -87,5 +87,5 @@ def test_flags_ask_for_no_more_than_the_cpu_was_checked_for() -> None:
 def test_beyond_names_what_is_not_used() -> None:
     here = available("x86_64", frozenset(ZEN4))
     features = frozenset(ZEN4 | {"avx512_fp16"})
-    assert beyond(here[0], here, features) == ["AVX512-FP16"]
-    assert beyond(here[2], here, features) == ["bf16dot", "vnni", "AVX512-FP16"]
+    assert unused_instructions(here[0], here, features) == ["AVX512-FP16"]
+    assert unused_instructions(here[2], here, features) == ["bf16dot", "vnni", "AVX512-FP16"]

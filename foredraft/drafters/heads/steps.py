@@ -175,9 +175,9 @@ class _Read:
 
 
 def _apart(x_TE: Tensor) -> Tensor:
-    """A tensor that keeps little else: a copy, unless one on a GPU is part of a small one.
+    """The tensor with little memory behind it: a copy, unless its storage on a GPU is small.
 
-    There a step's are nobody else's, and launching a copy takes longer than the copy.
+    There no other code holds a step's tensors, and the launch of a copy costs more than the copy.
     """
     most = 2 * _MOST_WAITING * x_TE.shape[1] * x_TE.itemsize
     return x_TE if x_TE.is_cuda and x_TE.untyped_storage().nbytes() <= most else x_TE.clone()

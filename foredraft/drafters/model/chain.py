@@ -38,12 +38,12 @@ class ChainDraft:
 
     @property
     def tokens(self) -> list[int]:
-        """What has been drafted so far. Do not change it."""
+        """The tokens drafted so far. Do not change the list."""
         return self._draft.tokens
 
     @property
     def num_left(self) -> int:
-        """How many tokens it may still grow by."""
+        """The number of tokens that the chain may still grow by."""
         return self.row.budget - len(self._draft) if self.goes_on else 0
 
     @property
@@ -59,7 +59,7 @@ class ChainDraft:
 
     @property
     def draw_key(self) -> DrawKey | None:
-        """What draws the next token; None where its logits have to be looked at."""
+        """The key that draws the next token; None: the draw needs more than scaled logits."""
         return self._draft.draw_key(len(self._draft) - 1)
 
     def take(self, choice: Choice | int | None) -> int | None:
@@ -130,9 +130,9 @@ class _Slot:
 
     Attributes:
         number: of the slot in the cache.
-        owner: others share what it holds under the same name alone; None: with nobody.
+        owner: only slots with the same owner share entries; None: no other slot does.
         cached: the tokens whose entries it holds.
-        num_confirmed: how many of them are known to be committed.
+        num_confirmed: the number of them that are known to be committed.
     """
 
     number: int
@@ -253,6 +253,6 @@ class DraftCache:
 
 
 def _num_alike(cached: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens two texts begin with that are the same."""
+    """The length of the longest common prefix."""
     most = min(len(cached), len(tokens))
     return next((i for i in range(most) if cached[i] != tokens[i]), most)

@@ -120,13 +120,13 @@ class DraftModelDrafter(StagedDrafter):
 
 
 def measured_fit(target: Target, model: Target, shortlist: Shortlist | None = None) -> Fit:
-    """What forwards of a draft model take beside the target's; kept for a week.
+    """Forward times of a draft model over the target's, measured and cached for a week.
 
-    How often it is right is not measured, for that takes longer than a start may: it is that of a
-    usual pair until requests have shown it.
+    Its acceptance rate is that of a usual pair until requests show their own: to measure it would
+    delay the start.
 
     Args:
-        shortlist: what it may draft; None: every token.
+        shortlist: the tokens that it may draft; None: all.
     """
     own, others = target.capabilities.apart, model.capabilities.apart
     if own is None or others is None:
@@ -295,10 +295,10 @@ def draft_model_of(context: DrafterContext) -> Target:
 
 
 def _tree_drafter(context: DrafterContext, model: Target) -> Drafter:
-    for who, each in (("target", context.target), ("draft model", model)):
+    for role, each in (("target", context.target), ("draft model", model)):
         if not each.capabilities.tree_attention:
             raise CapabilityError(
-                f"shape 'best-first' needs tree attention, which the {who} "
+                f"shape 'best-first' needs tree attention, which the {role} "
                 f"({type(each).__name__}) does not offer; use shape 'chain'"
             )
     cost = measured_fit(context.target, model).shares[0]
@@ -309,12 +309,13 @@ def _tree_drafter(context: DrafterContext, model: Target) -> Drafter:
 def chain_drafter(
     context: DrafterContext, model: Target, guesser: ContinuingDrafter | None = None
 ) -> Drafter:
-    """A drafter of chains with what a context says, on any model of the target's tokens.
+    """A drafter of chains by any model with the target's vocabulary.
 
     Args:
-        guesser: guesses for the model; None: copies of earlier text do, where options allow it.
+        context: its options, and the target.
+        guesser: drafts for the model itself; None: copies of earlier text do, if options allow it.
     """
-    # Whoever has no parts hands no observations on, or is run where guesses save nothing.
+    # A target without parts passes no observations on, or runs where guesses save no time.
     guesses = checked_flag("guesses", context.options.get("guesses", True))
     if guesser is None and guesses and context.target.capabilities.parts is not None:
         guesser = text_guesser(found_table(context, "table"))
@@ -326,7 +327,7 @@ def chain_drafter(
 
 
 def _num_frequent(options: Mapping[str, Any], model: Target) -> int:
-    """How many tokens the draft model may name beside those of the text; 0: all."""
+    """The size of the shortlist, without the text's own tokens; 0: every token may be drafted."""
     wanted = checked_int("draft_vocab_size", options.get("draft_vocab_size", FREQUENT), 0)
     return wanted if wanted < model.vocab_size else 0
 

@@ -6,8 +6,8 @@ token by token, the target verifies all of them in one forward, and the text is 
 the copy agrees nearly as often at temperature 1 as at 0. It needs no training, reads no
 prompt, and joins and leaves any reply at any place.
 
-What is known of the text without a forward (earlier matches, a table of the target's text) drafts
-for the copy in turn: a forward of two or three tokens takes the copy hardly longer than one of one.
+Earlier matches in the text, or a table of the target's text, draft for the copy in turn: a forward
+of two or three tokens takes the copy hardly longer than a forward of one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PROMPTS = (
     'def most_common(words: list[str]) -> str:\n    """The word that comes up most often."""\n',
     "A bakery sells 12 loaves an hour at 3 dollars each. In a week of six days it",
 )
-"""What the target goes on from while a copy guesses: texts of several kinds, some are easy."""
+"""Prompts on which a copy's acceptance is measured: texts of several kinds, some are easy."""
 _SEED = 2503_13565
 _NUM_MEASURED = 32
 """Tokens behind each prompt and at each temperature."""

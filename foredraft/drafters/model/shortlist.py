@@ -1,10 +1,10 @@
-"""The tokens that a draft model may name: frequent ones, and those of the request's own text.
+"""The tokens that a draft model may draft: frequent ones, and those of the request's own text.
 
-A product with all rows of a large vocabulary is a fifth of a small model's forward. The ids of BPE
-are in the order of merges, so the first ones are the frequent ones without a corpus (FR-Spec, Zhao
-et al., arXiv 2502.14856, counts one). What a prompt is about is rare and comes up again, so
-the text's other tokens are kept, too; and where a text brings many of them, as in other scripts,
-the draft model may name all. The text never depends on it: a proposal may leave tokens out.
+The LM head over a large vocabulary takes a fifth of a small model's forward. BPE ids are in the
+order of merges, so the first ids are the frequent tokens; no corpus has to be counted, as FR-Spec
+does (Zhao et al., arXiv 2502.14856). A rare token of the prompt is likely to come again, so the
+tokens of the text join the list. If a text brings many rare tokens, as other scripts do, the model
+may draft every token. The text never depends on the list: a proposal may leave tokens out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _RECENT, _MANY = 64, 8
 
 @dataclass
 class _Text:
-    """What has been seen of a request's text.
+    """The rare tokens of a request's text.
 
     Attributes:
-        num_seen: tokens.
-        first_places: of rare ids, the one that came up last is the last one.
+        num_seen: tokens of the text that were read.
+        first_places: the first position of each rare id, the most recent id last.
     """
 
     num_seen: int = 0
@@ -38,7 +38,7 @@ class Shortlists:
     """One for each request.
 
     Args:
-        num_first: ids of frequent tokens; 0: every token may be named.
+        num_first: the number of frequent tokens; 0: every token may be drafted.
     """
 
     def __init__(self, num_first: int) -> None:
@@ -46,7 +46,7 @@ class Shortlists:
         self._texts: dict[int, _Text] = {}
 
     def of(self, request_id: int, tokens: Sequence[int]) -> Shortlist | None:
-        """For a request whose text this is now; None: every token may be named."""
+        """The shortlist of a request whose text is ``tokens``; None: every token may be drafted."""
         if not self.num_first:
             return None
         text = self._texts.setdefault(request_id, _Text())

@@ -124,7 +124,7 @@ class StagedDrafter(BaseDrafter, ABC):
 
     @abstractmethod
     def _next_read(self, chain: ChainDraft, guess: TokenTree) -> ScoreRow:
-        """What the model has not read of a chain and its text, and a guess behind it."""
+        """The model's row: unread tokens of the text and the chain, then a tree of guesses."""
 
     @abstractmethod
     def _score(self, chains: Sequence[ChainDraft], reads: Sequence[ScoreRow]) -> Scores:
@@ -265,7 +265,7 @@ def fitted(logits_V: Tensor, vocab_size: int, shortlist: Shortlist | None = None
 def _filtered_draw(
     row: DraftRow, choices: SharedChoices, logits_V: Tensor, drafted: Sequence[int]
 ) -> tuple[int | None, DrawKey | None]:
-    """What the target draws by these logits, as `SharedChoices.best` has it, and by which key."""
+    """The token that the target would draw from these logits, and the key that draws it."""
     try:
         law = row.rules.law(logits_V, row.tokens, drafted)
     except NonFiniteScoresError:

@@ -33,7 +33,7 @@ def write_ids(
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind that a file of ids says it is; None: it is no such file."""
+    """The kind that a file of ids names in its metadata; None: it is no such file."""
     try:
         return _opened(path)[0].get("format")
     except ConfigError:
@@ -41,7 +41,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def _opened(path: Path) -> tuple[Mapping[str, str], dict[str, Tensor]]:
-    """What a file says of itself, and its tensors, mapped.
+    """A file's metadata and its tensors, memory-mapped.
 
     Raises:
         ConfigError: it cannot be read.

@@ -99,7 +99,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_PARTS = 1000
 
 _KEYS_AND_VALUES = "attn_kv_b"
-"""What makes both of latents, in files from before April 2025."""
+"""Projects latents to keys and values, in files from before April 2025."""
 _YARN_WEIGHT = "rope.scaling.yarn_log_multiplier"
 _ROTARY_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"

@@ -34,7 +34,7 @@ FILES = (
 # Folders hold other formats; "consolidated" is Mistral's second copy of the same weights.
 FILES_LEFT_OUT = ("*/*", "consolidated*.safetensors")
 HUB_FOLDER = "models--"
-"""What the folders of models begin with in the hub's cache."""
+"""Prefix of the names of models' folders in the hub's cache."""
 _PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 """Forms of GGUF files that are taken where none is named."""
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)", re.IGNORECASE)

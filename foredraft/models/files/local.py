@@ -143,7 +143,7 @@ def _ready() -> Iterator[tuple[str, Path]]:
 
 
 def _name_of_file(gguf: Path) -> str:
-    """What to type for a GGUF file: packaged ones and those of the hub have names."""
+    """The name that loads a GGUF file: its path, or a shorter one if packaged or of the hub."""
     if gguf.parent.parent == _models().resolve() and gguf.parent.name in MODELS:
         return gguf.parent.name
     repository = gguf.parent.parent

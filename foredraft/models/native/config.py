@@ -213,14 +213,14 @@ USUAL_KIND = LayerKind()
 
 @dataclass(frozen=True)
 class Latent:
-    """What keys and values of all heads are made of, and the cache holds (arXiv 2405.04434).
+    """Sizes of multi-head latent attention (arXiv 2405.04434).
 
-    An entry is one key: numbers that turn, and behind them the latent, which is its value, too.
+    A cache entry is one key for all heads: its rotary part, then the latent, its value as well.
 
     Attributes:
         rank: C, numbers of the latent.
-        query_rank: numbers that queries are made of; 0: a layer's input.
-        still: N, numbers of a head's query that do not turn.
+        query_rank: size of the latent of queries; 0: queries are projected from a layer's input.
+        still: N, size of the part of a head's query without rotary embedding.
         value_size: of a head.
     """
 
@@ -309,8 +309,8 @@ class DecoderConfig:
         wide_heads: of layers with other heads their number of keys and values, and their size.
         keys_are_values: of such layers, before norms and rotary embedding.
         reader_times: factor of the feed-forward parts of layers that read another's entries.
-        input_size: of what each layer is told of a token by a table of its own; 0: nothing.
-        input_vocab: rows of these tables.
+        input_size: P, size of per-layer embeddings (Gemma 4's second input of a layer); 0: none.
+        input_vocab: rows of their tables.
         num_ids: output rows behind these are no tokens, and their logits are -inf; None: all are
             tokens. Nothing that is kept depends on it.
     """
@@ -423,7 +423,7 @@ class DecoderConfig:
 
     @property
     def row_states(self) -> StateShape | None:
-        """What recurrent layers keep of a row; None: there are none."""
+        """Sizes of a row's recurrent states; None: there are no recurrent layers."""
         count = self.num_recurrent_layers
         return self.recurrent.states(count) if self.recurrent and count else None
 
@@ -619,7 +619,7 @@ def _feed_forward_size(family: Family, fields: DecoderFields) -> int:
 
 
 def _shared_size(family: Family, fields: DecoderFields) -> int:
-    """Of what each token reads beside the experts that it chooses; 0: nothing."""
+    """Size of the shared experts, which every token uses; 0: there are none."""
     if not family.names.shared_down:
         return 0
     size = fields.shared_expert_intermediate_size or fields.shared_intermediate_size

@@ -142,10 +142,10 @@ def copied(
     kept: KeptFiles,
     checkpoint: Checkpoint | None,
 ) -> DecoderWeights:
-    """A model in few bits.
+    """A model quantised to few bits.
 
-    What the checkpoint holds in as many bits is taken as it is; other weights are rounded, or
-    taken as an earlier `tuned` has made them.
+    Weights that the checkpoint holds in that many bits stay as they are. Others are rounded, or
+    come from an earlier `tuned`.
 
     Args:
         kept: where copies are kept between processes.

@@ -54,8 +54,8 @@ from foredraft.models.native.weights import DecoderWeights, LayerWeights
 from foredraft.system.cgroups import available_cpus
 
 PHASES = ("linear", "attention", "head", "other")
-"""What the kernel's time is split into: matrix products of the layers, attention, the product with
-the head, and all else (embedding and norms). Waiting for the slowest thread is in its phase."""
+"""Parts of a forward's time: matrix products of the layers, attention, the LM head, and all else
+(embedding and norms). Each includes the wait for its slowest thread."""
 
 _CLOSE_BYTES = 1 << 16
 """Weights this close to each other share huge pages; what lies between may become resident."""
@@ -222,11 +222,11 @@ class FusedDecoder:
         self._chooser.observe(size, time.perf_counter() - started)
 
     def _lock_here(self) -> threading.Lock:
-        """Held by whoever runs the kernel.
+        """The lock around a run of the kernel; a new one after fork().
 
-        After fork() the kernel starts threads of its own anew. torch does not: it would wait for
-        its parent's, for ever, in any operation large enough to be shared out. And the lock may be
-        held by a thread that the child does not have.
+        A thread that the child process does not have may hold the parent's lock. The kernel starts
+        its threads anew in the child. torch would wait for its parent's threads for ever in any
+        operation that it splits, so it is left with one thread.
         """
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), threading.Lock()
@@ -460,7 +460,7 @@ class FusedDecoder:
         return self._address(router_XE.to(self._weights.dtype if is_plain else torch.float32))
 
     def _vector_of_norm(self, weight: Tensor | None) -> int | None:
-        """What a norm multiplies with."""
+        """The factors of a norm, its offset added."""
         return None if weight is None else self._vector(weight.float() + self._norm_offset)
 
     def _matrix(self, matrix: Matrix | None, step: int = 0) -> interface.Matrix:
@@ -604,7 +604,7 @@ def _views(kinds: Iterable[LayerKind]) -> list[tuple[int, bool]]:
 
 
 def _sizes(config: DecoderConfig) -> dict[str, Any]:
-    """What work memory depends on."""
+    """The sizes that work memory depends on."""
     recurrent, sizes = config.recurrent, dict[str, int]()
     if recurrent and config.num_recurrent_layers:
         names = ("window", "channels", "key_heads", "value_heads", "key_size", "value_size")

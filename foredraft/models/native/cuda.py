@@ -57,8 +57,8 @@ Result = TypeVar("Result")
 class Recorder:
     """Records work as CUDA graphs that share one memory pool; elsewhere work is done again.
 
-    The pool holds what a graph needs while it runs, so the largest graph sets its size, not their
-    number. Whatever work returns may lie there: it is good until any graph of the recorder runs.
+    The pool holds a graph's memory while it runs, so its size is that of the largest graph. Results
+    of the work may lie in the pool: they are valid until the next run of any of its graphs.
 
     Args:
         device: where the work runs.
@@ -79,11 +79,11 @@ class Recorder:
         self._pool = None
 
     def record(self, work: Callable[[], Result]) -> Callable[[], Result]:
-        """What does ``work`` again when called, on the buffers it used now.
+        """A function that replays ``work`` on the buffers of this call.
 
         Args:
-            work: the same kernels each time, on memory that outlives the recording; it may run
-                several times. It must ask the device for no value.
+            work: launches the same kernels each time, on memory that outlives the recording, and
+                reads no value from the device. It may run several times here.
         """
         if self._device.type != "cuda":
             return work
@@ -115,7 +115,7 @@ class Recorder:
 
 
 MAX_ROW_TOKENS = 64
-"""What a token sees of its own forward is one bit a token of a 64-bit number."""
+"""A token's attention mask within its own forward is a 64-bit number, one bit a token."""
 _MAX_TOKENS = 256
 """Larger forwards are bound by arithmetic, not by launches: nothing is gained by recording them."""
 _MAX_PENDING = 8
@@ -124,7 +124,7 @@ _MIN_CONTEXT = 256
 
 
 class GridInputs(NamedTuple):
-    """What differs between two forwards of one shape; int64, each [N] but for the last two.
+    """Inputs of a recorded forward, copied in before each replay; int64 [N] but for the last two.
 
     Attributes:
         token_ids: vocabulary ids.
@@ -782,7 +782,7 @@ def unusual_layers(config: DecoderConfig) -> str | None:
 
 
 def why_not_paged(config: DecoderConfig, device: torch.device) -> str | None:
-    """What of a model or a device the kernels do not know; None: nothing."""
+    """A feature of the model or device that the kernels do not support; None: all are supported."""
     if not has_kernels(device):
         return "they take Triton and a GPU of compute capability 8.0 or more"
     if reason := unusual_layers(config):

@@ -319,7 +319,8 @@ def _cut_kernel(
     source = logits + row.to(tl.int64) * vocab
     is_finite = tl.abs(base) < float("inf")
     if is_finite & (top_k > 0) & (top_k < vocab):
-        # So many lanes have a maximum that reaches the least of them, so at least as many numbers.
+        # k lanes have a maximum of at least the k-th largest maximum: it bounds the k-th largest
+        # logit from below.
         most = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(0, vocab, BLOCK):
             at = start + tl.arange(0, BLOCK)

@@ -62,13 +62,13 @@ DecoderFactory = Callable[[DecoderConfig, DecoderWeights], Decoder]
 
 
 class Run(Protocol):
-    """What all layers of one forward share.
+    """The state of one forward, shared by all layers.
 
     Attributes:
         states: of recurrent layers, with the tokens of each row.
         rotations: of each rotary embedding cosines [T, P], and sines whose first half is negated
             (see `rotate`).
-        inputs: what each layer is told of the tokens, [T, P] each; empty: nothing.
+        inputs: per-layer embeddings of the tokens, [T, P] for each layer; empty: none.
     """
 
     @property
@@ -142,7 +142,7 @@ class EagerDecoder:
         return logits_NV, tapped
 
     def run_of(self, plan: ForwardPlan, cache: Entries) -> Run:
-        """What each layer attends with in a forward."""
+        """The state of a forward: masks, rotations, recurrent states, per-layer embeddings."""
         device = self._weights.device
         masks = {
             window: [_to(plan.mask(row, window), device) for row in plan.rows]
@@ -156,20 +156,20 @@ class EagerDecoder:
         return _RowRun(plan, cache, rotations, masks, self._attend, states, inputs)
 
     def _inputs(self, token_ids_T: Tensor) -> list[Tensor]:
-        """What each layer is told of these tokens, by the tables and by their embeddings."""
+        """Per-layer embeddings [T, P]: each layer's table, plus a projection of the embeddings."""
         weights, embedded_TE, size = self._weights, self.embed(token_ids_T), self._config.input_size
         assert weights.inputs_VW is not None
         rows_TW = rows_of(weights.inputs_VW, token_ids_T.to(weights.device), weights.dtype)
         found = []
         for layer, row_TP in zip(weights.layers, torch.split(rows_TW, size, -1), strict=False):
             assert layer.input_weight is not None
-            told_TP = self._linear(embedded_TE, layer.input_weight) * embedded_TE.shape[-1] ** -0.5
-            told_TP = self._norm(told_TP, weights.input_norm_P)
-            found.append((told_TP + row_TP * size**0.5) * 0.5**0.5)
+            own_TP = self._linear(embedded_TE, layer.input_weight) * embedded_TE.shape[-1] ** -0.5
+            own_TP = self._norm(own_TP, weights.input_norm_P)
+            found.append((own_TP + row_TP * size**0.5) * 0.5**0.5)
         return found
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """What the first layer gets of these tokens; [T, E]."""
+        """Token embeddings [T, E], scaled: the first layer's input."""
         weights = self._weights
         hidden_TE = rows_of(weights.embedding_VE, token_ids_T.to(weights.device), weights.dtype)
         scale = self._config.embedding_scale
@@ -198,8 +198,8 @@ class EagerDecoder:
                 hidden_TE = self._add(hidden_TE, part_TE, layer.mlp_post_norm_E)
             if layer.input_gate is not None and layer.input_output is not None:
                 gate_TP = self._linear(hidden_TE, layer.input_gate)
-                told_TP = gated(self._config.activation, gate_TP, run.inputs[index])
-                part_TE = self._linear(told_TP, layer.input_output)
+                gated_TP = gated(self._config.activation, gate_TP, run.inputs[index])
+                part_TE = self._linear(gated_TP, layer.input_output)
                 hidden_TE = self._add(hidden_TE, part_TE, layer.input_norm_E)
             if layer.factor_1 is not None:
                 hidden_TE = hidden_TE * layer.factor_1
@@ -286,7 +286,7 @@ class EagerDecoder:
         return self._norm(hidden_TE, layer.attention_norm_E, layer.attention_norm_bias_E)
 
     def _recurrent(self, run: Run, number: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
-        """What recurrent layer ``number`` adds; [T, E]."""
+        """The output [T, E] of recurrent layer ``number``."""
         mixer, sizes = layer.mixer, self._config.recurrent
         assert mixer is not None
         assert sizes is not None
@@ -400,7 +400,7 @@ class EagerDecoder:
         return self._linear(activated, down_weight, down_bias)
 
     def _with_experts(self, layer: LayerWeights, hidden_TE: Tensor, normed_TE: Tensor) -> Tensor:
-        """What a part that all tokens read gives, and experts beside it."""
+        """The output of a dense feed-forward part, plus that of experts beside it."""
         assert layer.dense_gate_up is not None
         assert layer.dense_down is not None
         assert layer.router_XE is not None
@@ -414,10 +414,12 @@ class EagerDecoder:
     def _mixture(
         self, layer: LayerWeights, router_XE: Tensor, normed_TE: Tensor, routed_TE: Tensor
     ) -> Tensor:
-        """What each token's likeliest experts give, by their chances; in the order of experts.
+        """Mixture of experts: each token's top experts, weighted by the router's probabilities.
+
+        They are added in the order of experts.
 
         Args:
-            routed_TE: what they are chosen by.
+            routed_TE: the router's input.
         """
         experts, none = self._config.experts, [None] * layer.num_experts
         assert experts is not None
@@ -540,7 +542,7 @@ def _rows_of(store: BlockStore, cache: Entries, plan: ForwardPlan, row: range) -
 
 
 _CHOICE = threading.RLock()
-"""Of whoever chooses kernels of attention: torch has one choice for the process."""
+"""Held while attention kernels are chosen: torch has one choice for the process."""
 
 
 @contextmanager
@@ -587,7 +589,7 @@ def capped_attention(
 
 
 def finished_logits(logits_NV: Tensor, config: DecoderConfig) -> Tensor:
-    """What products with the head become: scaled, capped, and -inf where there is no token."""
+    """Logits after the LM head's product: scaled, capped, and -inf for ids without a token."""
     if config.logits_scale != 1.0:
         logits_NV = logits_NV * config.logits_scale
     if config.logits_cap is not None:
@@ -605,7 +607,7 @@ def activate(name: str, x: Tensor) -> Tensor:
 
 
 def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    """What a feed-forward part multiplies; that of gpt-oss is clipped."""
+    """The activated gate times ``up``, as in SwiGLU; gpt-oss clips both."""
     if name != "clipped_silu":
         return activate(name, gate) * up
     gate, up = gate.clamp(max=CLIP), up.clamp(-CLIP, CLIP)
@@ -613,7 +615,7 @@ def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def xielu_numbers(activation_4: Tensor) -> list[float]:
-    """What `xielu` takes, of what is learned."""
+    """The arguments of `xielu` from a layer's learned parameters."""
     above, below, slope, least = activation_4.float().tolist()
     return [_softplus(above), slope + _softplus(below), slope, least]
 
@@ -635,10 +637,10 @@ LATENT_EPS = 1e-6
 
 
 def _make_finite(entries_GND: Tensor) -> None:
-    """Of tree nodes: attention gives what it may not see a weight of 0, and 0 times NaN is NaN.
+    """Replace NaN in tree nodes by 0: a masked entry has weight 0, but 0 times NaN is NaN.
 
-    A node that is NaN itself stays so, and nobody goes on from there; its siblings, and the tokens
-    before it, are what they would be without it. Done to what attention reads, not to the cache.
+    So a node with NaN spoils no sibling and no token before it. Its own output stays NaN, and no
+    draft is accepted behind it. The entries that attention reads change, not the cache.
     """
     torch.nan_to_num(entries_GND, 0.0, 0.0, 0.0, out=entries_GND)
 

@@ -23,7 +23,7 @@ from foredraft.models.base import ScoreRow, Shortlist
 
 @dataclass
 class ForwardPlan:
-    """What each token is, where it goes and what it sees.
+    """The layout of a forward: each token's id, cache entry and attention mask.
 
     A row is the half-open range of its tokens among the T of the forward. All of them are of one
     slot, they write entries in a row, and they see none behind these.
@@ -33,13 +33,13 @@ class ForwardPlan:
         positions: [T] positions for rotary embedding.
         slots: [T] cache slot.
         entries: [T] cache entry to write.
-        prefixes: [T] how many leading entries of its slot a token sees, itself included when it
-            is pending.
+        prefixes: [T] the number of leading entries of its slot that a token sees, its own included
+            if it is pending.
         extras: [T] entries seen beyond the prefix, ascending: a tree node's ancestors and itself.
         wanted: [H] tokens whose logits are wanted.
         rows: the tokens of each row.
         row_wanted: of each row its half-open range among the H wanted logits.
-        hidden_TE: what the first layer reads, as of a draft head; None: the tokens' embeddings.
+        hidden_TE: the first layer's input, as of a draft head; None: the tokens' embeddings.
         draws: to be filled in from the logits, for decoders that do so.
         shortlists: of each draw, of which each wanted token has one then; the first ids are the
             same for all, and no other logits are computed. Empty: every token may be drawn.
@@ -87,7 +87,7 @@ class ForwardPlan:
     def part(self, spans: Sequence[range]) -> ForwardPlan:
         """The forward of some tokens alone, a row for each span that is not empty.
 
-        Those that they see were computed before, or are among them.
+        The entries that these tokens see are in the cache, or are among them.
         """
         all_wanted, part = {*self.wanted}, ForwardPlan()
         for span in filter(None, spans):
@@ -128,7 +128,7 @@ class ForwardPlan:
         return mask
 
     def _behind_window(self, token: int, window: int) -> list[int]:
-        """What is too far back of what a token sees."""
+        """Entries of a token's mask that its sliding window excludes."""
         prefix, extras = self.prefixes[token], self.extras[token]
         num_hidden = max(0, prefix + len(extras) - window)
         return [*range(min(num_hidden, prefix)), *extras[: max(0, num_hidden - prefix)]]

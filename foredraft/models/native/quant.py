@@ -397,7 +397,7 @@ def _rounded_to_8(weight_RK: Tensor) -> Blocks:
     largest_RB = torch.maximum(blocks_RBK.amax(-1), -blocks_RBK.amin(-1))
     scales_RB = (largest_RB / 127).to(torch.float16)
     # Where a scale was rounded down, the largest weight comes out a little above 127.
-    rounded_RBK = (blocks_RBK / _steps(scales_RB)).round_().clamp_(-127, 127)
+    rounded_RBK = (blocks_RBK / _divisors(scales_RB)).round_().clamp_(-127, 127)
     return Blocks(rounded_RBK.to(torch.int8), scales_RB)
 
 
@@ -406,7 +406,7 @@ def _rounded_to_4(weight_RK: Tensor) -> Blocks:
     minima_RB = blocks_RBK.amin(-1).to(torch.float16)
     above_RBK = blocks_RBK - minima_RB.float()[..., None]
     scales_RB = (above_RBK.amax(-1) / 15).to(torch.float16)
-    rounded_RBK = (above_RBK / _steps(scales_RB)).round_().clamp_(0, 15)
+    rounded_RBK = (above_RBK / _divisors(scales_RB)).round_().clamp_(0, 15)
     return Blocks(rounded_RBK.to(torch.int8), scales_RB, minima_RB)
 
 
@@ -565,8 +565,8 @@ def _in_blocks(weight_RK: Tensor) -> Tensor:
     return F.pad(weight_RK, (0, short)).reshape(len(weight_RK), -1, SCALE_INPUTS)
 
 
-def _steps(scales_RB: Tensor) -> Tensor:
-    """What to divide by; a scale of zero means that all weights are zero."""
+def _divisors(scales_RB: Tensor) -> Tensor:
+    """Float32 [R, B, 1], above 0; a scale of zero means that all weights are zero."""
     return scales_RB.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
 
 
@@ -583,7 +583,7 @@ def _put_numbers(place_GCDN: Tensor, fields: Numbers, blocks: Blocks) -> None:
 
 
 def _numbers(place_GCDN: Tensor, fields: Numbers) -> dict[str, Tensor]:
-    """What `_put_numbers` was given, by field."""
+    """The inverse of `_put_numbers`: tensors by field."""
     found, at = dict[str, Tensor](), 0
     for field, count, dtype in fields:
         end = at + GROUP_ROWS * count * dtype.itemsize
@@ -623,7 +623,7 @@ def _split(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
 
 
 def _in_bytes(words: Tensor, bits: int) -> Tensor:
-    """What `_in_fewer_bits` was given, of uint8 [G, C, words, bytes]: [G, C, quads, bytes]."""
+    """The inverse of `_in_fewer_bits`: uint8 [G, C, words, bytes] to [G, C, quads, bytes]."""
     if bits == 8:
         return words
     if bits == 6:

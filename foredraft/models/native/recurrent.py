@@ -135,7 +135,7 @@ def states_of(cache: Entries) -> StateCache:
 
 
 def open_rows(plan: ForwardPlan, cache: StateCache) -> list[RowStates]:
-    """What a forward needs of the states of its rows."""
+    """The states and logs that each row of a forward starts from, see `StateCache.open_states`."""
     rows = []
     for row in plan.rows:
         num_pending = next((i for i, t in enumerate(row) if plan.extras[t]), len(row))
@@ -248,7 +248,7 @@ class RecurrentLayer:
     def _through(
         self, matrix_HDV: Tensor, convolved_NC: Tensor, elements_NW: Tensor, states: RowStates
     ) -> Tensor:
-        """What each token reads; saves the states on the way."""
+        """The recurrence: each new token's output; saves states on the way."""
         sizes = self.sizes
         query_NHD, key_NHD, value_NHV = self._heads(convolved_NC)
         beta_NH1, decay_NH1 = elements_NW[:, sizes.channels :, None].chunk(2, 1)
@@ -265,7 +265,7 @@ class RecurrentLayer:
             delta_HV = delta_HV * beta_NH1[element]
             matrix_HDV = matrix_HDV + key_HD1 * delta_HV[:, None]
             if is_chain and element == parent + 1:
-                left.pop(parent)  # a chain: nobody else goes on from there
+                left.pop(parent)  # a chain: no other element continues from there
             left[element] = matrix_HDV
             if element >= states.num_old:
                 read_HV = (matrix_HDV * query_NHD[element, :, :, None]).sum(1)

@@ -125,7 +125,7 @@ class NativeTarget:
         Args:
             source: the checkpoint; a directory is checked first.
             kept: what is kept of it between processes; None: what `KeptFiles.of` finds, on CPU.
-            progress: told how much of the weights is laid out.
+            progress: shows the share of the weights that is laid out.
             cache_dtype: see `NativeTarget`.
             activation_bits: see `DecoderWeights`.
             num_ids: how many of so many output rows are tokens; None: all (see `DecoderConfig`).
@@ -231,7 +231,7 @@ class NativeTarget:
 
     @property
     def low_bits(self) -> tuple[int, ...]:
-        # What drafts with a copy takes the draws that its forward makes.
+        # A drafter on a copy needs draws inside the forward, which only compiled code makes.
         return self._fewer_bits if self.decoder.is_fused else ()
 
     @property

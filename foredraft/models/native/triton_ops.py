@@ -70,7 +70,7 @@ class Norm(NamedTuple):
 
 @triton.jit
 def activated(total, ups, ACTIVATION: tl.constexpr):
-    """What `ACTIVATIONS` name, of gates, times ups; else the same."""
+    """Gates activated as `ACTIVATIONS` names, times ups; without an activation ``total`` itself."""
     if ACTIVATION == 1:
         total = total / (1.0 + tl.exp(-total)) * ups
     if ACTIVATION == 2:
@@ -261,7 +261,10 @@ def _attend_kernel(
     STRETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """What a tile of tokens sees of one stretch: sums, and of each its peak and weight."""
+    """Split-KV attention: a tile of queries over one stretch of keys, by online softmax.
+
+    Writes sums of values, and of each query its largest score and its sum of weights.
+    """
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * tile_tokens

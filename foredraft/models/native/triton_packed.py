@@ -83,7 +83,7 @@ is to be taken from 128 and the others."""
 
 
 def _assembly(x: Tensor, bits: int, centre: int) -> str | None:
-    """What brings two words of integers into bfloat16 on the card; None: Triton does it."""
+    """PTX that converts two words of integers to bfloat16; None: Triton converts them."""
     if x.is_cpu or x.dtype != torch.bfloat16 or bits > 8:
         return None
     return _code(bits, centre, card_of(x).capability >= HOPPER)
@@ -197,7 +197,7 @@ def _add_chunk(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """What 64 inputs add to ``total`` [outputs, tokens], minima left out.
+    """Add the product of 64 inputs to ``total`` [outputs, tokens], without the minima's part.
 
     Where 16 inputs share a scale, 32 come twice: with zeros for the last 16, and for the first.
     """
@@ -224,7 +224,7 @@ def _add_chunk(
 
 @triton.jit
 def _add_minima(total, sums, minima_at, first, num_rows, mask):
-    """What the minima of eight groups add, from chunk ``first`` on.
+    """Add the minima's part of the product, of eight groups from chunk ``first`` on.
 
     Minima and sums are split in two numbers of the dtype of ``sums`` each. No bit of a float16
     minimum is lost in bfloat16, and 16 remain of a sum.
@@ -548,7 +548,7 @@ class CardMatrix(PackedMatrix):
 
     @property
     def centre(self) -> int:
-        """What stands for 0 of 4 bits: 0 or 8."""
+        """The zero point of integers of 4 bits: 0 or 8."""
         return 8 if self.integer_bits == 4 and self.form.is_signed else 0
 
     @property

@@ -309,11 +309,11 @@ def load_weights(
         dtype: of the weights, and of the embeddings where the others are packed. Of activations
             alone where weights are as stored: then norms are float32.
         device: where the weights go.
-        bits: 8 or 4: quantise the linear layers, and the head to 8, each as it is read. What the
-            model comes with in as many bits is taken as it is. 16: bfloat16 laid out for tiles.
-            `AS_STORED`: of a GGUF file for which `why_not_as_stored` has no objection.
+        bits: 8 or 4: quantise the linear layers, and the head to 8, each as it is read. Weights
+            that the model has in that many bits stay as they are. 16: bfloat16 laid out for tiles.
+            `AS_STORED`: the formats of a GGUF file, if `why_not_as_stored` returns None for it.
         kept: where weights on CPU are kept in the last such form, and taken from at the next start.
-        progress: told how much is brought into this form, where none was kept.
+        progress: shows the conversion to this form, if none was kept.
         inputs_VW: the tables that tell layers of tokens, which are larger than all else; None:
             they are read.
 
@@ -382,7 +382,7 @@ class WeightCounts(NamedTuple):
 
 @cache
 def count_weights(config: DecoderConfig) -> WeightCounts:
-    """How many weights a model of this config has."""
+    """Numbers of weights of a model of this config."""
     reader = Reader(None, torch.float32, "meta", bits=None)
     outline = _assemble(reader, config)
     matrices = read = prod(outline.head_VE.shape)
@@ -657,7 +657,7 @@ class _Layer:
         return self._reader.take(f"{self._prefix}{name}.bias", self._config.hidden_size)
 
     def _parts(self, names: Sequence[str], rows: Sequence[int], kind: str) -> list[_Part]:
-        """What has one name for several matrices has the rows of all."""
+        """Tensors by their names; one name for several matrices stands for a tensor of all rows."""
         rows = rows if len(names) == len(rows) else [sum(rows)]
         pairs = zip(names, rows, strict=True)
         return [_Part(f"{self._prefix}{name}.{kind}", count) for name, count in pairs]
@@ -740,7 +740,7 @@ class _Layer:
         }
 
     def _of_heads(self, sizes: Latent, heads: int) -> dict[str, Any]:
-        """What makes keys and values of latents: of keys the inputs are rows."""
+        """Projections from latents to each head's keys and values; of keys inputs are rows."""
         own = self._family.names.latent_up
         is_whole = self._reader.has(f"{self._prefix}{own[0]}.weight")
         own = own if is_whole else self._names.latent_up
@@ -761,7 +761,7 @@ class _Layer:
         }
 
     def _inputs(self) -> dict[str, Any]:
-        """What tells the layer of a token, beside the table that all layers share."""
+        """Weights of the layer's per-layer embeddings, without the table of all layers."""
         config, names = self._config, self._names
         hidden, size, count = config.hidden_size, config.input_size, config.num_hidden_layers
         cut = partial(_nth, number=self._index, count=count)
@@ -845,7 +845,7 @@ class _Layer:
         return _Part(f"{self._prefix}{name}", count * rows, shape, turn, moves_rows=True)
 
     def _shared(self, is_up: bool, count: int) -> list[_Part]:
-        """What each token reads, as so many experts."""
+        """The shared experts, which every token uses, cut into ``count`` experts."""
         names, rows, hidden = self._names, self._feed_forward, self._config.hidden_size
         if not is_up:
             cut = partial(_cut_inputs, count=count) if count > 1 else None

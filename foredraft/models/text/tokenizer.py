@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foredraft.models.text.chat_encoding import ChatEncoder
 
 _FILLER = re.compile(r"\[PAD\d+\]")
-"""What GGUF files call the ids that their tokenizer never gives."""
+"""Names that GGUF files give to ids without a token."""
 _LARGE_BYTES = 1 << 20
 """Least bytes of a vocabulary file whose hash is worth caching."""
 _MAX_HELD = 32
@@ -46,7 +46,7 @@ _NEUTRAL = {
 }
 """Fields of a generation config that are not honoured, with the values that ask for nothing."""
 _OF_ENCODERS = re.compile(r"(begin_)?suppress_tokens|forced_[be]os_token_id")
-"""Those that encoder-decoders honour."""
+"""Fields of a generation config that encoder-decoders honour."""
 _NUM_BEFORE = 4
 """Tokens of the text before a reply that its first tokens are decoded behind."""
 _SAMPLE = "Read it back: é 東 1\n"

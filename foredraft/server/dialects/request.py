@@ -50,7 +50,7 @@ class ConversationFields(SamplingFields):
     chat_template_kwargs: dict[str, bool | str] | None = None
 
     def asked_thinking(self) -> Thinking:
-        """What the request says of the model's thoughts."""
+        """The request's settings of reasoning."""
         variables = self.chat_template_kwargs or {}
         return Thinking(self.enable_thinking, None, self.thinking_token_budget, variables)
 

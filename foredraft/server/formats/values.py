@@ -44,7 +44,7 @@ class Values:
         return name, dict(self.items(ends, partial(self._pair, names)))
 
     def items(self, end: str, read: Callable[[], T]) -> Iterator[T]:
-        """What ``read`` reads, between commas, up to a mark."""
+        """Values separated by commas, each read by ``read``, up to the mark ``end``."""
         while not self.takes(end):
             yield read()
             if not self.takes(",") and not self._text.startswith(end, self._at):

@@ -90,7 +90,7 @@ class CrossTokenizerDrafter(BaseDrafter):
         return replace(row, tokens=tuple(transcript.draft_tokens), slot=-1, source=None)
 
     def _ask(self, row: DraftRow) -> DraftRow | None:
-        """What to ask the wrapped drafter for; None for nothing."""
+        """The row, in draft tokens, that the wrapped drafter drafts for; None: no draft."""
         transcript = self._transcripts[row.request_id]
         transcript.catch_up(row.context)
         if not row.budget or not transcript.draft_tokens:
@@ -118,10 +118,7 @@ class CrossTokenizerDrafter(BaseDrafter):
 
 @dataclass(frozen=True)
 class _DraftSide:
-    """What the wrapped drafter takes for the target: something of the draft model's vocabulary.
-
-    It has no cache and cannot be scored: only the real target can.
-    """
+    """The wrapped drafter's target: sizes in the draft model's vocabulary, no cache, no scores."""
 
     vocab_size: int
     max_context: int

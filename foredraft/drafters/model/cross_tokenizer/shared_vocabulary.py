@@ -38,17 +38,18 @@ class SharedVocabulary:
     """
 
     def __init__(self, codecs: CodecPair, target_size: int, draft_size: int) -> None:
-        theirs = token_texts(codecs.target, codecs.target_specials, target_size)
-        ours = token_texts(codecs.draft, codecs.draft_specials, draft_size)
-        pairs = sorted((ours[text], theirs[text]) for text in ours.keys() & theirs.keys())
+        target_ids = token_texts(codecs.target, codecs.target_specials, target_size)
+        draft_ids = token_texts(codecs.draft, codecs.draft_specials, draft_size)
+        common = draft_ids.keys() & target_ids.keys()
+        pairs = sorted((draft_ids[text], target_ids[text]) for text in common)
         if not pairs:
             raise VocabularyMismatchError(
                 "the vocabularies of target and draft model have no token in common: use mode "
                 "'slem', which goes through text"
             )
         self.renaming = Renaming(dict(pairs), target_size)
-        self.share = len(pairs) / max(len(theirs), 1)
-        """How much of the target's vocabulary the draft model can say."""
+        self.share = len(pairs) / max(len(target_ids), 1)
+        """The share of the target's tokens that the draft model has, too."""
 
 
 def token_texts(codec: TextCodec, specials: Specials, size: int) -> dict[tuple[str, bool], int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from foredraft.drafters.spec import TextCodec
 
 _UNFINISHED = "\ufffd"
-"""What decoders put where bytes are no character, or not yet."""
+"""Decoders write it for bytes that are not, or not yet, a whole character."""
 _MAX_HELD = 3
 """A character has at most four bytes, so at most three are unfinished."""
 _MAX_PIECE = 16
@@ -22,7 +22,7 @@ _MAX_PIECE = 16
 _LOOK_BACK = 48
 """Characters of text that are encoded again as it goes on, at least; twice as many at most."""
 _WINDOWS = (4, 2, 1, 0)
-"""How many committed pieces of text to look back over when aligning a draft with them."""
+"""Numbers of committed pieces to align a draft with, tried in this order."""
 
 
 class Specials:
@@ -79,7 +79,7 @@ class _OpenText:
 
 @dataclass
 class Transcript:
-    """What was committed, as text and as draft tokens.
+    """A request's committed text, as characters and as draft tokens.
 
     Attributes:
         draft_tokens: the text in the draft model's tokens, its start token included. Its end may
@@ -222,7 +222,7 @@ class Transcript:
         return tokens
 
     def _text_of(self, draft: Sequence[int]) -> str:
-        """What draft tokens add to the text, up to the first byte that is no character."""
+        """The text that draft tokens add, up to the first byte that is no character."""
         before = self.draft_tokens[-_MAX_HELD - 1 :]
         decode = self.codecs.draft.decode
         start = len(decode(before, skip_special_tokens=False))
