@@ -22,7 +22,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.record import SpeculationStats
 from foredraft.core.rules.bans import ModelBans
 from foredraft.engine.request import GenerationResult
-from foredraft.llm import LLM, DraftModel
+from foredraft.llm import LLM
+from foredraft.load import LoadedModel
 from foredraft.models.base import Source
 from foredraft.options import LoadOptions
 from foredraft.system.extras import needs_extra
@@ -167,7 +168,7 @@ def custom_generate(
         drafter_options=drafter_options or {},
         max_batch_size=len(requests),
     )
-    draft = None if draft_model is None else DraftModel(_target(draft_model))
+    draft = None if draft_model is None else LoadedModel(_target(draft_model))
     llm = LLM(target, None, options, draft=draft)
     max_tokens = max_length - input_ids.shape[1]
     params = replace(params, max_tokens=max_tokens, stop_token_ids=eos_token_ids, coupling=coupling)

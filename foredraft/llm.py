@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from os import PathLike
 from typing import Any, cast, overload
@@ -28,7 +28,7 @@ from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy, Trace
 from foredraft.engine.request import Event, GenerationResult, ReplySoFar
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
-from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
+from foredraft.load import LoadedModel, ModelPlan, forward_cost, load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.grammars import Grammars
@@ -39,20 +39,6 @@ from foredraft.speculation import policy_for
 from foredraft.system.machine import give_memory_back
 
 _log = logging.getLogger("foredraft")
-
-
-@dataclass(frozen=True)
-class DraftModel:
-    """A separate model for drafters that ask one.
-
-    Attributes:
-        tokenizer: its own; None where it shares the target's vocabulary.
-        plan: how it runs; None when built from parts.
-    """
-
-    target: Target
-    tokenizer: Tokenizer | None = None
-    plan: ModelPlan | None = None
 
 
 class LLM:
@@ -85,7 +71,7 @@ class LLM:
         tokenizer: Tokenizer | None,
         options: LoadOptions,
         *,
-        draft: DraftModel | None = None,
+        draft: LoadedModel | None = None,
         plan: ModelPlan | None = None,
         cost: CostModel | None = None,
         trace: Trace | None = None,
@@ -145,22 +131,25 @@ class LLM:
         """
         asked = LoadOptions.of(model=model, **options)
         loaded, draft = load_models(asked, progress)
-        for note in loaded.plan.notes:
+        target, tokenizer, plan = loaded.target, loaded.tokenizer, loaded.plan
+        assert tokenizer is not None
+        assert plan is not None
+        for note in plan.notes:
             _warn_once(note)
-        if left_out := loaded.tokenizer.not_honoured(loaded.plan.encoder):
+        if left_out := tokenizer.not_honoured(plan.encoder):
             _log.warning(
                 "the generation config of %s names %s, which is left out",
-                loaded.plan.name,
+                plan.name,
                 ", ".join(left_out),
             )
         weighs = asked.calibrate and resolve_drafter(asked) != "none"
         return cls(
-            loaded.target,
-            loaded.tokenizer,
+            target,
+            tokenizer,
             asked,
-            draft=DraftModel(draft.target, draft.tokenizer, draft.plan) if draft else None,
-            plan=loaded.plan,
-            cost=forward_cost(loaded.plan, loaded.target, asked) if weighs else None,
+            draft=draft,
+            plan=plan,
+            cost=forward_cost(plan, target, asked) if weighs else None,
             trace=trace,
             keeps_evidence=keeps_evidence,
         )

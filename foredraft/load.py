@@ -186,11 +186,16 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to score, with how it came to run so."""
+    """A model that is ready to score.
 
-    plan: ModelPlan
+    Attributes:
+        tokenizer: None: prompts are token ids; of a draft model: it shares the target's.
+        plan: how it runs; None when built from parts.
+    """
+
     target: Target
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None = None
+    plan: ModelPlan | None = None
 
 
 def load_models(
@@ -215,11 +220,8 @@ def load_models(
     _check_memory(plan, draft_plan)
     tokenizer = Tokenizer(plan.directory)
     if draft_plan is None:
-        return LoadedModel(
-            plan,
-            load_target(plan, asked.threads, progress=progress, num_ids=tokenizer.num_ids),
-            tokenizer,
-        ), None
+        target = load_target(plan, asked.threads, progress=progress, num_ids=tokenizer.num_ids)
+        return LoadedModel(target, tokenizer, plan), None
     draft_tokenizer = tokenizer
     if not _have_one_tokenizer(plan, draft_plan):
         draft_tokenizer = Tokenizer(draft_plan.directory)
@@ -231,7 +233,7 @@ def load_models(
     target = load_target(plan, asked.threads, memory, progress, tokenizer.num_ids)
     num_rows = tokenizer.num_ids(target.vocab_size) if is_shared else None
     draft = load_draft_model(draft_plan, num_rows, asked.threads, memory, progress)
-    return LoadedModel(plan, target, tokenizer), LoadedModel(draft_plan, draft, draft_tokenizer)
+    return LoadedModel(target, tokenizer, plan), LoadedModel(draft, draft_tokenizer, draft_plan)
 
 
 def _check_memory(plan: ModelPlan, draft_plan: ModelPlan | None) -> None:

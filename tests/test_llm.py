@@ -19,7 +19,7 @@ from foredraft.core.errors import (
 from foredraft.core.record import StepRecord
 from foredraft.drafters.model import self_draft
 from foredraft.drafters.model.staged import Fit
-from foredraft.llm import DraftModel
+from foredraft.load import LoadedModel
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
@@ -155,7 +155,7 @@ def test_without_a_tokenizer_it_takes_and_gives_ids() -> None:
 
 def test_a_draft_model_of_ones_own(llm: LLM) -> None:
     target, draft = TableModel.random(20, seed=1), TableModel.random(20, seed=1)
-    mine = LLM(target, None, LoadOptions(), draft=DraftModel(draft))
+    mine = LLM(target, None, LoadOptions(), draft=LoadedModel(draft))
     assert mine.drafter_name == "draft_model"
     (result,) = mine.generate([[1, 2]], SamplingParams(max_tokens=20))
     assert result.stats.acceptance_rate == 1.0

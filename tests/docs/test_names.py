@@ -32,7 +32,8 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.cost import CostModel
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import BaseDrafter, Drafter
-from foredraft.llm import LLM, DraftModel
+from foredraft.llm import LLM
+from foredraft.load import LoadedModel
 from foredraft.models.base import HeadRunner, Target
 from foredraft.models.native.draft_layers import NativeHeadRunner
 from foredraft.models.native.target import NativeTarget
@@ -144,7 +145,7 @@ def test_they_are_few_with_the_default_controller_a_draft_model_and_a_head(
     first, second = (TableModel.random(9, seed=1) for _ in range(2))
     # Beside such steps drafting takes no time, however slow the profiler makes it.
     cost, options = CostModel(((1, 1e6), (8, 1.01e6))), LoadOptions(drafter="draft_model")
-    pair = LLM(first, None, options, draft=DraftModel(second), cost=cost)
+    pair = LLM(first, None, options, draft=LoadedModel(second), cost=cost)
     target, plain = tiny_target(), LoadOptions(drafter="none")
     head = new_drafter(KINDS["hidden_head"], target)
     headed = LLM(target, None, plain, cost=cost).with_drafter(plain, drafter=head)

@@ -16,8 +16,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.record import StepRecord
 from foredraft.engine.policy import Policy
 from foredraft.engine.proof import LiveProof
-from foredraft.llm import DraftModel
-from foredraft.load import ModelPlan
+from foredraft.load import LoadedModel, ModelPlan
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from tests.models.encoder_decoders import SourceTable
@@ -88,7 +87,7 @@ def test_one_in_so_many_is_proven_and_no_more_than_there_is_room_for() -> None:
 def test_drawn_drafts_are_left_out(coupling: str, is_proven: bool) -> None:
     target, draft = (TableModel.random(VOCAB, seed=5, order=2, sharpness=3.0) for _ in range(2))
     options = LoadOptions(drafter="draft_model", num_draft_tokens=3)
-    llm = LLM(target, None, options, draft=DraftModel(draft, None, None))
+    llm = LLM(target, None, options, draft=LoadedModel(draft))
     params = SamplingParams.of(temperature=1.0, seed=3, max_tokens=30, coupling=coupling)
     proof = proven(llm, params)
     assert bool(proof.num_steps) is is_proven

@@ -20,7 +20,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.spec import DrafterContext
-from foredraft.llm import LLM, DraftModel
+from foredraft.llm import LLM
+from foredraft.load import LoadedModel
 from foredraft.models.base import ScoreRow, Source, Target
 from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
 from foredraft.models.hf.sizes import NO_LIMIT
@@ -66,7 +67,7 @@ def plain(model: Any, source: Sequence[int], text: Sequence[int]) -> Tensor:
 
 def llm_of(target: Target, drafter: str, draft: Target | None = None, **options: Any) -> LLM:
     load = LoadOptions(drafter=drafter, num_draft_tokens=4, max_batch_size=4, **options)
-    return LLM(target, None, load, draft=None if draft is None else DraftModel(draft))
+    return LLM(target, None, load, draft=None if draft is None else LoadedModel(draft))
 
 
 @contextmanager
@@ -468,7 +469,7 @@ def test_a_model_of_another_vocabulary_drafts_behind_the_source(checkpoint: Path
         return [1.0 / Letters.vocab_size] * Letters.vocab_size
 
     codec, target = Tokenizer(checkpoint), new_target()
-    draft = DraftModel(TableModel(Letters.vocab_size, conditional), Letters())
+    draft = LoadedModel(TableModel(Letters.vocab_size, conditional), Letters())
     options = LoadOptions(drafter="cross_tokenizer", num_draft_tokens=3)
     llm = LLM(target, codec, options, draft=draft)
     (result,) = llm.generate("abcabc", SAMPLED)

@@ -19,7 +19,8 @@ from examples.tensor_parallel.tests import split_process
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.llm import LLM, DraftModel
+from foredraft.llm import LLM
+from foredraft.load import LoadedModel
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import Experts
 from foredraft.models.native.model import EagerDecoder
@@ -75,7 +76,7 @@ def forked(target: SplitTarget) -> Tensor:
     return scores.logits_NV
 
 
-def seen(target: SplitTarget, draft: DraftModel) -> Seen:
+def seen(target: SplitTarget, draft: LoadedModel) -> Seen:
     texts, accepted = {}, {}
     drafters = LoadOptions(drafter="none"), LoadOptions(drafter="draft_model", **TREES)
     for options, model in zip(drafters, (None, draft), strict=True):
@@ -107,7 +108,7 @@ def test_two_and_three_processes_give_the_bits_of_one(
 ) -> None:
     config, weights = split_process.model()
     whole = NativeTarget(config, weights, EagerDecoder)
-    draft = DraftModel(some_layers(whole, [0]))
+    draft = LoadedModel(some_layers(whole, [0]))
     alone, eager = seen(SplitTarget(config, weights, Processes()), draft), read(whole, [len(TEXT)])
     for logits in alone.logits.values():
         assert torch.equal(logits, alone.logits["one by one"])
