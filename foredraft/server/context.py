@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from foredraft.engine.request import owner_name
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.engine import LoadEngine, ServedEngine, ServedModel
-from foredraft.server.errors import ApiError, in_words_of, too_many, unavailable
+from foredraft.server.errors import ApiError, naming_fields, too_many, unavailable
 from foredraft.server.formats import format_of, takes_tools
 from foredraft.server.formats.base import Format, Spell
 from foredraft.server.gate import ApiKeys
@@ -214,7 +214,7 @@ class ServerContext:
         """
         with (
             self.spans.request(request) as watched,
-            in_words_of(request.names),  # only the engine compiles a grammar
+            naming_fields(request.names),  # only the engine compiles a grammar
             self._counted(request.tenant, len(request.prompts) * request.params.n),
         ):
             engine = self.engine

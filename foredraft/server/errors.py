@@ -45,8 +45,6 @@ _ANTHROPIC_KINDS = _KINDS | {
 _RETRY_SECONDS = 1
 _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
-_OPERATORS = (CapabilityError,)
-"""Configuration errors of the server's operator, not of the client."""
 
 
 class ApiError(Exception):
@@ -88,13 +86,6 @@ class ApiError(Exception):
         """The body of an answer on this path."""
         return self.for_anthropic if is_anthropic(path) else self.for_openai
 
-    def in_words_of(self, names: Mapping[str, str]) -> ApiError:
-        """The same error about a field as the client calls it; see the function of that name."""
-        name = names.get(self.param or "")
-        if name is None or name == self.param:
-            return self
-        return ApiError(self.status, f"{name}: {self.message}", param=name, code=self.code)
-
     def response(self, path: str) -> Response:
         return JsonResponse(self.body_for(path), self.status, self.headers)
 
@@ -125,7 +116,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return too_many(str(error), "queue_full")
     if isinstance(error, EngineStoppedError):
         return unavailable("the engine is not running; see the server's log", "engine_stopped")
-    if isinstance(error, (PromptError, ConfigError)) and not isinstance(error, _OPERATORS):
+    is_clients = not isinstance(error, CapabilityError)  # else the server's operator made it
+    if isinstance(error, (PromptError, ConfigError)) and is_clients:
         return ApiError(400, str(error), param=error.field, code=error.code)
     if isinstance(error, RequestValidationError):
         return _invalid(error)
@@ -139,19 +131,21 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 @contextmanager
-def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name a field as the client does.
+def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the request's field, not the sampling parameter that was made of it.
 
     Args:
-        names: by sampling parameter the field that it came from.
+        names: the field of each parameter.
     """
     try:
         yield
     except (ConfigError, ApiError) as error:
         known = as_api_error(error)
-        if (renamed := known.in_words_of(names)) is known:
+        name = names.get(known.param or "")
+        if name is None or name == known.param:
             raise
-        raise renamed from error
+        message = f"{name}: {known.message}"
+        raise ApiError(known.status, message, param=name, code=known.code) from error
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

@@ -18,7 +18,7 @@ from foredraft.server.answers import Caller
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import excluded
 from foredraft.server.dialects.sampling import SamplingFields
-from foredraft.server.errors import in_words_of
+from foredraft.server.errors import naming_fields
 from foredraft.server.formats.base import reply_grammar
 from foredraft.server.generation import GenerationRequest
 from foredraft.server.resume import placed
@@ -93,7 +93,7 @@ def read_conversation(
     tools, thinking = read_tools(body.chat_tools(), context.takes_tools), body.asked_thinking()
     given, names = body.sampling(context.llm.sampling_defaults)
     _check_replies(1, given.n, context)
-    with in_words_of({"messages": body.conversation_field}):
+    with naming_fields({"messages": body.conversation_field}):
         messages = body.chat_messages()
         known = context.tokenizer.template_variables(bool(tools.tools))
         variables, most = thinking.of_template(known), context.llm.max_prompt

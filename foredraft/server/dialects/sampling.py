@@ -24,7 +24,7 @@ from foredraft.server.dialects.fields import (
     entries,
     json_characters,
 )
-from foredraft.server.errors import in_words_of
+from foredraft.server.errors import naming_fields
 
 WITHOUT_LIMIT = 1 << 30
 """Tokens of a reply when none are named: the engine stops at the end of the context."""
@@ -173,7 +173,7 @@ class SamplingFields(RequestBody):
         values.setdefault("max_tokens", self.default_max_tokens)
         if values.get("top_p") == 0 and values.get("temperature") == 0:  # it says nothing then
             del values["top_p"]
-        with in_words_of(names):
+        with naming_fields(names):
             return SamplingParams(**values), names
 
 
