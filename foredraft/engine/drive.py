@@ -16,7 +16,7 @@ from foredraft.engine.request import Event, Request
 _log = logging.getLogger("foredraft")
 
 Command = Callable[[], None]
-Mailbox = Callable[[Event | EngineStoppedError], None]
+Receiver = Callable[[Event | EngineStoppedError], None]
 """Takes a request's events, or its error. Raises `RuntimeError` if the reader is gone."""
 
 
@@ -28,7 +28,7 @@ class EngineThread:
     Args:
         engine: the engine to step.
         policy: the policy of the requests that it steps; None: the engine's own.
-        send: called when mailboxes have received events: after each step, and after each command.
+        send: called when receivers have new events: after each step, and after each command.
         idle: does a little background work while no request is live, and gets the seconds since the
             last step. It returns those after which it wants to be called again; None: only after
             there was work again.
@@ -47,7 +47,7 @@ class EngineThread:
     ) -> None:
         self._engine, self._policy, self._send, self._idle = engine, policy, send, idle
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # safe in finalizers
-        self._mailboxes: dict[int, Mailbox] = {}  # of the replies under way; the thread's own
+        self._receivers: dict[int, Receiver] = {}  # of the replies under way; the thread's own
         self._changed = threading.Condition()
         self._num_live = 0  # replies promised and not over
         self._stopping = self._is_over = False
@@ -81,12 +81,12 @@ class EngineThread:
             self._num_live -= num_replies
             self._changed.notify_all()
 
-    def add(self, requests: Sequence[Request], mailbox: Mailbox) -> None:
+    def add(self, requests: Sequence[Request], receiver: Receiver) -> None:
         """Queue a request that was counted in."""
         with self._changed:
             if self._is_over:
                 raise EngineStoppedError(f"the engine has stopped: {self.problem}")
-            self._commands.put(lambda: self._add(requests, mailbox))
+            self._commands.put(lambda: self._add(requests, receiver))
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self._commands.put(lambda: self._drop(request_ids))
@@ -117,8 +117,8 @@ class EngineThread:
         try:
             while not self._stopping:
                 idle_s = time.monotonic() - self._last_step
-                self._obey(0.0 if self._mailboxes else self._idle(idle_s))
-                if self._mailboxes:
+                self._obey(0.0 if self._receivers else self._idle(idle_s))
+                if self._receivers:
                     self._step_began = time.monotonic()
                     self._engine.step(self._policy)
                     self.longest_step = max(self.longest_step, self.step_seconds)
@@ -139,22 +139,19 @@ class EngineThread:
         except queue.Empty:
             return
 
-    def _add(self, requests: Sequence[Request], mailbox: Mailbox) -> None:
-        self._mailboxes |= {each.request_id: mailbox for each in requests}
-        self._engine.add(requests, self._deliver)
+    def _add(self, requests: Sequence[Request], receiver: Receiver) -> None:
+        self._receivers |= {each.request_id: receiver for each in requests}
+        self._engine.add(requests, lambda event: self._deliver(event.request_id, event))
 
-    def _deliver(self, event: Event) -> None:
-        self._put(event.request_id, event, event.result is not None)
-
-    def _put(self, request_id: int, event: Event | EngineStoppedError, is_last: bool) -> None:
-        mailbox = self._mailboxes.get(request_id)
-        if mailbox is None:  # it has been sent the engine's fault
+    def _deliver(self, request_id: int, event: Event | EngineStoppedError) -> None:
+        receiver = self._receivers.get(request_id)
+        if receiver is None:  # it has been sent the engine's fault
             return
-        if is_last:
-            del self._mailboxes[request_id]
+        if isinstance(event, EngineStoppedError) or event.result is not None:
+            del self._receivers[request_id]
             self.leave()
         try:
-            mailbox(event)
+            receiver(event)
         except RuntimeError:  # its event loop is closed: the client is gone
             self.abort([request_id])
         if threading.current_thread() is not self._thread:  # another thread steps the engine
@@ -162,7 +159,7 @@ class EngineThread:
 
     def _drop(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
-            if request_id in self._mailboxes:
+            if request_id in self._receivers:
                 self._engine.cancel(request_id)
 
     def _end(self, fault: EngineStoppedError | None) -> None:
@@ -170,9 +167,9 @@ class EngineThread:
             self._is_over = True
             self._changed.notify_all()
         self._obey(0.0)
-        for request_id in [*self._mailboxes]:
+        for request_id in [*self._receivers]:
             if fault is not None:
-                self._put(request_id, fault, is_last=True)
+                self._deliver(request_id, fault)
             try:
                 self._engine.cancel(request_id)
             except Exception as error:  # of an engine that has failed already
