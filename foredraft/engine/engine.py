@@ -46,10 +46,6 @@ _CHECK_EVERY = 1000
 _log = logging.getLogger("foredraft")
 
 
-def _new_seed() -> int:
-    return secrets.randbits(SEED_BITS)
-
-
 @dataclass(frozen=True)
 class EngineOptions:
     """How an engine runs.
@@ -77,7 +73,7 @@ class EngineOptions:
     cost: CostModel | None = None
     trace: Trace | None = None
     clock: Callable[[], float] = time.perf_counter
-    new_seed: Callable[[], int] = _new_seed
+    new_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS)
 
 
 class Engine:
@@ -222,10 +218,6 @@ class Engine:
         """Requests that run or wait."""
         return len(self._scheduler)
 
-    def is_live(self, request_id: int) -> bool:
-        """Whether a request is running or waiting."""
-        return self._scheduler.find(request_id) is not None
-
     def step(self, policy: Policy | None = None) -> list[Event]:
         """One step: a token at least for each request whose prompt has been read.
 
@@ -316,7 +308,7 @@ class Engine:
         """Step until an event has arrived (another thread may bring it), or no more can."""
         while not inbox:
             with self.lock:
-                if inbox or not any(map(self.is_live, live)):
+                if inbox or not any(map(self._scheduler.find, live)):
                     return
                 self.step(policy)
 
@@ -364,8 +356,9 @@ class Engine:
 
     def _check_beginning(self, prompt: Sequence[int]) -> None:
         """Refuse a decoder prompt that a reply cannot continue."""
-        limit = self.target.max_context
-        check_ids(prompt, self.target.vocab_size, limit - 1, context_holds(limit))
+        most = self.target.max_context
+        limit = f"this model's maximum context length is {most} tokens"
+        check_ids(prompt, self.target.vocab_size, most - 1, limit)
 
     def _begin_reply(
         self, prompt: Sequence[int], params: SamplingParams, source: Source | None
@@ -563,11 +556,6 @@ class Engine:
 
     def _is_proof(self, request: Request) -> bool:
         return self.proof is not None and self.proof.owns(request)
-
-
-def context_holds(limit: int) -> str:
-    """The limit of a prompt in words."""
-    return f"this model's maximum context length is {limit} tokens"
 
 
 def check_ids(prompt: Sequence[int], vocab_size: int, most: int, limit: str) -> None:

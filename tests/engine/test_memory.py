@@ -99,9 +99,9 @@ def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
     assert ended == [running, urgent, plain]
     low = engine.submit([4], params)
     for _ in range(1200):  # urgent requests without end
-        if not engine.is_live(low):
+        if not engine._scheduler.find(low):
             break
         while engine.stats().waiting < 3:
             engine.submit([5], replace(params, max_tokens=1), priority=1)
         engine.step()
-    assert not engine.is_live(low)
+    assert not engine._scheduler.find(low)
