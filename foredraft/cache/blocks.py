@@ -77,7 +77,7 @@ class BlockPool:
                 "more (cache_memory)"
             )
         while self.num_used + count + self.index.num_unused > limit:
-            self.unname(self.index.oldest)
+            self.unpublish(self.index.oldest)
         taken = []
         for _ in range(count):
             if self._returned:
@@ -113,16 +113,16 @@ class BlockPool:
         """Whether the block is shared or may be found by others."""
         return self._users[block] > 1 or block in self.index
 
-    def unname(self, block: int) -> None:
+    def unpublish(self, block: int) -> None:
         """Unpublish a block and all blocks behind it."""
         for freed in self.index.remove(block):
             heapq.heappush(self._returned, freed)
 
-    def name(self, before: bytes, tokens: Sequence[int], block: int) -> NamedBlock:
+    def publish(self, before: bytes, tokens: Sequence[int], block: int) -> NamedBlock:
         """Publish a used block; returns the block that others find. See `PrefixIndex.add`."""
         node = self.index.add(before, tokens, block)
         while (shorter := self.index.shorter(node)) is not None:
-            self.unname(shorter)
+            self.unpublish(shorter)
         return node
 
     def exchange(self, node: NamedBlock, block: int) -> NamedBlock:
@@ -136,13 +136,13 @@ class BlockPool:
     def forget(self) -> None:
         """Free all cached blocks."""
         while self.index.num_unused:
-            self.unname(self.index.oldest)
+            self.unpublish(self.index.oldest)
 
     def distrust(self) -> None:
         """Unpublish all blocks."""
         for block in self.index.blocks:
             if block in self.index:  # not gone along with one before it
-                self.unname(block)
+                self.unpublish(block)
 
     def start_over(self) -> None:
         """Number blocks from 0 again; all must be free."""

@@ -28,7 +28,7 @@ class Cache:
     Args:
         max_length: the most tokens a slot may hold.
         memory: the limit of all entries, including those of added layers.
-        block_size: entries of a block, which `name` lets others find once it is full.
+        block_size: entries of a block, which `publish` lets others find once it is full.
         device: where added layers live.
 
     Attributes:
@@ -221,7 +221,7 @@ class Cache:
         """The blocks of the longest beginning of a text that a slot can begin with."""
         return self.pool.index.find(owner, tokens)
 
-    def name(self, slot: int, tokens: Sequence[int]) -> None:
+    def publish(self, slot: int, tokens: Sequence[int]) -> None:
         """Publish the slot's full blocks for sharing, while the slot stays in use.
 
         Blocks of a slot without an owner (see `allocate`) are not published.
@@ -237,7 +237,7 @@ class Cache:
             state.names.clear()  # the blocks before it were another slot's, and they were evicted
         for index in range(len(state.names), min(state.length, len(tokens)) // size):
             text = tokens[index * size : (index + 1) * size]
-            state.names.append(self._name_block(state, index, text).name)
+            state.names.append(self._publish_block(state, index, text).name)
 
     def retire(self, slot: int, tokens: Sequence[int]) -> None:
         """Free the slot, but keep its first entries cached until their memory is needed.
@@ -250,17 +250,17 @@ class Cache:
             raise ValueError(
                 f"slot {slot} counts {state.length} entries, not those of {len(tokens)}"
             )
-        self.name(slot, tokens)
-        named = list[int]()
+        self.publish(slot, tokens)
+        blocks = list[int]()
         if state.owner is not None:
             full, size = len(tokens) // self.block_size, self.block_size
             nodes = map(self.pool.index.full, state.names[:full])
-            named = [node.block for node in nodes if node is not None]
+            blocks = [node.block for node in nodes if node is not None]
             if rest := tokens[full * size :]:
                 del state.names[full:]
-                named.append(self._name_block(state, full, rest).block)
+                blocks.append(self._publish_block(state, full, rest).block)
         self.free(slot)
-        self.pool.index.touch(named)  # its own, and those of others that hold the same
+        self.pool.index.touch(blocks)  # its own, and those of others that hold the same
 
     def distrust(self) -> None:
         """Some entries are bad: find none of those that are there now again.
@@ -309,7 +309,7 @@ class Cache:
             blocks = self._new_blocks([table[index] for index in shared], num_new)
             for index in mine:
                 if table[index] in self.pool.index:  # not gone along with one before it
-                    self.pool.unname(table[index])
+                    self.pool.unpublish(table[index])
                 self._cut_notes(state, index)
         for index, block in zip(shared, blocks, strict=False):
             self.pool.give_back([table[index]])
@@ -317,12 +317,12 @@ class Cache:
             self._cut_notes(state, index)
         table.extend(blocks[len(shared) :])
 
-    def _name_block(self, state: Slot, index: int, text: Sequence[int]) -> NamedBlock:
+    def _publish_block(self, state: Slot, index: int, text: Sequence[int]) -> NamedBlock:
         """Publish one of a slot's blocks, or another with as much of the text."""
         assert state.owner is not None
         before = state.names[index - 1] if index else state.owner
         block = state.table[index]
-        node = self.pool.name(before, text, block)
+        node = self.pool.publish(before, text, block)
         if node.block == block or len(node.tokens) > len(text) or block in self.pool.index:
             return node
         if sum(layers.num_held(block) - layers.num_held(node.block) for layers in self._layers) > 0:

@@ -375,8 +375,8 @@ class StateCache(KVCache):
             count -= 1
         return nodes[:count], count * self.block_size
 
-    def _name_block(self, state: Slot, place: int, text: Sequence[int]) -> NamedBlock:
-        node, block = super()._name_block(state, place, text), state.table[place]
+    def _publish_block(self, state: Slot, place: int, text: Sequence[int]) -> NamedBlock:
+        node, block = super()._publish_block(state, place, text), state.table[place]
         if node.block != block and len(text) == len(node.tokens) and block in self._ends:
             self._ends.setdefault(node.block, self._ends.pop(block))
         return node

@@ -190,7 +190,7 @@ class Request:
         room: the most nodes that it may draft in the next step.
         order: its position in every queue; see `Scheduler`.
         has_begun: whether it has ever been in the batch.
-        num_named: published blocks of its text, which other requests can share.
+        num_published: published blocks of its text, which other requests can share.
         num_reused: tokens of the prompt that were in the cache when it began.
         num_prompt_read: the most tokens of the prompt that were in the cache after a step.
         casts_doubt: whether it ended with an error of which cached entries may be the cause.
@@ -224,7 +224,7 @@ class Request:
     room: int = 0
     order: tuple[int, int] = (0, 0)
     has_begun: bool = False
-    num_named: int = 0
+    num_published: int = 0
     num_reused: int = 0
     num_prompt_read: int = 0
     finish_reason: FinishReason | None = None

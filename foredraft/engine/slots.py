@@ -30,7 +30,7 @@ def begin(cache: Cache, request: Request, headroom: int = HEADROOM) -> None:
         request.slot, request.num_cached = _new_slot(cache, request, headroom)
     except NO_MEMORY as error:
         raise as_cache_full(error) from error
-    request.num_named = 0
+    request.num_published = 0
     if not request.has_begun:
         request.num_reused = min(request.num_cached, request.num_prompt)
         request.has_begun = True
@@ -50,9 +50,9 @@ def publish(cache: Cache, requests: Sequence[Request]) -> None:
     """Publish the full blocks that these requests have prefilled, while they continue."""
     for request in requests:
         num_full = request.num_cached // cache.block_size
-        if num_full > request.num_named and request.slot >= 0:
-            request.num_named = num_full
-            cache.name(request.slot, request.tokens)
+        if num_full > request.num_published and request.slot >= 0:
+            request.num_published = num_full
+            cache.publish(request.slot, request.tokens)
 
 
 def must_wait(cache: Cache, request: Request, running: Sequence[Request]) -> bool:

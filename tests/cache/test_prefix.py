@@ -175,7 +175,7 @@ def test_a_block_is_found_while_its_request_runs_and_layers_fill_it_for_all(prob
     layers = probe.cache.add_layers(LAYERS, torch.float32)
     slot, _ = requests.begin(TEXT)
     layers.write(0, slot, 0, state(110), state(110))
-    requests.cache.name(slot, TEXT)
+    requests.cache.publish(slot, TEXT)
     used = probe.cache.usage.used
     early, num_cached = open_slot(requests.cache, TEXT)
     assert (num_cached, layers.covered(early)) == (192, 110)
@@ -223,12 +223,12 @@ def test_what_is_distrusted_is_found_no_more(probe: Probe) -> None:
     requests.run([7, 8, 9], salt="other")
     bad, _ = requests.begin([*TEXT[:150], 5])
     beside, _ = requests.begin([*TEXT[:140], 6])
-    requests.cache.name(beside, [*TEXT[:140], 6])
+    requests.cache.publish(beside, [*TEXT[:140], 6])
     requests.cache.distrust()
     release(requests.cache, bad, [*TEXT[:150], 5])
     requests.cache.check()
     assert probe.read(beside) == TEXT[:140]
-    requests.cache.name(beside, [*TEXT[:140], 6])
+    requests.cache.publish(beside, [*TEXT[:140], 6])
     release(requests.cache, beside, [*TEXT[:140], 6])
     requests.cache.check()
     assert requests.run(TEXT) == 0

@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
     @rule(slot=slots)
     def note(self, slot: int) -> None:
         """Others find its full blocks from now on."""
-        self.cache.name(slot, [*self.lists[slot], 1])
+        self.cache.publish(slot, [*self.lists[slot], 1])
         if slot in self.salts:
             self.known.setdefault(self.salts[slot], []).append(list(self.lists[slot]))
 

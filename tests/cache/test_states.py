@@ -80,7 +80,7 @@ def test_states_are_those_of_the_text(seed: int, rewinds: int) -> None:
         text = texts[slot]
         action = dice.random()
         if len(text) > 120 or action < 0.05:
-            cache.name(slot, text)
+            cache.publish(slot, text)
             known.append(text)
             cache.retire(slot, text)
             del texts[slot]
@@ -113,7 +113,7 @@ def test_states_are_those_of_the_text(seed: int, rewinds: int) -> None:
                 assert states[len(pending) + path[number]] == of_text(behind)
             cache.keep(slot, len(pending), kept)
             text += [nodes[node] for node in kept]
-            cache.name(slot, text)
+            cache.publish(slot, text)
         cache.check()
     assert num_found > 0
 

@@ -357,8 +357,9 @@ class Simulation:
             for other in self.engine._scheduler.running:
                 if other.tenant == row.tenant:
                     held = other.tokens[: other.num_cached // size * size]
-                    is_named = other.num_named * size == len(held) or not self._interrupting
-                    (texts if is_named and not other.is_over else uncertain).append(held)
+                    is_full = other.num_published * size == len(held)
+                    is_published = is_full or not self._interrupting
+                    (texts if is_published and not other.is_over else uncertain).append(held)
             least, most = (
                 max((common_prefix(row.tokens[:-1], text) for text in each), default=0)
                 for each in (texts, texts + uncertain)

@@ -88,15 +88,15 @@ def a_drafter_that_is_not_ready_and_counts_as_asked(patch: Patch) -> None:
 
 def guesses_in_what_others_begin_with(patch: Patch) -> None:
     """Entries that a drafter leaves behind the text, on the target's own cache."""
-    name = Cache.name
+    publish = Cache.publish
 
     def hasty(self: Cache, slot: int, tokens: Sequence[int]) -> None:
         state, length = self.slot(slot), self.length(slot)
         state.length = min(len(state.table) * self.block_size, len(tokens))
-        name(self, slot, tokens)
+        publish(self, slot, tokens)
         state.length = length
 
-    patch.setattr(Cache, "name", hasty)
+    patch.setattr(Cache, "publish", hasty)
 
 
 def a_row_that_nobody_drafts_for_after_a_preemption(patch: Patch) -> None:

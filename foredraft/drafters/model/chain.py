@@ -217,7 +217,7 @@ class DraftCache:
             self._model.score([score_row for _, score_row in reads])
         for row, score_row in reads:
             self.keep(row.request_id, score_row.pending)
-            self._cache.name(score_row.slot, self._slots[row.request_id].cached)
+            self._cache.publish(score_row.slot, self._slots[row.request_id].cached)
         return found
 
     def catch_up(self, row: DraftRow) -> list[int]:

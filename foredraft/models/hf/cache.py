@@ -209,7 +209,7 @@ class HFCache(Cache):
     def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
         return self._find(owner, tokens)[1]
 
-    def name(self, slot: int, tokens: Sequence[int]) -> None:
+    def publish(self, slot: int, tokens: Sequence[int]) -> None:
         if self._slots[slot].owner is not None:
             end = min(self.length(slot), len(tokens)) // self.block_size * self.block_size
             self._held[slot].text = tuple(tokens[:end])
