@@ -63,8 +63,8 @@ class Proposal:
     def is_drawn(self) -> bool:
         return isinstance(self, DrawnProposal)
 
-    def plain(self) -> Proposal:
-        """The draft for a record that outlives the step: without tensors."""
+    def without_tensors(self) -> Proposal:
+        """The draft for a record that outlives the step."""
         return self
 
 
@@ -81,7 +81,7 @@ class DrawnProposal(Proposal):
     draft_probs_NV: Tensor = field(kw_only=True, repr=False)
     replacement: bool = field(default=True, kw_only=True)
 
-    def plain(self) -> DrawnProposal:
+    def without_tensors(self) -> DrawnProposal:
         none_NV = self.draft_probs_NV.new_empty((0, self.draft_probs_NV.shape[-1]))
         return replace(self, draft_probs_NV=none_NV)
 

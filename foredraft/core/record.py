@@ -95,7 +95,8 @@ class RowStep(NamedTuple):
         num_read: pending tokens that the step reads.
         drafter: name of the row's current drafter; None: the row has none.
         budget: nodes that this drafter was asked for; 0 if it was not asked or not ready.
-        proposal: the draft, from the drafter or from the row's rules (see `Proposal.plain`).
+        proposal: the draft, from the drafter or from the row's rules; for controllers and traces
+            `Proposal.without_tensors`.
         verdict: result of verification; None after a chunk of a prompt.
         committed: the tokens that were committed, in order; none after a chunk.
         num_accepted: how many of them were drafted.

@@ -242,8 +242,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.draft_params = replace(self.params, seed=None)
-        plain = self.rules.filters_only
-        self.first_key = DrawKey.of(self.params, self.seed, 0) if plain else DrawKey(self.seed, 0)
+        known = self.rules.filters_only
+        self.first_key = DrawKey.of(self.params, self.seed, 0) if known else DrawKey(self.seed, 0)
         # drafters have encoders of their own
         self.draft_source = self.source and replace(self.source, states_SE=None)
         if self.params.speculation != "auto":

@@ -65,7 +65,7 @@ class Turn:
 
     def record(self) -> RowStep:
         """The row's part of the step's record: plain data."""
-        return self._row(self.proposal.plain())
+        return self._row(self.proposal.without_tensors())
 
     def seen(self, scores: Scores, index: int) -> RowStep:
         """The row's part of the step for its drafter, from row number ``index`` of the forward."""
@@ -127,11 +127,10 @@ class Turn:
             return ScoreRow(request.slot, pending, tree, False, source=request.source)
         draw = None if request.rules.scale is None else self.key
         is_drawn = isinstance(self.proposal, DrawnProposal) and self.key.scale > 0.0
-        plain = request.rules.filters_only and request.params.logprobs is None and not is_drawn
-        return ScoreRow(
-            *(request.slot, pending, tree, True, draw, request.source),
-            plain=self.key if plain else None,
-        )
+        needs_logits = request.params.logprobs is not None or is_drawn
+        device_draw = self.key if request.rules.filters_only and not needs_logits else None
+        row = request.slot, pending, tree, True, draw, request.source, device_draw
+        return ScoreRow(*row)
 
     def verify(self, scores: Scores) -> None:
         """Verify the draft, by the row's own rules and noise.

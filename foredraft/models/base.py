@@ -142,9 +142,9 @@ class ScoreRow:
             may draw them in the forward (`Scores.drawn`), or ignore this.
         source: the encoder's input for the row's text, the same in all forwards of a slot; targets
             without an encoder ignore it.
-        plain: key of the token after the pending ones, and by their positions of those after the
-            nodes, if temperature and filters are all that changes the laws, and verification needs
-            no probabilities. They can then be drawn where the logits are (`Scores.fetch`).
+        device_draw: key of the same tokens, and of those after the nodes of a tree, if their laws
+            are temperature and filters and verification needs no probabilities. `Scores.fetch`
+            then draws them where the logits are.
         shortlist: the tokens that a draft may name; a draft model may leave out the logits of all
             others, so that those of the first ids come first, then those of ``others``.
     """
@@ -155,7 +155,7 @@ class ScoreRow:
     wants_logits: bool = True
     draw: DrawKey | None = None
     source: Source | None = None
-    plain: DrawKey | None = None
+    device_draw: DrawKey | None = None
     shortlist: Shortlist | None = None
 
 
@@ -242,12 +242,12 @@ class Scores:
             return self._drawn_ahead([row.draw for row in rows])
         found = [*map(Scores.of_row, self._split())]
         others = [i for i, span in enumerate(self.row_wanted) if span]
-        greedy = [i for i in others if (key := rows[i].plain) and not key.scale]
+        greedy = [i for i in others if (key := rows[i].device_draw) and not key.scale]
         if self.draw and len(greedy) < len(others):
-            here = [i for i in others if rows[i].plain]
+            here = [i for i in others if rows[i].device_draw]
             keys = [key for i in here for key in _keys_of(rows[i])]
             _hand_out(found, here, self.draw(self._joined(here), keys) if here else ())
-            others, greedy = [i for i in others if not rows[i].plain], []
+            others, greedy = [i for i in others if not rows[i].device_draw], []
         if greedy:
             here_NV = self._joined(greedy)
             largest_N, best_N = here_NV.max(dim=1)
@@ -296,8 +296,8 @@ def is_on_host(tensor: Tensor) -> bool:
 
 def _keys_of(row: ScoreRow) -> list[DrawKey]:
     """Of the tokens after the pending ones and after each node, by their own noise."""
-    assert row.plain is not None
-    return [row.plain.ahead(depth) for depth in (0, *row.tree.depths)]
+    assert row.device_draw is not None
+    return [row.device_draw.ahead(depth) for depth in (0, *row.tree.depths)]
 
 
 def _hand_out(rows: list[Scores], indices: Sequence[int], drawn: Sequence[Law | None]) -> None:
