@@ -82,16 +82,11 @@ class ApiError(Exception):
         kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
-    def body_for(self, path: str) -> dict[str, Any]:
-        """The body of an answer on this path."""
-        return self.for_anthropic if is_anthropic(path) else self.for_openai
-
     def response(self, path: str) -> Response:
-        return JsonResponse(self.body_for(path), self.status, self.headers)
-
-
-def is_anthropic(path: str) -> bool:
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+        """The answer on this path, in the form of its API."""
+        is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+        body = self.for_anthropic if is_anthropic else self.for_openai
+        return JsonResponse(body, self.status, self.headers)
 
 
 def unavailable(message: str, code: str) -> ApiError:
