@@ -26,8 +26,8 @@ _ID = re.compile(r"([0-9a-f]{24})-([0-9a-f]{1,16})-([0-9a-f]{8})" + r"-(\d{1,9})
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A place in the stream of one reply, as the id of an event names it.
+class EventId:
+    """The id of a server-sent event: a place in the stream of one reply.
 
     Attributes:
         reply_id: of the reply.
@@ -55,8 +55,8 @@ class Mark:
         return "-".join((self.reply_id, f"{self.seed:x}", self.prompt, *map(str, counts)))
 
     @classmethod
-    def of(cls, text: str) -> Mark:
-        """Raises an `ApiError` if the text is no id of an event."""
+    def of(cls, text: str) -> EventId:
+        """Read an id; an `ApiError` if it is none."""
         found = _ID.fullmatch(text)
         if found is None:
             raise ApiError(400, f"Last-Event-ID is no id of an event: {text!r:.200}")
@@ -73,8 +73,8 @@ class StreamPlace:
         read: where the client lost the stream; None: it is a new one.
     """
 
-    now: Mark
-    read: Mark | None = None
+    now: EventId
+    read: EventId | None = None
     _held: list[Event] = field(default_factory=list)
     _is_cut: bool = False
 
@@ -164,10 +164,10 @@ def placed(
     prompt = blake2b(array("q", prompts[0]).tobytes(), digest_size=4).hexdigest()
     if last_event is None:
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
-        return replace(params, seed=seed), StreamPlace(Mark(secrets.token_hex(12), seed, prompt))
-    read = Mark.of(last_event)
+        return replace(params, seed=seed), StreamPlace(EventId(secrets.token_hex(12), seed, prompt))
+    read = EventId.of(last_event)
     if read.prompt != prompt:
         raise ApiError(400, "Last-Event-ID is of a stream with another prompt: ask as before")
     return replace(params, seed=read.seed), StreamPlace(
-        Mark(read.reply_id, read.seed, prompt), read
+        EventId(read.reply_id, read.seed, prompt), read
     )
