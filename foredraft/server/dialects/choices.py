@@ -13,7 +13,7 @@ from foredraft.engine.request import Event, GenerationResult
 from foredraft.server.answers import AnswerWriter, in_one_step, now
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Limit, Refused, Sets
-from foredraft.server.dialects.sampling import OpenAIFields, Schema, response_grammar
+from foredraft.server.dialects.sampling import SamplingFields, Schema, Stops, response_grammar
 from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.usage import usage_of
 from foredraft.server.wire import DONE, data_event
@@ -37,9 +37,10 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class ChoicesFields(OpenAIFields):
+class ChoicesFields(SamplingFields):
     """The fields of chat and completions alike."""
 
+    stop: Stops = None
     n: Annotated[int | None, Field(ge=1), Limit("max_n")] = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None

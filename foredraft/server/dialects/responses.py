@@ -31,12 +31,7 @@ from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
 from foredraft.server.dialects.request import ConversationFields, read_conversation
-from foredraft.server.dialects.sampling import (
-    OpenAIFields,
-    Schema,
-    Tools,
-    format_grammar,
-)
+from foredraft.server.dialects.sampling import Schema, Stops, Tools, format_grammar
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation, GenerationRequest, ReplyState
 from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
@@ -62,11 +57,12 @@ _ARGUMENTS = "response.function_call_arguments"
 _STATELESS = "nothing is stored: send the conversation so far as input"
 
 
-class ResponsesRequest(OpenAIFields, ConversationFields):
+class ResponsesRequest(ConversationFields):
     """Items to be replied to."""
 
     conversation_field: ClassVar[str] = "input"
 
+    stop: Stops = None
     input: Annotated[str | Items[dict[str, Any]] | None, entries("max_messages")] = None
     instructions: str | None = None
     max_output_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None

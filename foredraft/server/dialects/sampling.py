@@ -175,9 +175,3 @@ class SamplingFields(RequestBody):
             del values["top_p"]
         with naming_fields(names):
             return SamplingParams(**values), names
-
-
-class OpenAIFields(SamplingFields):
-    """The fields that OpenAI's APIs share."""
-
-    stop: Stops = None
