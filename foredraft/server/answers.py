@@ -57,8 +57,8 @@ async def caller_of(request: Request) -> Caller:
     return Caller(state.key_id, state.arrived, len(await request.body()), request.headers)
 
 
-Context = Annotated[ServerContext, Depends(context_of)]
-Called = Annotated[Caller, Depends(caller_of)]
+ContextDep = Annotated[ServerContext, Depends(context_of)]
+CallerDep = Annotated[Caller, Depends(caller_of)]
 
 
 def now() -> int:

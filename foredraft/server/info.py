@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from foredraft.server.answers import Context, error_responses
+from foredraft.server.answers import ContextDep, error_responses
 from foredraft.server.context import ServerContext
 from foredraft.server.errors import unavailable
 from foredraft.server.wire import JsonResponse
@@ -25,7 +25,7 @@ router = APIRouter()
 
 @probes.head("/live", include_in_schema=False)
 @probes.get("/live")
-async def live(context: Context) -> Response:
+async def live(context: ContextDep) -> Response:
     """Whether the process is well: while it is not, only a restart helps."""
     if not context.is_live:
         raise unavailable("the engine has stopped; see the server's log", "not_live")
@@ -34,7 +34,7 @@ async def live(context: Context) -> Response:
 
 @probes.head("/health", include_in_schema=False)
 @probes.get("/health")
-async def health(context: Context, ready: str = "0") -> Response:
+async def health(context: ContextDep, ready: str = "0") -> Response:
     """Whether the process is well and the model loaded. With ``?ready``, as `/ready`."""
     if ready.lower() not in ("0", "false"):
         return await is_ready(context)
@@ -46,7 +46,7 @@ async def health(context: Context, ready: str = "0") -> Response:
 
 @probes.head("/ready", include_in_schema=False)
 @probes.get("/ready")
-async def is_ready(context: Context) -> Response:
+async def is_ready(context: ContextDep) -> Response:
     """Whether it takes requests: not while the model is loaded, nor while it shuts down."""
     if not context.is_ready:
         raise unavailable("the server is loading or shutting down", "not_ready")
@@ -60,14 +60,14 @@ async def version() -> Response:
 
 
 @router.get("/metrics")
-async def metrics(context: Context) -> Response:
+async def metrics(context: ContextDep) -> Response:
     """Counters in Prometheus' text format."""
     text = await asyncio.to_thread(context.metrics.render)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models", responses=error_responses())
-async def list_models(context: Context) -> Response:
+async def list_models(context: ContextDep) -> Response:
     """The model that is served, under each of its names."""
     names = context.model_names
     models = [_described(context, name) for name in names]
@@ -77,7 +77,7 @@ async def list_models(context: Context) -> Response:
 
 
 @router.get("/v1/models/{model:path}", responses=error_responses())
-async def retrieve_model(model: str, context: Context) -> Response:
+async def retrieve_model(model: str, context: ContextDep) -> Response:
     """One of its names."""
     return JsonResponse(_described(context, context.check_model(model)))
 

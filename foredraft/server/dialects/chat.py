@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.server.answers import Called, Context, error_responses, respond, streamed
+from foredraft.server.answers import CallerDep, ContextDep, error_responses, respond, streamed
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import (
@@ -77,7 +77,7 @@ class ChatRequest(ChoicesFields, ConversationFields):
     responses={200: streamed("replies, whole or as events", **ANSWER), **error_responses()},
 )
 async def create_chat_completion(
-    body: ChatRequest, request: Request, context: Context, caller: Called
+    body: ChatRequest, request: Request, context: ContextDep, caller: CallerDep
 ) -> Response:
     """Reply to a conversation."""
     options = body.check_stream_options()

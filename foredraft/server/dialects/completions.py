@@ -15,7 +15,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.engine.request import Event, GenerationResult
 from foredraft.models.text.infill import Infill
-from foredraft.server.answers import Called, Context, error_responses, respond, streamed
+from foredraft.server.answers import CallerDep, ContextDep, error_responses, respond, streamed
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import ANSWER, ChoicesFields, ChoicesWriter
@@ -67,7 +67,7 @@ class CompletionRequest(ChoicesFields):
     responses={200: streamed("continuations, whole or as events", **ANSWER), **error_responses()},
 )
 async def create_completion(
-    body: CompletionRequest, request: Request, context: Context, caller: Called
+    body: CompletionRequest, request: Request, context: ContextDep, caller: CallerDep
 ) -> Response:
     """Continue prompts: text, texts, token ids, or lists of token ids."""
     body.check_stream_options()

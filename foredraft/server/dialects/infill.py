@@ -16,8 +16,8 @@ from foredraft.engine.request import Event
 from foredraft.models.text.infill import Infill
 from foredraft.server.answers import (
     AnswerWriter,
-    Called,
-    Context,
+    CallerDep,
+    ContextDep,
     error_responses,
     in_one_step,
     respond,
@@ -69,7 +69,7 @@ class InfillRequest(SamplingFields):
     },
 )
 async def infill(
-    body: InfillRequest, request: Request, context: Context, caller: Called
+    body: InfillRequest, request: Request, context: ContextDep, caller: CallerDep
 ) -> Response:
     """Fill a hole in, for models that have the tokens."""
     tokenizer = context.tokenizer

@@ -19,8 +19,8 @@ from foredraft.engine.request import Event
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnswerWriter,
-    Called,
-    Context,
+    CallerDep,
+    ContextDep,
     error_responses,
     in_one_step,
     json_answer,
@@ -212,7 +212,7 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     responses={200: streamed("a reply, whole or as events", **_ANSWER), **_ERRORS},
 )
 async def create_message(
-    body: MessagesRequest, request: Request, context: Context, caller: Called
+    body: MessagesRequest, request: Request, context: ContextDep, caller: CallerDep
 ) -> Response:
     """Reply to a conversation."""
     wanted = await context.on_thread(caller.size, read_conversation, context, body, caller)
@@ -223,7 +223,7 @@ async def create_message(
     "/v1/messages/count_tokens",
     responses={200: json_answer("how long a conversation is", input_tokens=int), **_ERRORS},
 )
-async def count_tokens(body: CountRequest, context: Context, caller: Called) -> Response:
+async def count_tokens(body: CountRequest, context: ContextDep, caller: CallerDep) -> Response:
     """Count the tokens of a conversation in the model's template, system and tools included."""
     context.check_model(body.model)
 

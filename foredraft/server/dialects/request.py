@@ -121,7 +121,7 @@ def read_conversation(
         if thinks
         else None,
     )
-    return _asked(
+    return _new_request(
         *(context, body, caller, model, (prompt,), params),
         operation="chat",
         opening=_opening(messages),
@@ -209,7 +209,7 @@ def read_prompts(
             raise ConfigError(
                 f"prompt {number} is empty: there is nothing to continue", field="prompt"
             )
-    return _asked(
+    return _new_request(
         *(context, body, caller, model, encoded, params),
         operation="text_completion",
         names=names,
@@ -218,7 +218,7 @@ def read_prompts(
     )
 
 
-def _asked(
+def _new_request(
     context: ServerContext,
     body: SamplingFields,
     caller: Caller,
@@ -228,10 +228,11 @@ def _asked(
     opening: str | None = None,
     **more: Any,
 ) -> GenerationRequest:
-    """The request with what all APIs say alike.
+    """A request with the fields that all APIs share.
 
     Args:
-        opening: names the session where the client does not.
+        opening: names the session if the client does not.
+        **more: other fields of `GenerationRequest`.
     """
     place, headers = None, caller.headers
     if body.stream:

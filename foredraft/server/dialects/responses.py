@@ -19,8 +19,8 @@ from foredraft.engine.request import Event
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnswerWriter,
-    Called,
-    Context,
+    CallerDep,
+    ContextDep,
     error_responses,
     in_one_step,
     now,
@@ -184,7 +184,7 @@ def _allowed(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> list[dic
     responses={200: streamed("a reply, whole or as events", **_ANSWER), **error_responses()},
 )
 async def create_response(
-    body: ResponsesRequest, request: Request, context: Context, caller: Called
+    body: ResponsesRequest, request: Request, context: ContextDep, caller: CallerDep
 ) -> Response:
     """Reply to a conversation. Nothing is stored."""
     wanted = await context.on_thread(caller.size, read_conversation, context, body, caller)

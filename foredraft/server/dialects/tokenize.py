@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
-from foredraft.server.answers import Called, Context, error_responses
+from foredraft.server.answers import CallerDep, ContextDep, error_responses
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, RequestBody, entries
@@ -43,7 +43,7 @@ class DetokenizeRequest(RequestBody):
 
 
 @router.post("/tokenize", responses=error_responses())
-async def tokenize(body: TokenizeRequest, context: Context, caller: Called) -> Response:
+async def tokenize(body: TokenizeRequest, context: ContextDep, caller: CallerDep) -> Response:
     """The token ids of a text, or of a conversation as the model is given it."""
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -52,7 +52,7 @@ async def tokenize(body: TokenizeRequest, context: Context, caller: Called) -> R
 
 
 @router.post("/detokenize", responses=error_responses())
-async def detokenize(body: DetokenizeRequest, context: Context, caller: Called) -> Response:
+async def detokenize(body: DetokenizeRequest, context: ContextDep, caller: CallerDep) -> Response:
     """The text of token ids, special tokens included."""
     context.check_model(body.model)
     tokenizer, size = context.tokenizer, context.tokenizer.vocab_size
@@ -67,7 +67,7 @@ async def detokenize(body: DetokenizeRequest, context: Context, caller: Called) 
 
 
 @router.get("/tokenizer_info", responses=error_responses())
-async def tokenizer_info(context: Context) -> Response:
+async def tokenizer_info(context: ContextDep) -> Response:
     """Information for clients that count tokens themselves."""
     tokenizer = context.tokenizer
     return JsonResponse(
