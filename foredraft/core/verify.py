@@ -141,9 +141,7 @@ def _prefix_success(
     weight = weights[length]
     if length == len(draft):
         return weight
-    uncovered = float(positive_part(weight * target[length], draft[length]).sum())
-    # 0/0 is weight 1 with nothing uncovered: target and draft have the same next distribution.
-    return uncovered / (uncovered + 1.0 - weight) if uncovered + 1.0 - weight > 0.0 else 1.0
+    return _uncovered_share(weight, positive_part(weight * target[length], draft[length]))
 
 
 def verify_traversal(proposal: DrawnProposal, laws: NodeLaws, key: DrawKey) -> Verdict:
@@ -189,14 +187,15 @@ class _Traversal:
         tree = self.proposal.tree
         target_V = normalised(self.laws(node).probs_V)
         children = tree.children.get(node, ())
-        draft_V = self._draft_probs(children[0]) if children else target_V
+        probs_NV = self.proposal.draft_probs_NV
+        draft_V = normalised(probs_NV[children[0]]) if children else target_V
         for child in children:
             token = tree.tokens[child]
             ratio = float(target_V[token] / draft_V[token])
             if accepted := self.visit(child, min(1.0, weight * ratio)):
                 return accepted
             residual_V = positive_part(weight * target_V, draft_V)
-            weight = _weight_after_rejection(weight, float(residual_V.sum()))
+            weight = _uncovered_share(weight, residual_V)
             target_V = normalised(residual_or(target_V, residual_V))
             if not self.proposal.replacement and child != children[-1]:
                 draft_V = draft_V.clone()
@@ -206,13 +205,12 @@ class _Traversal:
             return _Accepted(node, target_V)
         return None
 
-    def _draft_probs(self, node: int) -> Tensor:
-        return normalised(self.proposal.draft_probs_NV[node])
 
-
-def _weight_after_rejection(weight: float, uncovered: float) -> float:
-    # 0/0 is weight 1 with nothing uncovered: target and draft agree, and nothing is rejected.
+def _uncovered_share(weight: float, residual_V: Tensor) -> float:
+    """S / (S + 1 - w): a block's success, and the weight of a node after a child's rejection."""
+    uncovered = float(residual_V.sum())
     remaining = uncovered + 1.0 - weight
+    # 0/0 is weight 1 with nothing uncovered: target and draft have the same next distribution.
     return uncovered / remaining if remaining > 0.0 else 1.0
 
 

@@ -76,8 +76,7 @@ def test_another_weight_after_a_rejection_is_found(monkeypatch: pytest.MonkeyPat
     w, shape = world("random", 3), SHAPES["fork below a chain"]
     right = Steps(w, Drawn(shape), verify_traversal).text_law(3)
     assert total_variation(right, target_law(w, PLAIN, 3)) < ROUNDING
-    monkeypatch.setattr(
-        verify, "_weight_after_rejection", lambda weight, uncovered: min(1.0, uncovered / 0.6)
-    )
+    share = lambda weight, residual_V: min(1.0, float(residual_V.sum()) / 0.6)  # noqa: E731
+    monkeypatch.setattr(verify, "_uncovered_share", share)
     wrong = Steps(w, Drawn(shape), verify_traversal).text_law(3)
     assert total_variation(wrong, target_law(w, PLAIN, 3)) > 1e-3
