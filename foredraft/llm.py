@@ -35,7 +35,7 @@ from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import DEFAULT_MODEL, LoadOptions
-from foredraft.speculation import policy_for
+from foredraft.speculation import build_policy
 from foredraft.system.machine import give_memory_back
 
 _log = logging.getLogger("foredraft")
@@ -257,14 +257,15 @@ class LLM:
     @property
     def drafter_context(self) -> DrafterContext:
         """The context that drafters are built from."""
-        draft = self._draft
+        draft, plan, draft_plan = self._draft, self.plan, self.draft_plan
+        size_share = draft_plan.read_bytes / plan.read_bytes if plan and draft_plan else None
         return DrafterContext(
             self.target,
             draft.target if draft else None,
             self.options.drafter_options,
             self.tokenizer,
             draft.tokenizer if draft else None,
-            _size_share(self.plan, self.draft_plan),
+            size_share,
             is_fixed=self.options.num_draft_tokens is not None,
         )
 
@@ -294,7 +295,7 @@ class LLM:
     ) -> tuple[str, Policy]:
         name = resolve_drafter(options, self._draft is not None, self.target)
         context, cost = self.drafter_context, self.cost
-        policy = policy_for(name, options, context, cost, experience, drafter)
+        policy = build_policy(name, options, context, cost, experience, drafter)
         policy.rule, policy.prefix_caching = self._rule, options.prefix_caching
         return name if drafter else next(iter(policy.drafters), name), policy
 
@@ -420,8 +421,3 @@ def _rules_for(target: Target, tokenizer: Tokenizer | None, grammars: Grammars |
 def _warn_once(note: str) -> None:
     """Log that the model runs slower than it could, once for each reason."""
     _log.warning("foredraft runs slower than it could: %s (see `foredraft doctor`)", note)
-
-
-def _size_share(plan: ModelPlan | None, draft_plan: ModelPlan | None) -> float | None:
-    """Bytes that a forward of the draft model reads, over the target's, where both are known."""
-    return draft_plan.read_bytes / plan.read_bytes if plan and draft_plan else None

@@ -26,7 +26,7 @@ USUAL_CONTEXT, _MOST_NODES = 256, 16
 """Tokens before a step, and nodes of it, where what drafts cost is asked beforehand."""
 
 
-def policy_for(
+def build_policy(
     name: str,
     options: LoadOptions,
     context: DrafterContext,
