@@ -138,7 +138,7 @@ class SharedChoices:
             return _likeliest(law, count)
         at = self._num_tokens + depth
         scored = gumbel_top(law.logits_V, _num_looked_at(count), self._seed, at, law.scale)
-        return _best(scored, count, trust)
+        return choices_of(scored, count, trust)
 
     def draw_key(self, depth: int, scale: float) -> DrawKey | None:
         """The key that draws the `best` token of a law of merely scaled logits; None: unsupported.
@@ -151,10 +151,6 @@ class SharedChoices:
             return LIKELIEST
         return DrawKey(self._seed, self._num_tokens + depth, scale)
 
-    def among_sums(self, scored: Scored, count: int, trust: float = TRUST) -> list[Choice]:
-        """`best` of the sums of logit and noise that a device has made, best first."""
-        return _best(scored, count, trust)
-
     def best_each(
         self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
     ) -> list[list[Choice]]:
@@ -163,7 +159,7 @@ class SharedChoices:
             return [_likeliest(laws.law(index), count) for index in range(len(depths))]
         positions = [self._num_tokens + depth for depth in depths]
         found = laws.top(_num_looked_at(count), self._seed, positions)
-        return [_best(scored, count, trust) for scored in found]
+        return [choices_of(scored, count, trust) for scored in found]
 
     def among(
         self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
@@ -276,7 +272,8 @@ def _num_looked_at(count: int) -> int:
     return max(count + 1, NUM_LOOKED_AT)
 
 
-def _best(scored: Scored, count: int, trust: float) -> list[Choice]:
+def choices_of(scored: Scored, count: int, trust: float) -> list[Choice]:
+    """The first tokens of these, with their chances by all sums of scaled logit and noise."""
     chances = _softmax([trust * score for _, score in scored])
     pairs = zip(scored[:count], chances, strict=False)
     return [Choice(token, chance) for (token, _), chance in pairs]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import Choice, DrawnChoices
+from foredraft.core.choices import Choice, DrawnChoices, choices_of
 from foredraft.core.draws import Array
 from foredraft.core.named import NamedLaws, NamedTokens
 from foredraft.core.params import SamplingParams
@@ -208,7 +208,7 @@ def scored_choices(
     """
     assert not isinstance(row.choices, DrawnChoices)
     if row.choices.has_noise:
-        return row.choices.among_sums(level.scored, count, HEAD_TRUST)
+        return choices_of(level.scored, count, HEAD_TRUST)
     found = [Choice(token, math.exp(logit - level.total)) for token, logit in level.scored[:count]]
     found = [choice for choice in found if choice.chance >= LEAST_CHANCE]
     return blended(found, copied)[:count] if copied else found
