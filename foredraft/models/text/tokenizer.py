@@ -252,17 +252,12 @@ class Tokenizer:
 
         Args:
             tools: of the template for conversations with tools.
-        """
-        return self._encoder(tools).variables
-
-    def require_chat_template(self) -> None:
-        """See that conversations can be encoded.
 
         Raises:
             ConfigError: the model has no chat template.
             ModelLoadError: the template cannot be used.
         """
-        self._encoder(tools=False)
+        return self._encoder(tools).variables
 
     def _encoder(self, tools: bool) -> ChatEncoder:
         # Jinja is loaded only where there is something to render.
