@@ -194,7 +194,7 @@ class LLM:
         return view
 
     def _record_steps(self) -> None:
-        """Where steps run as recordings, make them: a reply would wait for each."""
+        """Record steps now if the target replays them; else a reply would wait for each."""
         if (steps := self.target.capabilities.recorded) is not None:
             self.policy.most_drafted = steps.most_drafted
             taps = sorted({tap for each in self.policy.drafters.values() for tap in each.taps})
@@ -206,28 +206,28 @@ class LLM:
 
     @property
     def controller(self) -> Controller:
-        """Decides how much is drafted, by which of the drafters."""
+        """The controller: chooses each row's drafter and number of draft tokens."""
         return self.policy.controller
 
     @property
     def name(self) -> str | None:
-        """Of the model; None when built from parts."""
+        """The model's name; None when built from parts."""
         return self.plan.name if self.plan else None
 
     @property
     def max_context(self) -> int:
-        """Tokens of a text, prompt and reply."""
+        """The most tokens of prompt and reply together."""
         return self.target.max_context
 
     @property
     def max_prompt(self) -> int:
-        """Tokens of a prompt: of an encoder's source, where the model has one."""
+        """The most tokens of a prompt; with an encoder, of its source."""
         encoder = self.target.capabilities.encoder
         return encoder.max_source if encoder else self.max_context
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The size of the vocabulary: token ids are below it."""
         return self.target.vocab_size
 
     @property
@@ -242,7 +242,7 @@ class LLM:
 
     @property
     def cache_bytes(self) -> int | None:
-        """Most bytes of keys and values; None: without a limit, or of a cache of transformers."""
+        """The most bytes of keys and values; None: no limit, or a cache of transformers."""
         memory = getattr(self.target.cache, "memory", None)
         return memory.num_bytes if isinstance(memory, CacheMemory) else None
 

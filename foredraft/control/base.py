@@ -17,9 +17,9 @@ class Row(Protocol):
     Attributes:
         tokens: all committed tokens, prompt included.
         params: what the user asked for.
-        drafter: the one that drafts for it now; None: none does.
-        excluded_drafters: drafters that do not draft for it: it asks for another one or for none,
-            they failed for it, are left out because they kept failing, or could not draft for it.
+        drafter: the drafter that it has now; None: it has none.
+        excluded_drafters: drafters that must not draft for it: it asks for another one or for none,
+            or they failed for it, are suspended, or could not draft for it.
         room: the most nodes that it may draft in the step to come.
         num_remaining: tokens that it may still commit.
     """
@@ -51,8 +51,8 @@ class Allowance:
     """The drafter, budget and prices of one row in the next step.
 
     Attributes:
-        drafter: the one that drafts for it from now on; None: none does. One that cannot join a
-            text in the middle does not come back.
+        drafter: the drafter of the row from now on; None: none. A drafter that cannot join a text
+            in the middle does not come back.
         budget: the most nodes that this drafter is asked for; 0 is a legal answer.
         prices: what nodes cost the row in this step.
         spare: nodes that it may add: see `DrafterTraits.spare`.

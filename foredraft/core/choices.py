@@ -73,18 +73,18 @@ class DrawKey(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, position: int) -> DrawKey:
-        """Of a law of temperature and filters alone."""
+        """The key for laws of temperature and filters alone."""
         scale = scale_of(params)
         filters = (params.top_k, params.top_p, params.min_p) if scale else ()
         return cls(seed, position, scale, *filters)
 
     @property
     def has_filters(self) -> bool:
-        """Whether there are any."""
+        """Whether top-k, top-p or min-p may remove tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def ahead(self, num_tokens: int) -> DrawKey:
-        """The key of a later position."""
+        """The key ``num_tokens`` positions later."""
         return type(self)(self.seed, self.position + num_tokens, *self[2:])
 
     def draw_target(self, law: Law, depth: int) -> int:

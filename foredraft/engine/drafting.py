@@ -31,9 +31,9 @@ _MOST_NOT_READY = 8
 
 
 def begin(request: Request, others: Sequence[Request]) -> None:
-    """A request has its slot: it names its drafter, or its controller does.
+    """Attach a drafter to a request that has its slot: the one it names, or its controller's.
 
-    A drafter that keeps something for each token may lack what the target's cache holds: see
+    A drafter with cache layers of its own may lack entries that the target's cache holds: see
     `LoadedDrafter.can_follow`.
 
     Args:
@@ -83,7 +83,7 @@ def _follow(request: Request, loaded: LoadedDrafter, num_known: int) -> None:
 
 
 def _lose(request: Request) -> None:
-    """The request's drafter has failed for it, and has forgotten it already."""
+    """Detach a drafter that has failed for the request and forgotten it; it does not come back."""
     if request.drafter is not None:
         request.excluded_drafters.add(request.drafter)
         request.drafter = None
@@ -162,7 +162,7 @@ def taps(batch: Sequence[Turn]) -> Sequence[int]:
 
 
 def observe(batch: Sequence[Turn], scores: Scores) -> None:
-    """Tell drafters what became of the rows that they follow."""
+    """Pass each row's step to the drafter that follows it."""
     numbers = {turn: number for number, turn in enumerate(batch)}
     for loaded, turns in _by_drafter(batch, lambda _, loaded: loaded.traits.learns).items():
         with loaded.timed("learn_ms"):
@@ -179,7 +179,7 @@ def loaded_for(batch: Sequence[Turn]) -> list[LoadedDrafter]:
 
 
 def report(batch: Sequence[Turn], record: StepRecord) -> None:
-    """Tell controllers, and the traces of policies, of a step."""
+    """Pass a step's record to controllers and to the traces of policies."""
     by_policy = _by_policy(batch)
     for policy in by_policy:
         guarded(
@@ -196,7 +196,7 @@ def report(batch: Sequence[Turn], record: StepRecord) -> None:
 
 
 def forget(request: Request) -> None:
-    """Tell the request's controller that it is over."""
+    """Let the controller forget a request that is over."""
     controller = request.policy.controller
     guarded(
         lambda: controller.end(request.request_id),

@@ -56,16 +56,16 @@ class LoadedDrafter:
     Args:
         drafter: the drafter itself.
         target: the model that its proposals are scored by.
-        name: what controllers and records call it.
+        name: its name for controllers and records.
         most_nodes: see `DrafterTraits`.
         joins_late: see `DrafterTraits`.
-        clock: seconds, for what it takes.
+        clock: seconds, to time its calls.
 
     Attributes:
-        traits: what is known of it.
+        traits: its properties, under this name.
         layers: the cache layers of its own, with an entry for each token.
         num_faults: requests in which it failed.
-        times: what it has taken since the last record.
+        times: of its calls since the last record.
 
     Raises:
         ConfigError: it taps a layer that the target lacks.
@@ -92,7 +92,7 @@ class LoadedDrafter:
 
     @contextmanager
     def timed(self, field: str) -> Iterator[None]:
-        """Add what is done meanwhile to this field of `times`."""
+        """Add the time of the block to this field of `times`."""
         started = self._clock()
         yield
         ms = getattr(self.times, field) + 1e3 * (self._clock() - started)

@@ -23,7 +23,7 @@ def step(
     At least one token for every row that reads all of its pending ones.
 
     Args:
-        most_tokens: that drafters read.
+        most_tokens: the most tokens that drafters prefill.
         clock: seconds.
 
     Raises:
@@ -65,11 +65,11 @@ def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
 def _times(
     laps: Sequence[float], begun_before_ms: float, loaded: Sequence[LoadedDrafter]
 ) -> StepTimes:
-    """Times of the parts of a step; those of drafters begin anew.
+    """Milliseconds of each part of a step; the drafters' own times are reset.
 
     Args:
-        laps: seconds at which they ended; the first part is drafting.
-        begun_before_ms: what beginning to follow texts took before the step.
+        laps: seconds at the start of the step and at the end of each part.
+        begun_before_ms: time of `Drafter.begin` calls before the step.
     """
     drafters = {each.traits.name: each.times for each in loaded if each.times is not NO_TIMES}
     for each in loaded:

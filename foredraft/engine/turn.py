@@ -39,7 +39,7 @@ class Turn:
         budget: nodes that its drafter is asked for: 0 where rules force as many, or the drafter
             cannot draft now.
         forced: the tokens that the row's rules force, a draft that needs no drafter.
-        key: of its random numbers in this step.
+        key: the key of its random numbers in this step.
         wants_prompt_logprobs: whether the log probabilities of the tokens that it reads are wanted;
             see `PromptLogprobs`.
         path: nodes of the proposal that stay in the cache.
@@ -93,7 +93,7 @@ class Turn:
 
     @property
     def most_tokens(self) -> int:
-        """That the forward may read for it, drafted ones included."""
+        """The most tokens that the forward may read for the request, drafted ones included."""
         most = self.budget + self.allowance.spare if self.budget else 0
         return self.num_read + max(most, len(self.forced))
 
@@ -117,7 +117,7 @@ class Turn:
         self.budget, self.plain_reason = 0, why
 
     def score_row(self) -> ScoreRow:
-        """Its part of the forward."""
+        """The request's row of the forward."""
         request = self.request
         pending = request.tokens[self.context : self.context + self.num_read]
         if self.wants_prompt_logprobs:
@@ -194,7 +194,7 @@ class Turn:
         return (*[tokens[node] for node in verdict.path], *own) if verdict.path else own
 
     def _logprobs_by(self, verdict: Verdict, scores: Scores) -> list[TokenLogprobs]:
-        """Of the tokens of a verdict, by the logits of the nodes that they follow."""
+        """Log probabilities of a verdict's tokens, by the logits of the nodes that they follow."""
         count = self.request.params.logprobs
         if count is None:
             return []

@@ -187,13 +187,13 @@ class Scores:
 
     @classmethod
     def of_row(cls, logits_NV: Tensor, taps: Mapping[int, Tensor] | None = None) -> Scores:
-        """Of a forward of one row."""
+        """The scores of a forward of one row."""
         num_tokens = len(next(iter((taps or {}).values()), ()))
         return cls(logits_NV, (range(len(logits_NV)),), taps or {}, (range(num_tokens),))
 
     @classmethod
     def of(cls, rows: Sequence[Scores]) -> Scores:
-        """From rows that were scored one by one; of a single one nothing is copied."""
+        """Join the scores of rows that were scored one by one; a single row is not copied."""
         if len(rows) == 1:
             return rows[0]
         logits_NV = torch.cat([row.logits_NV for row in rows])
@@ -295,13 +295,13 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def _keys_of(row: ScoreRow) -> list[DrawKey]:
-    """Of the tokens after the pending ones and after each node, by their own noise."""
+    """The keys of the tokens after the pending ones and after each node."""
     assert row.device_draw is not None
     return [row.device_draw.ahead(depth) for depth in (0, *row.tree.depths)]
 
 
 def _hand_out(rows: list[Scores], indices: Sequence[int], drawn: Sequence[Law | None]) -> None:
-    """Give some of the rows what was drawn for them."""
+    """Add to some rows the laws with the tokens drawn from them."""
     found = iter(drawn)
     for i in indices:
         rows[i] = replace(rows[i], drawn=[next(found) for _ in rows[i].row_wanted[0]])
@@ -350,7 +350,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Of a target with an encoder, in which each row of a forward has a source.
+    """The limits of a target's encoder. Each row of such a target's forward has a source.
 
     Attributes:
         decoder_prompt: the decoder's tokens before every reply.
@@ -665,7 +665,7 @@ class LayeredTarget(Target, Protocol):
     def num_layers(self) -> int: ...
 
     def first_layers(self, count: int) -> Target:
-        """They, its final norm and its head, with a cache of their own."""
+        """The first layers, the final norm and the LM head, with a cache of their own."""
 
 
 class LowBitCopy(Protocol):

@@ -265,7 +265,7 @@ class ServerContext:
             abort: ends the work; its reader gets the error.
             expire: ends it because its time is over; its reader gets all that is there, or the
                 error.
-            timed_from: from when its time counts, in seconds of `time.perf_counter`.
+            timed_from: returns the start of its time-out, in seconds of `time.perf_counter`.
         """
         limit = self.settings.request_timeout
 

@@ -23,7 +23,7 @@ from foredraft.server.tools import NO_TOOLS, ToolUse
 
 _log = logging.getLogger("foredraft.server.reading")
 _LONG = 5.0
-"""Seconds of reading a prompt after which the log tells of it."""
+"""Seconds of prefill after which it is logged."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class ReplyState:
     Attributes:
         num_prompt_tokens: of its prompt.
         num_tokens: committed by now.
-        accepted: draft tokens accepted, by step that brought it something.
-        drafted: draft tokens verified, by step that brought it something.
-        arrived: when steps brought it something, in seconds of `time.perf_counter`.
-        logs_at: when the log is to tell that its prompt is being read; infinity: it has told.
+        accepted: draft tokens accepted, for each step that committed tokens.
+        drafted: draft tokens verified, for each of these steps.
+        arrived: the times of these steps, in seconds of `time.perf_counter`.
+        logs_at: when to log that its prompt is still being prefilled; infinity: it is logged.
         result: at its end.
     """
 
@@ -169,10 +169,10 @@ class Generation:
             yield index, event
 
     def timed_from(self, num_steps: int) -> float:
-        """From when the time of its replies counts, in seconds of `time.perf_counter`.
+        """The start of the time-out of its replies, in seconds of `time.perf_counter`.
 
-        It counts from the first token of the reply that began last. While one has not begun, it
-        counts from the last call that found progress, of the engine or of its replies.
+        It is the first token of the reply that began last; while one has not begun, the last call
+        that found progress, of the engine or of its replies.
 
         Args:
             num_steps: of the engine so far.
