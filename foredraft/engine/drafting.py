@@ -166,7 +166,7 @@ def observe(batch: Sequence[Turn], scores: Scores) -> None:
     numbers = {turn: number for number, turn in enumerate(batch)}
     for loaded, turns in _by_drafter(batch, lambda _, loaded: loaded.traits.learns).items():
         with loaded.timed("learn_ms"):
-            failed = loaded.observe([turn.seen(scores, numbers[turn]) for turn in turns])
+            failed = loaded.observe([turn.observation(scores, numbers[turn]) for turn in turns])
             for turn in turns if failed else ():
                 if turn.request_id in failed:
                     _lose(turn.request)

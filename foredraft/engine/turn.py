@@ -67,8 +67,8 @@ class Turn:
         """The row's part of the step's record: plain data."""
         return self._row(self.proposal.without_tensors())
 
-    def seen(self, scores: Scores, index: int) -> RowStep:
-        """The row's part of the step for its drafter, from row number ``index`` of the forward."""
+    def observation(self, scores: Scores, index: int) -> RowStep:
+        """The step for its drafter, with tensors, from row ``index`` of the forward."""
         row = scores[index]
         logits_NV = row.logits_NV[:0] if self.wants_prompt_logprobs else row.logits_NV
         return self._row(self.proposal, self.request.tokens_now, logits_NV, row.taps)
