@@ -40,15 +40,10 @@ class CompletionRequest(ChoicesFields):
     chat_template_kwargs: Annotated[Any, Refused("there is no conversation", {})] = None
     add_special_tokens: bool | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is to be generated: the prompts are only scored."""
-        return self.max_tokens == 0
-
     def parameters(self) -> dict[str, tuple[str, Any]]:
         """Echo with logprobs asks for those of the prompt, too."""
         parameters = super().parameters()
-        if self.is_empty:  # the engine generates a token at least, which is not shown
+        if self.max_tokens == 0:  # the engine generates a token at least, which is not shown
             parameters["max_tokens"] = ("max_tokens", 1)
         if self.echo and self.logprobs is not None:
             parameters["prompt_logprobs"] = ("logprobs", self.logprobs)
@@ -80,7 +75,7 @@ async def create_completion(
     wanted = await context.on_thread(
         caller.size, read_prompts, context, body, prompts, special, caller, ends
     )
-    wanted = replace(wanted, scores_only=body.is_empty)
+    wanted = replace(wanted, scores_only=body.max_tokens == 0)
     return await respond(CompletionWriter(context, wanted, body), body.stream, request)
 
 
@@ -109,7 +104,7 @@ class CompletionWriter(ChoicesWriter):
         self, context: ServerContext, request: GenerationRequest, body: CompletionRequest
     ) -> None:
         super().__init__(context, request, body.check_stream_options())
-        self._echo, self._is_empty = body.echo, body.is_empty
+        self._echo = body.echo
         texts = body.prompts()
         self._num_added = [
             self._count_added(*each) for each in zip(texts, request.prompts, strict=True)
@@ -124,8 +119,9 @@ class CompletionWriter(ChoicesWriter):
             ]
 
     def piece(self, index: int, event: Event) -> dict[str, Any] | None:
-        text = "" if self._is_empty else "".join(piece.text for piece in event.pieces)
-        tokens, entries = ((), ()) if self._is_empty else (event.token_ids, event.logprobs)
+        is_hidden = self.request.scores_only
+        text = "" if is_hidden else "".join(piece.text for piece in event.pieces)
+        tokens, entries = ((), ()) if is_hidden else (event.token_ids, event.logprobs)
         if self._echo and index not in self._begun and (event.token_ids or event.result):
             self._begun.add(index)
             text = self._prompt_text(index) + text
@@ -136,7 +132,7 @@ class CompletionWriter(ChoicesWriter):
         return {"text": text, "logprobs": logprobs} if text or logprobs else None
 
     def reason(self, index: int, result: GenerationResult) -> str:
-        return "length" if self._is_empty else finish_reason(result)
+        return "length" if self.request.scores_only else finish_reason(result)
 
     def _count_added(self, prompt: str | list[int], tokens: list[int]) -> int:
         """Number of start tokens that the tokenizer added; an echo does not repeat them."""
