@@ -261,10 +261,6 @@ class Request:
         return self._tokens_now
 
     @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
-
-    @property
     def num_pending(self) -> int:
         """Committed tokens that the cache does not hold yet."""
         return len(self.tokens) - self.num_cached
@@ -442,7 +438,7 @@ class Request:
         return GenerationResult(
             request_id=self.request_id,
             text=self.text.text,
-            token_ids=tuple(self.generated),
+            token_ids=tuple(self.tokens[self.num_prompt :]),
             finish_reason=self.finish_reason,
             stats=self.stats,
             seed=self.seed,
