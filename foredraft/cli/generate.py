@@ -72,6 +72,11 @@ def generate(
     if prompt is None:
         raise ConfigError("which text is to be continued? Name it, or '-' for standard input")
     if prediction is not None:
+        drafter = load.drafter if load.drafter == "none" else params.speculation
+        if drafter not in ("auto", "prediction"):
+            raise ConfigError(
+                f"--prediction is of no use with drafter {drafter!r}, which ignores it"
+            )
         params = replace(params, prediction=_read(prediction, "the prediction"))
     if json_schema is not None:
         try:

@@ -238,6 +238,10 @@ def test_a_prediction_speeds_up_and_changes_nothing(run: Run, tmp_path: Path) ->
     assert predicted["stats"]["drafted"] > 0
     asked = (*asked, "--drafter", "ngram")  # one that drafts without it
     assert json.loads(run(*asked, "--prediction", str(path)).stdout)["drafter"] == "prediction"
+    for name, *asked_for in (("none", "--drafter", "none"), ("off", "--set", "speculation=off")):
+        refused = run(*asked[:-2], "--prediction", str(path), *asked_for).exception
+        assert isinstance(refused, ConfigError)
+        assert f"--prediction is of no use with drafter {name!r}" in str(refused)
     result = run("generate", "x", "--prediction", "no/such/file")
     assert isinstance(result.exception, ConfigError)
     assert "the prediction no/such/file cannot be read" in str(result.exception)
