@@ -15,7 +15,7 @@ import inspect
 import os
 import re
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
@@ -178,9 +178,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hints[name], kind=kind))
     settable = {name: each for group in groups.values() for name, each in group.settable.items()}
     parameters += _common_options(parameters, settable)
+    parameters.append(Parameter(_CONTEXT, Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
     def run(**given: Any) -> None:
-        assigned = _assigned(settable, given.keys(), given.pop(_SET, None) or ())
+        flags = _flags_of(given.pop(_CONTEXT))
+        assigned = _assigned(settable, flags, given.pop(_SET, None) or ())
         objects = {name: group.build(given, assigned) for name, group in groups.items()}
         own = {name: value for name, value in given.items() if name in hints}
         command(**own, **objects)
@@ -192,7 +194,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_SET = "set_"
+_SET, _CONTEXT = "set_", "context_"
 
 
 def _common_options(
@@ -233,8 +235,15 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
     raise typer.Exit
 
 
+def _flags_of(context: typer.Context) -> dict[str, str]:
+    """The options of a command, by the names of what they set and by their own."""
+    options = [each for each in context.command.params if each.param_type_name == "option"]
+    own = {each.opts[0][2:].replace("-", "_"): each.opts[0] for each in options}
+    return own | {str(each.name): each.opts[0] for each in options}
+
+
 def _assigned(
-    settable: Mapping[str, _Field], options: Container[str], texts: Sequence[str]
+    settable: Mapping[str, _Field], flags: Mapping[str, str], texts: Sequence[str]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in texts:
@@ -242,8 +251,8 @@ def _assigned(
         name = name.replace("-", "_")
         if not equals:
             raise ConfigError(f"--set {text!r} is not NAME=VALUE")
-        if name in options:
-            raise ConfigError(f"--set {name}: it is the option --{name.replace('_', '-')}")
+        if name in flags:
+            raise ConfigError(f"--set {name}: it is the option {flags[name]}")
         if name not in settable:
             raise ConfigError(f"--set {name}: there is no such setting{nearest(name, settable)}")
         each = settable[name]
@@ -276,9 +285,12 @@ class _Group:
             annotation: Any = Annotated[kind | None, self._option(each)]
             yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
+    def _flag(self, each: _Field) -> str:
+        return self._derived.names.get(each.name) or each.flag
+
     def _option(self, each: _Field) -> Any:
         derived = self._derived
-        flag = derived.names.get(each.name) or each.flag
+        flag = self._flag(each)
         if each.option_type is bool:
             flag = f"{flag}/--no-{flag[2:]}"
         default = derived.defaults.get(each.name, each.default)
@@ -299,8 +311,10 @@ class _Group:
         """
         derived = self._derived
         from_file = self._from_file()
-        given = dict(derived.defaults) | from_file
-        given |= {name: value for name, value in assigned.items() if name in self.settable}
+        said = {name: value for name, value in assigned.items() if name in self.settable}
+        given = {**derived.defaults, **from_file, **said}
+        places = {name: f"{config.path()}: {name}" for name in from_file}
+        places |= {name: f"--set {name}" for name in said}
         for name, each in self._fields.items():
             value = values.pop(name)
             if value is None or value == []:
@@ -308,27 +322,32 @@ class _Group:
             if name in derived.parsers:
                 value = derived.parsers[name](value)
             elif each.is_mapping:
-                value = parse_assignments(each.flag, value)
+                value = parse_assignments(self._flag(each), value)
+            places[name] = self._flag(each)
             given[name] = tuple(value) if isinstance(value, list) else value
-        given |= derived.fixed
+        return self._made(given | dict(derived.fixed), places, bool(from_file))
+
+    def _made(self, given: dict[str, Any], places: Mapping[str, str], has_file: bool) -> Any:
+        """The object; an error names a value by the place where it was written."""
         try:
             return getattr(self._cls, "of", self._cls)(**given)
-        except (ConfigError, ValidationError) as error:
-            known = self._refused(error, given) if isinstance(error, ValidationError) else error
-            if not from_file:
-                raise known from None
-            raise ConfigError(f"{known} (settings are also read from {config.path()})") from error
+        except ValidationError as error:
+            raise self._refused(error, places) from None
+        except ConfigError as error:
+            name, space, problem = str(error).partition(" ")
+            if places.get(name) == (flag := self._derived.names.get(name)) and flag:
+                raise ConfigError(f"{flag}{space}{problem}") from None
+            if not has_file:
+                raise
+            raise ConfigError(f"{error} (settings are also read from {config.path()})") from error
 
-    def _refused(self, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
-        """The first value that pydantic refuses, by its option, its setting or its variable."""
+    def _refused(self, error: ValidationError, places: Mapping[str, str]) -> ConfigError:
+        """The first value that pydantic refuses, by the place where it was written."""
         first = error.errors()[0]
-        name, value = ".".join(map(str, first["loc"])), first.get("input")
-        where = f"{self._cls.model_config.get('env_prefix', '')}{name}".upper()
-        if name in given:
-            flag = f"--set {name}" if name in self.settable else self._fields[name].flag
-            where = self._derived.names.get(name) or flag
+        name, value = str(first["loc"][0] if first["loc"] else ""), first.get("input")
+        variable = f"{self._cls.model_config.get('env_prefix', '')}{name}".upper()
         known = re.findall(r"'(\w+)'", str(first.get("ctx", {}).get("expected", "")))
-        problem = f"{where} is {value!r:.100}: {first['msg'].lower()}"
+        problem = f"{places.get(name, variable)} is {value!r:.100}: {first['msg'].lower()}"
         return ConfigError(problem + nearest(str(value), known))
 
     def _from_file(self) -> dict[str, Any]:
@@ -347,7 +366,7 @@ class _Group:
         return {
             name: known[name].read(f"{config.path()}: {name}", value)
             for name, value in found.items()
-            if name in allowed and (prefix is None or f"{prefix}{name}".upper() not in os.environ)
+            if name in allowed and not (prefix and os.environ.get(f"{prefix}{name}".upper()))
         }
 
 
@@ -396,7 +415,7 @@ class _Field:
             problem = error.errors()[0]["msg"].lower()
             raise ConfigError(f"{place} is {value!r:.100}: {problem}") from None
         if self.is_mapping:
-            return parse_assignments(self.flag, found)
+            return parse_assignments(place, found)
         return tuple(found) if isinstance(found, list) else found
 
 

@@ -135,12 +135,12 @@ def _check_certificate(settings: ServerSettings) -> None:
     certificate, key = settings.ssl_certfile, settings.ssl_keyfile
     if certificate is None:
         if key is not None:
-            raise ConfigError("--ssl-keyfile is of no use without --ssl-certfile")
+            raise ConfigError("ssl_keyfile is of no use without ssl_certfile")
         return
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
     except OSError as error:  # those of ssl are, too
-        files = f"--ssl-certfile {certificate}" + (f", --ssl-keyfile {key}" if key else "")
+        files = f"ssl_certfile {certificate}" + (f", ssl_keyfile {key}" if key else "")
         raise ConfigError(f"{files}: {error.strerror or error}") from error
 
 

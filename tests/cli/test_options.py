@@ -208,7 +208,8 @@ def test_a_file_of_settings_goes_behind_options_and_environment(
         ("[model]\nthread = 1\n", "did you mean 'threads'"),
         ("[model]\nthreads = 'x'\n", "threads is 'x'"),
         ("[model]\nthreads = 0\n", str(file)),
-        ("[server]\nmax_n = 0\n", f"--set max_n is 0: .* {file}"),
+        ("[server]\nmax_n = 0\n", f"^{file}: max_n is 0: "),
+        ("[server]\nport = 99999\n", f"^{file}: port is 99999: "),
         ('[server]\napi_key = "a-secret-key"\n', "not read from this file: set FOREDRAFT_API_KEY"),
         ("x", "cannot be read"),
     ):
