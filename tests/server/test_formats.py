@@ -531,6 +531,18 @@ def test_definitions_and_many_arguments(tokenizer: Tokenizer, schema: dict[str, 
         assert follows(tokenizer, grammars, forced, text) == is_one
 
 
+def test_a_model_that_repeats_itself_comes_to_an_end(tokenizer: Tokenizer) -> None:
+    fits = partial(follows, tokenizer, Grammars(tokenizer, tokenizer.vocab_size))
+    for name, begin, call, more, end in (
+        ("lfm2.5", "<|tool_call_start|>[", "stop()", ", ", "]<|tool_call_end|>"),
+        ("hermes", "", '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>', "\n", ""),
+    ):
+        answer, spell = Grammar.json_schema(NODE), Spell(tokenizer.special_tokens)
+        grammar = reply_grammar(FORMS[name], spell, answer, TOOLS, parallel=True)
+        for number, is_one in ((1, True), (32, True), (33, False)):
+            assert fits(grammar, begin + more.join([call] * number) + end) == is_one
+
+
 def test_arguments_as_in_python(tokenizer: Tokenizer) -> None:
     """Those that may be left out stand behind the others; flags have Python's names."""
     grammars = Grammars(tokenizer, tokenizer.vocab_size)

@@ -23,6 +23,9 @@ _COMPACT = {
 """Options of llguidance: without the first a model may write spaces without end, and without the
 last a schema with ``oneOf`` is refused."""
 
+_MOST_CALLS = 32
+"""In a reply that a grammar binds: a model that repeats itself would call to its context's end."""
+
 
 class Format:
     """How the models of a family write thoughts and tool calls.
@@ -280,7 +283,7 @@ def _calls_rules(form: Format, spell: Spell, tools: Sequence[Tool], parallel: bo
             Grammar.json_schema(parameters_of(tool))  # is it a schema within bounds?
         except ConfigError as error:
             raise ConfigError(f"tools: {error}", field="tools") from error
-    more = f"({spell(form.between)} call)*" if parallel else ""
+    more = f"({spell(form.between)} call){{0,{_MOST_CALLS - 1}}}" if parallel else ""
     start, end = spell(form.before_call), spell(form.after_call)
     rules = f"calls: {start} call {more} {end}\ncall: {' | '.join(names)}\n"
     return rules + "".join(form.call_rules(*each, spell) for each in zip(names, tools, strict=True))
