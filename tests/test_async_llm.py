@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from foredraft import LLM, AsyncLLM, Grammar, SamplingParams
+from foredraft.async_llm import _idle_work
 from foredraft.core.errors import (
     ConfigError,
     EngineStoppedError,
@@ -292,15 +293,26 @@ def test_an_idle_one_that_nobody_holds_ends_its_thread() -> None:
 
 async def test_memory_is_given_back_after_a_while_without_requests() -> None:
     llm = new_llm()
-    found: list[float] = []
-    llm.give_memory_back = lambda: found.append(time.monotonic())  # type: ignore[method-assign]
+    found: list[int] = []
+    llm.give_memory_back = lambda: found.append(llm.engine.num_live)  # type: ignore[method-assign]
     async with AsyncLLM(llm, give_back_after=0.2) as engine:
         for number in (1, 2):
             await engine.generate([1, 2, 3], PARAMS)
-            over = time.monotonic()
-            await asyncio.sleep(0.5)
-            assert len(found) == number  # once after each work
-            assert found[-1] - over > 0.1
+            await until(lambda number=number: len(found) == number)  # type: ignore[misc]
+    assert found == [0, 0]
+
+
+def test_memory_is_given_back_once_after_each_work() -> None:
+    llm = new_llm()
+    found: list[int] = []
+    llm.give_memory_back = lambda: found.append(1)  # type: ignore[method-assign]
+    idle = _idle_work(llm, None, 10.0)
+    assert [idle(seconds) for seconds in (0.0, 4.0)] == [10.0, 6.0]
+    assert not found
+    assert [idle(seconds) for seconds in (10.0, 20.0)] == [None, None]
+    assert len(found) == 1
+    assert [idle(seconds) for seconds in (0.5, 10.5)] == [9.5, None]
+    assert len(found) == 2
 
 
 def test_cached_prompts_are_given_up() -> None:

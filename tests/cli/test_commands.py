@@ -228,7 +228,7 @@ def test_version() -> None:
 
 
 def test_a_prediction_speeds_up_and_changes_nothing(run: Run, tmp_path: Path) -> None:
-    asked = ("generate", "The ferry", "--max-tokens", "16", "--json")
+    asked = ("generate", "The ferry", "--max-tokens", "16", "--json", "--set", "calibrate=false")
     plain = json.loads(run(*asked, "--drafter", "none").stdout)
     path = tmp_path / "expected.txt"
     path.write_text(plain["text"], encoding="utf-8")
