@@ -14,6 +14,7 @@ from foredraft.cli import options as o
 from foredraft.cli.display import RichProgress, say, show_facts
 from foredraft.options import LoadOptions
 from foredraft.system.extras import EXTRAS, install_command
+from foredraft.system.paths import bytes_below, cache_root
 
 if TYPE_CHECKING:
     from foredraft.load import ModelPlan
@@ -78,6 +79,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     return {
         "machine": describe_machine(),
         "settings": str(file) if (file := config.path()) and file.is_file() else None,
+        "cache": _cached(),
         "drafter": name,
         "drafter_summary": spec.summary,
         "num_draft_tokens": spec.num_draft_tokens if budget is None else budget,
@@ -88,6 +90,13 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
             if package_version(package) is None
         },
     }
+
+
+def _cached() -> dict[str, Any]:
+    """The folder of cached files, and what each part of it takes."""
+    root = cache_root()
+    parts = sorted(each for each in root.glob("*") if each.is_dir())
+    return {"folder": str(root)} | {f"{each.name}_bytes": bytes_below(each) for each in parts}
 
 
 def model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from foredraft.kernels.instructions import (
     choose,
     unused_instructions,
 )
-from foredraft.system.paths import cache_root
+from foredraft.system.paths import cache_root, mark_used, remove_unused
 
 __all__ = ["SWITCH", "KernelUnavailable", "build", "find_compiler", "load_library"]
 
@@ -265,6 +265,7 @@ def _intact(directory: Path, prefix: str) -> Path | None:
             found = library.stat()
             if not _is_trusted(found.st_uid) or found.st_mode & _OTHERS_MAY_WRITE:
                 continue
+            mark_used(library)
             if _is_whole(library, prefix):
                 return library
     return None
@@ -303,12 +304,13 @@ def _flush(path: Path) -> None:
 
 
 def _remove_left_over(directory: Path, prefix: str) -> None:
-    """Remove files of killed builds, and damaged libraries. The caller holds the lock."""
+    """Remove files of killed builds, damaged libraries, and unused ones. The caller holds the lock."""
     for scratch in directory.glob("building-*"):
         shutil.rmtree(scratch, ignore_errors=True)
     for library in directory.glob(f"{prefix}-*.so"):
         with contextlib.suppress(OSError):
             library.unlink()
+    remove_unused(directory.glob("*.so"))
 
 
 def _loaded(library: Path) -> ctypes.CDLL:

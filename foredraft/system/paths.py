@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+_MONTH_SECONDS = 30 * 24 * 3600.0
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
@@ -27,3 +31,21 @@ def bytes_below(folder: Path) -> int:
         with suppress(OSError):  # another process may move it meanwhile
             total += path.stat().st_size if path.is_file() and not path.is_symlink() else 0
     return total
+
+
+def mark_used(path: Path) -> None:
+    """Note that a cached file is in use, for `remove_unused`."""
+    with suppress(OSError):  # it is another user's
+        os.utime(path)
+
+
+def remove_unused(paths: Iterable[Path]) -> None:
+    """Delete cached files and folders that have not been used for a month.
+
+    Versions of foredraft share a cache and do not know the names that others use, so the last use
+    decides. A process that has such a file open or mapped keeps its content.
+    """
+    for path in paths:
+        with suppress(OSError):  # in use on Windows, or gone
+            if time.time() - path.stat().st_mtime > _MONTH_SECONDS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -28,6 +28,7 @@ from torch import Tensor
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.safety import check_safetensors
 from foredraft.system.files import write_tensors
+from foredraft.system.paths import remove_unused
 from foredraft.train.progress import Monitor
 from foredraft.train.target import States, TrainingTarget
 from foredraft.train.texts import Text, digest_of
@@ -229,6 +230,7 @@ class Capture:
     def _make_room(self) -> int:
         """Bytes that all captures take, after removing old unused ones if necessary."""
         mine = {chunk.digest for chunk in self._chunks}
+        remove_unused(f for f in self._root.glob("*/*") if f.is_dir() and f.name not in mine)
         folders = [f for f in self._root.glob("*/*") if f.is_dir()] if self._root.is_dir() else []
         sizes = {f: sum(p.stat().st_size for p in f.iterdir()) for f in folders}
         wanted = sum(c.num_tokens for c in self._chunks) * self._bytes_per_token()

@@ -19,6 +19,7 @@ from foredraft.core.record import SpeculationStats
 from foredraft.kernels import build
 from foredraft.kernels.instructions import available
 from foredraft.system.extras import EXTRAS
+from foredraft.system.paths import cache_root
 from tests.cli.conftest import Run
 
 
@@ -119,6 +120,9 @@ def test_doctor_prints_the_plan(run: Run) -> None:
     parts = [target[f"{part}_bytes"] for part in ("weight", "cache", "work")]
     assert all(parts[:2])
     assert target["memory_bytes"] == sum(parts)
+    kept = report["cache"]
+    assert kept.pop("folder") == str(cache_root())
+    assert all(size >= 0 and name.endswith("_bytes") for name, size in kept.items())
     shown = " ".join(run("doctor").stdout.split())
     assert "dtype float32 cache dtype float32" in shown
     assert "models target name" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import cast
@@ -163,6 +164,23 @@ def test_what_is_kept_of_a_deleted_model_goes_with_the_next_one(tmp_path: Path) 
     KeptFiles.of(Checkpoint(tmp_path / "second"), least_bytes=0).keep_json("costs", "recipe", 3)
     left = {each.model for each in kept_models()}
     assert left == {tmp_path / "first", tmp_path / "second"}
+
+
+def test_pieces_that_no_version_has_used_for_long_go_with_the_next_one(
+    kept: KeptFiles, cache: Path
+) -> None:
+    kept.keep("used", "recipe", TENSORS)
+    kept.keep_json("costs", "recipe", 3)
+    kept.keep("unused", "recipe", TENSORS)
+    (cache / "weights").mkdir()
+    (cache / "weights" / "of-an-old-version.json").write_text("{}")
+    for path in cache.rglob("*"):
+        os.utime(path, (0, 0))
+    assert kept.tensors("used", "recipe") is not None
+    assert kept.read_json("costs", "recipe") == 3
+    kept.keep("new", "recipe", TENSORS)
+    left = {path.name for path in cache.rglob("*") if path.is_file()}
+    assert left == {"used", "used.index", "costs.json", "new", "new.index"}
 
 
 def test_small_models_keep_nothing(tmp_path: Path) -> None:

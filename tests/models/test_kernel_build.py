@@ -94,6 +94,28 @@ def test_a_changed_source_is_compiled_anew(
     assert compiler.num_compilations == 2
 
 
+def test_libraries_that_no_version_has_used_for_long_go(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    """Another version's that is used stays, however old it is."""
+    cache = tmp_path / "cache"
+    build(compiler.command, cache, sources)
+    texts = "int one;", "int two;", "int three;"
+    libraries = []
+    for text in texts:
+        (sources / "decoder.cpp").write_text(text)
+        libraries.append(build(compiler.command, cache, sources))
+    for each in libraries:
+        os.utime(each, (0, 0))
+    (sources / "decoder.cpp").write_text(texts[1])
+    assert build(compiler.command, cache, sources) == libraries[1]
+    assert all(each.exists() for each in libraries), "only a new one makes room"
+    (sources / "decoder.cpp").write_text("int four;")
+    newest = build(compiler.command, cache, sources)
+    assert [each.exists() for each in (*libraries, newest)] == [False, True, False, True]
+    assert len([*cache.glob("*.so")]) == 3
+
+
 def test_a_failing_compiler_is_quoted_and_leaves_nothing(sources: Path, tmp_path: Path) -> None:
     body = 'echo half > "$output"; printf "In file:\\nx.h:1: error: no such thing\\n" >&2; exit 1'
     failing, cache = FakeCompiler(tmp_path / "bin", body), tmp_path / "cache"

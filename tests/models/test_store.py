@@ -19,7 +19,7 @@ from foredraft.models.files import packaged
 from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, sums_of
 from foredraft.models.files.packaged import MODELS, SMOLLM2
 from foredraft.models.files.progress import SilentProgress
-from foredraft.models.files.store import resolve_model
+from foredraft.models.files.store import _Conversion, _make, resolve_model
 from foredraft.system.paths import cache_root
 from tests.models.progress import RecordedProgress
 
@@ -286,3 +286,22 @@ def test_the_built_in_model_resolves_to_a_checkpoint_that_passes(name: str) -> N
     from foredraft.models.files.safety import Checkpoint
 
     assert Checkpoint(resolve_model(name)).num_parameters == 134_515_008
+
+
+def test_descriptions_of_files_that_are_gone_go_once_they_are_old(tmp_path: Path) -> None:
+    """A file may lie on a disk that is not there today."""
+    file = tmp_path / "there.gguf"
+    file.touch()
+    sources = {"old": tmp_path / "gone", "new": tmp_path / "gone", "there": file}
+    for name, source in sources.items():
+        (tmp_path / f"gguf-{name}").mkdir()
+        (tmp_path / f"gguf-{name}" / "model-00001.gguf").symlink_to(source)
+        if name != "new":
+            os.utime(tmp_path / f"gguf-{name}", (0, 0))
+    made = _Conversion("gguf-made", "recipe", lambda into, *_: (into / "config.json").touch())
+    _make(tmp_path / "gguf-made", made, SilentProgress())
+    assert {each.name for each in tmp_path.glob("gguf-*")} == {
+        "gguf-new",
+        "gguf-there",
+        "gguf-made",
+    }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,6 +53,18 @@ def test_a_fine_tune_has_captures_of_its_own(
     read = counted_reads(monkeypatch)
     train(other, tmp_path / "two")
     assert sum(read) == len(some_texts())
+
+
+def test_captures_that_no_version_has_used_for_long_go_with_the_next_ones(
+    target: TrainingTarget, tmp_path: Path
+) -> None:
+    """Those of another version's forwards would never be found again."""
+    root = tmp_path / "captures"
+    for name, used in (("old", 0.0), ("used", time.time())):
+        (root / "another" / name).mkdir(parents=True)
+        os.utime(root / "another" / name, (used, used))
+    Capture(target, some_texts(), [0], root, math.inf).fill(Watch())
+    assert [path.name for path in (root / "another").iterdir()] == ["used"]
 
 
 def test_captures_are_of_one_type_of_numbers(target: TrainingTarget, checkpoint: Path) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from foredraft.models.files.manifest import sums_of, sums_of_file
 from foredraft.models.files.safety import Checkpoint
 from foredraft.system.files import replacing
-from foredraft.system.paths import bytes_below, cache_root
+from foredraft.system.paths import bytes_below, cache_root, mark_used, remove_unused
 
 LEAST_BYTES = 32 << 20
 """Smallest weight files of a cached model: smaller models are prepared faster than cached."""
@@ -99,8 +99,11 @@ class KeptFiles:
         if self.folder is None:
             return None
         with suppress(OSError, ValueError, TypeError, KeyError):
-            content = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
-            return content["value"] if content["recipe"] == recipe else None
+            path = self.folder / f"{name}.json"
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["recipe"] == recipe:
+                mark_used(path)
+                return content["value"]
         return None
 
     def keep_json(self, name: str, recipe: str, value: Any) -> None:
@@ -146,6 +149,7 @@ class KeptFiles:
         for other in self.folder.glob(instead_of) if instead_of else ():
             if other.name.removesuffix(".index") != name:
                 other.unlink(missing_ok=True)
+        remove_unused(_pieces())
         if size >= LEAST_BYTES:
             _LOG.warning(
                 "%.0f MB are kept for quick starts in %s; they may be deleted", size / 1e6, path
@@ -215,6 +219,13 @@ def kept_models() -> list[KeptModel]:
     return sorted(found, key=lambda each: -each.num_bytes)
 
 
+def _pieces() -> Iterator[Path]:
+    """All pieces, those of folders that earlier versions used too."""
+    for path in chain(*((cache_root() / name).rglob("*") for name in ("kept", "weights"))):
+        if path.name != _NOTE and path.is_file():
+            yield path
+
+
 def recipe_of(*parts: object) -> str:
     """A recipe of a piece's inputs: modules by their source, tensors by their bytes."""
     return hashlib.sha256("\n".join(map(_described, parts)).encode()).hexdigest()[:24]
@@ -259,6 +270,8 @@ def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
     index = json.loads(path.with_suffix(".index").read_text(encoding="utf-8"))
     if index["recipe"] != recipe:
         return None
+    mark_used(path)
+    mark_used(path.with_suffix(".index"))
     size = int(index["bytes"])
     if path.stat().st_size != size:
         raise ValueError(f"{path.stat().st_size} bytes instead of {size}")

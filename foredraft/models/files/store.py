@@ -25,7 +25,7 @@ from foredraft.models.files import gguf_checkpoint, lora
 from foredraft.models.files.manifest import find_damage, write_manifest
 from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress, SilentProgress
-from foredraft.system.paths import cache_root
+from foredraft.system.paths import cache_root, remove_unused
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)(?::([A-Za-z0-9_.-]+))?")
 _OF_THE_HUB = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/(?=[^/]+/[^/]+$)", re.IGNORECASE)
@@ -242,7 +242,14 @@ def _make(directory: Path, conversion: _Conversion, progress: Progress) -> None:
             directory.rename(scratch / "replaced")
         made.rename(directory)
         shutil.rmtree(download, ignore_errors=True)
+        remove_unused(filter(_is_of_nothing, directory.parent.glob("gguf-*")))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         with suppress(OSError):  # partial downloads stay
             download.rmdir()
+
+
+def _is_of_nothing(directory: Path) -> bool:
+    """Whether the GGUF file that it describes is gone, or on a disk that is not there."""
+    link = directory / "model-00001.gguf"
+    return link.is_symlink() and not link.exists()
