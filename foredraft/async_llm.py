@@ -14,12 +14,13 @@ from typing import Any, Self
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.checks import checked_int
 from foredraft.core.errors import ConfigError, EngineStoppedError
+from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.engine.drive import EngineThread
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import Policy
 from foredraft.engine.proof import LiveProof
-from foredraft.engine.request import Event, GenerationResult, ReplySoFar, Request
+from foredraft.engine.request import Event, GenerationResult, ReplySoFar, Request, owner_name
 from foredraft.engine.stats import EngineStats
 from foredraft.llm import LLM
 from foredraft.models.files.progress import Progress
@@ -302,10 +303,7 @@ class AsyncLLM:
         worker.enter(num_replies, self.llm.engine.max_batch_size + self._max_waiting)
         try:
             for grammar in {params.grammar for _, params in asked if params.grammar is not None}:
-                if self.llm.grammars is not None:
-                    # It has threads of its own: a slow grammar keeps no other request waiting.
-                    compiled = asyncio.wrap_future(self.llm.grammars.compile(grammar))
-                    await asyncio.shield(compiled)  # others may wait for it, too
+                await self._compiled(grammar, owner_name(tenant))
             requests = await asyncio.to_thread(self._prepare, asked, **options)
             ids = [request.request_id for request in requests]
             mailbox = _Mailbox(self._post)
@@ -315,6 +313,17 @@ class AsyncLLM:
             worker.leave(num_replies)
             raise
         return stream
+
+    async def _compiled(self, grammar: Grammar, owner: str | None) -> None:
+        """Wait until a grammar is compiled, by a thread that keeps no other request waiting."""
+        if (grammars := self.llm.grammars) is None:
+            return
+        compiled = asyncio.wrap_future(grammars.compile(grammar, owner))
+        try:
+            await asyncio.shield(compiled)  # others may wait for it, too
+        except asyncio.CancelledError:
+            grammars.give_up(grammar, owner)
+            raise
 
     async def stream(
         self,

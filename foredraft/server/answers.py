@@ -156,7 +156,8 @@ async def respond(writer: AnswerWriter, is_stream: bool | None, http: Request) -
         headers[DEFAULTS_HEADER] = ", ".join(named)
     if is_stream:
         events = writer.stream(), writer.error_event
-        return await stream_of(writer.context, *events, headers, request.place)
+        begun = stream_of(writer.context, *events, headers, request.place)
+        return await _unless_gone(http, begun)  # a grammar may take long before the first event
     answer = await _unless_gone(http, writer.whole())
     return await asyncio.to_thread(JsonResponse, answer, 200, headers)
 

@@ -272,6 +272,40 @@ def test_a_slow_grammar_keeps_no_other_waiting(
     assert compiled == [quick, slow]
 
 
+def test_what_nobody_waits_for_is_not_begun(
+    held: tuple[Grammars, threading.Event, list[Grammar]],
+) -> None:
+    grammars, go_on, compiled = held
+    slow = [Grammar.regex(f"slow{number}") for number in range(4)]
+    waits = [grammars.compile(each, "a") for each in slow]
+    grammars.compile(slow[3], "a")  # two wait for the last one
+    for each in (slow[0], slow[2], slow[3]):
+        grammars.give_up(each, "a")
+    go_on.set()
+    assert all(waits[number].result(20) for number in (0, 1, 3))
+    grammars.compile(Grammar.regex("x"), "a").result(20)
+    assert slow[2] not in compiled
+    assert grammars.compile(slow[2], "a").result(20), "it is begun when it is asked for again"
+
+
+def test_no_owner_holds_all_threads(
+    held: tuple[Grammars, threading.Event, list[Grammar]],
+) -> None:
+    """Requests that have left hold theirs until the end, for nothing ends a compilation."""
+    grammars, go_on, compiled = held
+    slow = [Grammar.regex(f"slow{number}") for number in range(9)]
+    waits = [grammars.compile(each, "a") for each in slow]
+    for each in slow[:5]:
+        grammars.give_up(each, "a")
+    assert grammars.compile(Grammar.regex("quick"), "b").result(20)
+    assert len(grammars._running) == 2
+    assert grammars.compile(slow[8], "b")  # another owner wants it, too
+    assert len(grammars._running) == 3
+    go_on.set()
+    assert all(wait.result(20) for wait in (*waits[:2], *waits[5:]))
+    assert not {*slow[2:5]} & {*compiled}
+
+
 def test_a_grammar_that_failed_is_tried_again(grammars: Grammars) -> None:
     for _ in range(2):
         with pytest.raises(GrammarError, match="unclosed group"):

@@ -26,11 +26,13 @@ from benchmarks.serve_load import run_load
 from benchmarks.server_process import ServerProcess
 from foredraft.audit.faults import FAULTS
 from foredraft.core.errors import ConfigError
+from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.engine.request import Event
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
+from foredraft.models.text.grammars import Grammars
 from foredraft.options import LoadOptions
 from foredraft.server.generation import Generation, GenerationRequest
 from foredraft.server.run import bind
@@ -70,6 +72,46 @@ def test_a_client_that_leaves_frees_its_request(
     assert shared.context.engine.stats().committed - before < 3000
     time.sleep(0.1)
     assert "Traceback" not in caplog.text, "clients leave; that is no fault of the server"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_a_client_no_longer_waits_for_is_not_compiled(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    go_on, begun, compile_now = threading.Event(), list[str](), Grammars._compile
+
+    def compile_slowly(self: Grammars, grammar: Grammar) -> Any:
+        begun.append(grammar.source)
+        assert go_on.wait(20)
+        return compile_now(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_slowly)
+    with running(load) as server, server.client() as client:
+        connections = list[socket.socket]()
+        for number in range(4):
+            rule = {"structured_outputs": {"regex": f"a{number}"}}
+            connections.append(raw_request(server, LONG | rule | {"stream": stream}))
+            wait_until(lambda: sum(server.context._num_live_of.values()) == len(connections))
+        wait_until(lambda: len(begun) == 2)
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: not server.context._num_live_of)
+        go_on.set()
+        rule = {"structured_outputs": {"regex": "b"}}
+        answer = client.post(CHAT, json={"messages": USER} | rule)
+        assert answer.json()["choices"][0]["message"]["content"] == "b"
+    assert sorted(begun) == ["a0", "a1", "b"]
+
+
+class SlowTarget(TableModel):
+    """Takes its time, and counts the steps."""
+
+    steps, seconds = 0, 0.2
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        time.sleep(self.seconds)
+        self.steps += 1
+        return super().score(rows, taps)
 
 
 class GatedTarget(TableModel):

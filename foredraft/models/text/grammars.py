@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 _MAX_KEPT = 64
 """Compiled grammars that are kept, the most recently used."""
-_NUM_WORKERS = 2
+_NUM_WORKERS = 3
+_MOST_OF_OWNER = 2
+"""Of these, at most so many compile for one owner: no client can hold them all."""
 _MAX_ROW_ITEMS = 4 * MAX_OPTIONAL
 """Parser items after one token. An optional property of a JSON object takes four, and a step takes
 time in proportion: 30 ms at this bound."""
@@ -47,12 +50,30 @@ _JSON_SPACE = r"( |\n[ \t]{0,32})?"
 """Between the parts of JSON: without a bound, a reply may be white space to its end."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A grammar that is compiled, or will be.
+
+    Attributes:
+        waiting: for how many calls of each owner.
+    """
+
+    grammar: Grammar
+    compiled: Future[LLMatcher] = field(default_factory=Future)
+    waiting: Counter[str | None] = field(default_factory=Counter)
+
+    @property
+    def has_failed(self) -> bool:
+        done = self.compiled
+        return done.done() and (done.cancelled() or done.exception() is not None)
+
+
 class Grammars:
     """Makes matchers for the tokenizer of one model. Safe to use from several threads.
 
     Grammars are compiled by threads of their own, at low priority where the system has one for
     threads. llguidance releases the interpreter's lock while it compiles, so neither the engine
-    nor an event loop waits.
+    nor an event loop waits. Nothing ends a compilation that has begun.
 
     Args:
         tokenizer: of the model.
@@ -61,7 +82,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._jobs: OrderedDict[Grammar, _Job] = OrderedDict()
+        self._queue, self._running = list[_Job](), list[str | None]()  # which owners compile
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_NUM_WORKERS, "foredraft-grammar", lower_priority)
 
@@ -72,8 +94,11 @@ class Grammars:
         """
         self._pool.submit(lambda: self._ll_tokenizer)
 
-    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Start to compile a grammar, unless it is compiled or being compiled.
+    def compile(self, grammar: Grammar, owner: str | None = None) -> Future[LLMatcher]:
+        """Have a grammar compiled, unless it is compiled or being compiled.
+
+        Args:
+            owner: of the request: few grammars of one are compiled at a time.
 
         Returns:
             A future, which others may share, with the matcher that `new_matcher` copies.
@@ -81,13 +106,49 @@ class Grammars:
             where the model has no end-of-text token.
         """
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is None or (found.done() and found.exception() is not None):
-                found = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > _MAX_KEPT:
-                self._compiled.popitem(last=False)
-            return found
+            job = self._jobs.get(grammar)
+            if job is None or job.has_failed:
+                job = self._jobs[grammar] = _Job(grammar)
+                self._queue.append(job)
+            job.waiting[owner] += 1
+            self._jobs.move_to_end(grammar)
+            if len(self._jobs) > _MAX_KEPT:
+                done = [each for each, job in self._jobs.items() if job.compiled.done()]
+                for each in done[:1]:
+                    del self._jobs[each]
+            self._start()
+            return job.compiled
+
+    def give_up(self, grammar: Grammar, owner: str | None = None) -> None:
+        """A call of `compile` waits no longer. What nobody waits for is not begun."""
+        with self._lock:
+            job = self._jobs.get(grammar)
+            if job is None or job not in self._queue:
+                return
+            job.waiting[owner] -= 1
+            if not +job.waiting:
+                self._queue.remove(job)
+                del self._jobs[grammar]
+
+    def _start(self) -> None:
+        """Begin what may begin, the oldest first. For whoever holds the lock."""
+        for job in [*self._queue]:
+            free = [o for o in +job.waiting if self._running.count(o) < _MOST_OF_OWNER]
+            if not free or len(self._running) == _NUM_WORKERS:
+                continue
+            self._queue.remove(job)
+            if job.compiled.set_running_or_notify_cancel():
+                self._running.append(free[0])
+                self._pool.submit(self._run, job, free[0])
+
+    def _run(self, job: _Job, owner: str | None) -> None:
+        try:
+            job.compiled.set_result(self._compile(job.grammar))
+        except BaseException as error:
+            job.compiled.set_exception(error)
+        with self._lock:
+            self._running.remove(owner)
+            self._start()
 
     def new_matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of a text. Waits until the grammar is compiled.
