@@ -304,7 +304,7 @@ def _flush(path: Path) -> None:
 
 
 def _remove_left_over(directory: Path, prefix: str) -> None:
-    """Remove files of killed builds, damaged libraries, and unused ones. The caller holds the lock."""
+    """Remove files of killed builds, damaged and unused libraries. The caller holds the lock."""
     for scratch in directory.glob("building-*"):
         shutil.rmtree(scratch, ignore_errors=True)
     for library in directory.glob(f"{prefix}-*.so"):
