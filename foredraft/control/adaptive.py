@@ -306,8 +306,17 @@ class AdaptiveBudget:
         drafter = plan.drafters[row.request_id] if budget else row.drafter
         if drafter is not None and not budget and not self._stays(drafter, plan):
             drafter = None
-        spare = self._planner.drafters[drafter].spare if budget and drafter else 0
-        return Allowance(drafter, budget, plan.prices, row.room, spare, plan.reason)
+        spare, share = 0, None
+        if budget and drafter:
+            spare, share = self._planner.drafters[drafter].spare, self._token_share(drafter, plan)
+        return Allowance(drafter, budget, plan.prices, row.room, spare, plan.reason, share)
+
+    def _token_share(self, name: str, plan: Plan) -> float | None:
+        """See `Allowance`. A share from load, or an earlier start, is of the machine as it was."""
+        if self._planner.drafters[name].round_share is None:
+            return None
+        ms = self._times.round_ms(name, [*plan.drafters.values()].count(name))
+        return None if ms is None else ms / plan.plain_ms
 
     def _stays(self, name: str, plan: Plan) -> bool:
         """Whether a drafter goes on following a row that drafts nothing for now.

@@ -58,6 +58,8 @@ class Allowance:
         spare: nodes that it may add: see `DrafterTraits.spare`.
         reason: why the budget is 0, where it is, in a few words for people. The part behind a
             colon may differ from step to step.
+        token_share: recent time of a draft token, in plain steps, where each takes a forward of the
+            drafter; None: not known.
         num_forced: the most tokens that may be drafted because the row's rules leave no choice:
             they need no drafter and are all but certain.
     """
@@ -68,6 +70,7 @@ class Allowance:
     num_forced: int = 0
     spare: int = 0
     reason: str = ""
+    token_share: float | None = None
 
 
 NOTHING_ALLOWED = Allowance()

@@ -50,6 +50,7 @@ class DraftRow:
         source: input of an encoder-decoder's encoder; None for other models.
         stop_ids: tokens that end the request: chosen tokens after one are useless.
         spare: nodes beyond the budget that a drafter may add: see `DrafterTraits.spare`.
+        token_share: recent time of a token of its drafts, in plain steps; None: not known.
         shares: whether the drafter's state of this text may serve the tenant's other requests.
     """
 
@@ -67,6 +68,7 @@ class DraftRow:
     stop_ids: frozenset[int] = frozenset()
     spare: int = 0
     shares: bool = True
+    token_share: float | None = None
 
     @classmethod
     def of(

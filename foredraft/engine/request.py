@@ -10,8 +10,8 @@ from functools import partial
 from typing import NamedTuple
 
 from foredraft.cache.paged import Cache
+from foredraft.control.base import NOTHING_ALLOWED, Allowance
 from foredraft.core.choices import DrawKey
-from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.errors import (
     CacheFullError,
     ConfigError,
@@ -343,14 +343,14 @@ class Request:
     def draft_row(
         self,
         budget: int = 0,
-        prices: Prices = USUAL_PRICES,
+        allowance: Allowance = NOTHING_ALLOWED,
         num_cached: int | None = None,
-        spare: int = 0,
     ) -> DraftRow:
         """The request as a drafter sees it.
 
         Args:
-            budget, prices, spare: see `DraftRow`.
+            budget: see `DraftRow`.
+            allowance: what else it is told of a step.
             num_cached: tokens that will not be observed; None: those that the cache holds.
         """
         tokens, params = self.tokens_now, self.draft_params
@@ -361,14 +361,15 @@ class Request:
             budget,
             self.rules,
             partial(draft_choices, params, self.seed, len(tokens)),
-            prices,
+            allowance.prices,
             self.slot,
             self.tenant,
             self.num_cached if num_cached is None else num_cached,
             self.draft_source,
             self.stop_ids,
-            spare,
+            allowance.spare,
             self.shares,
+            allowance.token_share,
         )
 
     def fail(self, error: Exception) -> None:

@@ -108,9 +108,7 @@ class Turn:
 
     def draft_row(self, num_forced: int = 0) -> DraftRow:
         """The row as its drafter sees it, behind this many forced tokens."""
-        allowance = self.allowance
-        budget = self.budget - num_forced
-        return self.request.draft_row(budget, allowance.prices, spare=allowance.spare)
+        return self.request.draft_row(self.budget - num_forced, self.allowance)
 
     def draft_nothing(self, why: str) -> None:
         """Its drafter cannot draft for it now: the step goes on without a draft."""

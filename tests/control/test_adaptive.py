@@ -247,6 +247,17 @@ def test_costs_that_were_measured_beside_a_busy_neighbour_do_not_stick(
     assert disturbed.speedup > 1.0 + 0.85 * (quiet.speedup - 1.0)
 
 
+@pytest.mark.parametrize("kept", [0.08, 0.35, 1.2])
+def test_drafters_are_told_what_their_tokens_take_now(kept: float) -> None:
+    """From the first drafts of a process on, whatever the machine did when they were measured, and
+    again where plain steps become faster."""
+    done = Simulation({"self": self_like()}, round_share=kept, believed=FLAT)
+    for faster, num_steps in ((1.0, 20), (0.6, 120)):
+        done.cost = CostModel(tuple((n, faster * ms) for n, ms in FLAT))
+        (allowance,) = done.run(num_steps, 1).control.allow(done.rows)
+        assert allowance.token_share == pytest.approx(0.35 / faster, rel=0.1)
+
+
 UNTIMED: Times = ((1, 10.0), (2, 15.0), (4, 21.0), (8, 23.0), (16, 36.0))
 """Several tokens take twice as long as in `FLAT`, one does not."""
 

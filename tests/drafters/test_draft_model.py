@@ -69,6 +69,9 @@ def test_a_chain_that_is_doubted_ends_and_a_sure_one_goes_on() -> None:
         drafter.begin(DraftRow.of(count, tokens))
         (proposal,) = drafter.propose([replace(row(tokens, 6, count, params), prices=free)])
         assert len(proposal.tree) == count
+    drafter.begin(DraftRow.of(8, [0, 1]))  # a forward that has become as dear as a step
+    dear = replace(row([0, 1], 6, 8, params), prices=free, token_share=1.0)
+    assert len(drafter.propose([dear])[0].tree) == 1
     drafter.begin(DraftRow.of(9, [1, 0]))  # drawn: nothing is known of the chance
     drawn = replace(params, temperature=1.0, coupling="drawn")
     (proposal,) = drafter.propose([row([1, 0], 3, 9, drawn)])

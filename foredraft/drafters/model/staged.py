@@ -178,7 +178,10 @@ class StagedDrafter(BaseDrafter, ABC):
             return True
         tokens = sum(GUESSED**depth for depth in range(1 + len(guess)))
         rise = price_of(prices, before + tokens) - price_of(prices, before)
-        return _WORTH * chain.chance * tokens >= self._fit.shares[len(guess)] + rise
+        # The fit was measured beside whatever ran then: it counts until steps show a recent time.
+        taken = chain.row.token_share
+        share = self._fit.shares[len(guess)] if taken is None else tokens * taken
+        return _WORTH * chain.chance * tokens >= share + rise
 
     def _built(self, chain: ChainDraft) -> Proposal:
         """The chain, and guesses behind it where they are worth what their nodes cost."""
@@ -186,7 +189,8 @@ class StagedDrafter(BaseDrafter, ABC):
         may_grow = row.spare and row.params.coupling != "drawn"
         if self._guesser is None or not may_grow or not chain.goes_on or chain.num_left:
             return proposal
-        prices = _spare_prices(row.prices, len(chain.tokens), self._token_share, chain.chance)
+        share = self._token_share if row.token_share is None else row.token_share
+        prices = _spare_prices(row.prices, len(chain.tokens), share, chain.chance)
         row = replace(row, budget=row.spare, prices=prices)
         guess = self._guesser.propose_after(row, chain.tokens).tree
         if not guess.tokens:
