@@ -164,7 +164,7 @@ class StepTimes:
         learn_ms: `observe` of the drafters.
         read_ms: prefill by drafters with a model of their own.
         begin_ms: drafters began to follow texts, those included that began since the step before.
-        drafters: by drafter, as far as it is known.
+        drafters: by drafter, in records for a controller: its own drafters' times.
         num_read: tokens of texts that were read in `read_ms`; else it only looked for some.
     """
 

@@ -181,12 +181,15 @@ def loaded_for(batch: Sequence[Turn]) -> list[LoadedDrafter]:
 def report(batch: Sequence[Turn], record: StepRecord) -> None:
     """Pass a step's record to controllers and to the traces of policies."""
     by_policy = _by_policy(batch)
+    drafting_ms = sum(each.taken.draft_ms for each in loaded_for(batch))
     for policy in by_policy:
-        guarded(
-            partial(policy.controller.observe, record),
-            None,
-            "the controller failed to observe a step",
-        )
+        # Only its own drafters' times: drafters of another policy may have their names.
+        taken = {name: each.taken for name, each in policy.drafters.items()}
+        others_ms = drafting_ms - sum(each.draft_ms for each in taken.values())
+        draft_ms = max(0.0, record.times.draft_ms - others_ms)
+        times = replace(record.times, draft_ms=draft_ms, drafters=taken)
+        tell = partial(policy.controller.observe, replace(record, times=times))
+        guarded(tell, None, "the controller failed to observe a step")
         own = record
         if len(by_policy) > 1:
             pairs = zip(batch, record.rows, strict=True)

@@ -66,6 +66,7 @@ class LoadedDrafter:
         layers: the cache layers of its own, with an entry for each token.
         num_faults: requests in which it failed.
         times: of its calls since the last record.
+        taken: of its calls in that record's step.
 
     Raises:
         ConfigError: it taps a layer that the target lacks.
@@ -86,7 +87,7 @@ class LoadedDrafter:
             drafter.traits, name=name, most_nodes=most_nodes, joins_late=joins_late
         )
         self.layers = tuple(drafter.layers)
-        self.num_faults, self.times, self._clock = 0, NO_TIMES, clock
+        self.num_faults, self.times, self.taken, self._clock = 0, NO_TIMES, NO_TIMES, clock
         self._faults_in_a_row = self._num_left_out = 0
         self._observes_alone = False
 

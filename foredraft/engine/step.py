@@ -65,20 +65,18 @@ def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
 def _times(
     laps: Sequence[float], begun_before_ms: float, loaded: Sequence[LoadedDrafter]
 ) -> StepTimes:
-    """Milliseconds of each part of a step; the drafters' own times are reset.
+    """Milliseconds of each part of a step; the drafters' own times are reset, and left in `taken`.
 
     Args:
         laps: seconds at the start of the step and at the end of each part.
         begun_before_ms: time of `Drafter.begin` calls before the step.
     """
-    drafters = {each.traits.name: each.times for each in loaded if each.times is not NO_TIMES}
     for each in loaded:
-        each.times = NO_TIMES
+        each.taken, each.times = each.times, NO_TIMES
     draft_ms, score_ms, verify_ms, learn_ms = (1e3 * (end - start) for start, end in pairwise(laps))
-    begin_ms = sum(taken.begin_ms for taken in drafters.values())
-    read_ms = sum(taken.read_ms for taken in drafters.values())
+    begin_ms = sum(each.taken.begin_ms for each in loaded)
+    read_ms = sum(each.taken.read_ms for each in loaded)
     draft_ms -= begin_ms - begun_before_ms + read_ms
-    num_read = sum(taken.num_read for taken in drafters.values())
-    return StepTimes(
-        *(max(0.0, draft_ms), score_ms, verify_ms, learn_ms, read_ms, begin_ms), drafters, num_read
-    )
+    num_read = sum(each.taken.num_read for each in loaded)
+    spent = max(0.0, draft_ms), score_ms, verify_ms, learn_ms, read_ms, begin_ms
+    return StepTimes(*spent, num_read=num_read)

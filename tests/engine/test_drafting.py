@@ -17,11 +17,12 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import RowStep, StepRecord
 from foredraft.core.rules.base import Rules
 from foredraft.core.sampling import Law, law_of
-from foredraft.core.traits import DrafterTraits
+from foredraft.core.traits import OWN, DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine import drafting
+from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
 from foredraft.engine.request import GenerationResult, Request
@@ -189,6 +190,40 @@ def test_controllers_decide_for_their_own_rows_and_know_of_the_others() -> None:
     assert [turn.proposal.tree.tokens for turn in turns] == [(1, 1), (2, 2, 2, 2), (1, 1)]
     assert (setup.wants.others, other.wants.others) == ([1], [0, 2])
     assert (setup.copy.begun, other.copy.begun) == ({}, {1: (5, 6, 7)})
+
+
+def test_a_drafter_sees_what_its_controller_says() -> None:
+    setup = Setup()
+    setup.begin("copy")
+    setup.wants.next = {0: Allowance("copy", 2, (1.0, 1.5), token_share=0.3)}
+    row = setup.step()[0].draft_row()
+    assert (row.budget, row.prices, row.token_share) == (2, (1.0, 1.5), 0.3)
+
+
+class Slow(Noted):
+    """Takes as many seconds as its token says, by a clock that stands still otherwise."""
+
+    now = 0.0
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        Slow.now += self.token
+        return super().propose(rows)
+
+
+def test_a_controller_is_told_the_times_of_its_own_drafters() -> None:
+    """All drafters that people hand in have one name."""
+    clock = lambda: Slow.now  # noqa: E731
+    policies = [
+        Policy(Wants(), [LoadedDrafter(Slow(token), TARGET, joins_late=True, clock=clock)])
+        for token in (2, 5)
+    ]
+    engine = Engine(TARGET, policies[0], EngineOptions(clock=clock))
+    for policy in policies:
+        engine.submit([1], SamplingParams(speculation=OWN), policy=policy)
+    engine.step()
+    for policy, taken_ms in zip(policies, (2000.0, 5000.0), strict=True):
+        (step,) = policy.controller.steps  # type: ignore[attr-defined]
+        assert step.times.drafters[OWN].draft_ms == step.times.draft_ms == taken_ms
 
 
 def test_what_there_is_no_room_for_is_not_asked() -> None:
