@@ -232,13 +232,16 @@ class AdaptiveBudget:
                 guess_ms = guessed_ms(drafter, plain_ms)
                 learn_ms = follow_ms or guess_ms if record.is_decoding else most_ms
                 return (guess_ms if known_ms is None else known_ms) + learn_ms
-        usual_ms = expected_ms if known_ms is None else known_ms
-        if usual_ms is not None:
-            most_ms = HICCUP * max(num_rounds, 1) * usual_ms
-            if not record.is_decoding:
-                return min(draft_ms, most_ms) + learn_ms
+        usual_ms, rounds = expected_ms if known_ms is None else known_ms, max(num_rounds, 1)
         if not record.is_decoding:
-            return draft_ms + learn_ms
+            most_ms = draft_ms if usual_ms is None else HICCUP * rounds * usual_ms
+            return min(draft_ms, most_ms) + learn_ms
+        seen = [self._acceptance.num_seen(name, row.request_id) for row in rows if row.budget]
+        is_first = not drafter.reads and not all(seen)
+        if known_ms and is_first and draft_ms > max(HICCUP * rounds * known_ms, plain_ms):
+            # It reads texts as it first drafts for them, and does not say so.
+            self.ledger.invest(draft_ms - rounds * known_ms)
+            draft_ms = rounds * known_ms
         slowness = max(1.0, record.times.score_ms / forward_ms)
         return self._times.observe(
             *(name, num_asked, draft_ms / slowness),

@@ -37,6 +37,7 @@ class MadeUp:
         round_ms: of one row and node, where each takes a forward; 0: none does.
         promise, is_guess: see `DrafterTraits`.
         read_ms: of a token of the prompt, with a model of its own; 0: it has none.
+        unsaid_ms: of a token of a text, which it reads as it first drafts for it.
         shared: first tokens of each prompt that it has read for another.
         join_ms: to begin to follow a row in the middle of its text.
         looks_ms: to look whether there is anything to read, in each step.
@@ -53,6 +54,7 @@ class MadeUp:
     read_ms: float = 0.0
     join_ms: float = 0.0
     looks_ms: float = 0.0
+    unsaid_ms: float = 0.0
     shared: int = 0
 
     def traits(self, name: str, round_share: float) -> DrafterTraits:
@@ -159,6 +161,7 @@ class Simulation:
                     self._unread.discard(row.request_id)
                     num_read = len(row.tokens) - drafter.shared
                     mine["read_ms"] += drafter.read_ms * num_read
+                    mine["draft_ms"] += drafter.unsaid_ms * num_read
                     mine["num_read"] += num_read
         sizes = [(record.num_tokens, record.context) for record in records]
         slower_drafting, slower_forward = self.slowness(self.num_steps)

@@ -562,6 +562,18 @@ def test_what_joining_a_text_takes_is_booked_and_weighed() -> None:
     assert done.speedup > 0.98
 
 
+def test_a_text_that_a_drafter_reads_without_saying_so_is_no_price_of_its_drafts() -> None:
+    """One that is handed in may read a text as it first drafts for it: here for ten steps."""
+    own = MadeUp(constant(0.8), 1.0, nodes=4, unsaid_ms=1.0)
+    done, taken = Simulation({"own": own}, prompt=100).run(400, 1), list[float | None]()
+    for _ in range(400):
+        taken.append(done.run(1, 1).control._times.round_ms("own", 1))
+    assert {*taken} == {1.0}
+    unsaid_ms = done.spent_ms - done.control.ledger.spent_ms
+    assert unsaid_ms < 1.1 * 8 * 100, "the first ones may be what is made once"
+    assert done.control.ledger.owed_ms < 200
+
+
 def test_tokens_that_rules_force_teach_nothing() -> None:
     experience = Experience()
     control = AdaptiveBudget([DrafterTraits("a", 8, True)], CostModel(FLAT), experience)
