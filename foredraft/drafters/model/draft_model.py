@@ -50,10 +50,7 @@ _log = logging.getLogger("foredraft")
 
 _USUAL_FIT = Fit(0.75, 0.7, (0.25, 0.26, 0.28, 0.3))
 """Of a small model of the target's family: it is right less often in chats, and oftener in code."""
-_NUM_TIMED = 7
-_CONTEXT = 128
-_NUM_VERIFIED = 8
-"""Tokens of a forward that verifies, as it is timed."""
+_NUM_TIMED, _CONTEXT, _MOST_READ = 7, 128, MOST_GUESSES + 1
 
 
 class DraftModelDrafter(StagedDrafter):
@@ -129,38 +126,35 @@ def measured_fit(target: Target, model: Target, shortlist: Shortlist | None = No
         shortlist: the tokens that it may draft; None: all.
     """
     own, others = target.capabilities.apart, model.capabilities.apart
-    if own is None or others is None:
-        return _USUAL_FIT
-    if min(own.max_context, others.max_context) < _CONTEXT + _NUM_VERIFIED:
+    longest = _CONTEXT + _MOST_READ
+    if own is None or others is None or min(own.max_context, others.max_context) < longest:
         return _USUAL_FIT
 
     def measure() -> Tensor:
-        both = own.apart(_CONTEXT + _NUM_VERIFIED), others.apart(_CONTEXT + _NUM_VERIFIED)
+        both = own.apart(longest), others.apart(longest)
         slots = [each.cache.allocate() for each in both]
         for each, slot in zip(both, slots, strict=True):
             read(each, slot, [i % each.vocab_size for i in range(_CONTEXT)])
-        # The first round finds cold weights. Shares are of rounds, so that a busy neighbour of some
-        # of them, or of all, changes little.
+        # The first round finds cold weights; one that a neighbour disturbed is not in the median.
         rounds = [_times(both, slots, shortlist) for _ in range(1 + _NUM_TIMED)][1:]
         shares = [[lap / target_s for lap in laps] for target_s, *laps in rounds]
-        verify, *model_shares = (median(each) for each in zip(*shares, strict=True))
-        return torch.tensor([max(0.0, verify - 1) / (_NUM_VERIFIED - 1), *model_shares])
+        return torch.tensor([median(each) for each in zip(*shares, strict=True)])
 
     here = (cpu_name(), torch.get_num_threads(), describe_instructions(), this_week())
     recipe = recipe_of(own.identity, others.identity, shortlist, *here)
     try:
-        node_share, *shares = own.parts.kept("draft-model-fit", recipe, measure).tolist()
+        shares = own.parts.kept("draft-model-shares", recipe, measure).tolist()
     except NO_MEMORY as error:
         _log.info("what a draft model takes is not measured: %s", error)
         return _USUAL_FIT
-    return replace(_USUAL_FIT, shares=tuple(shares), node_share=node_share)
+    return replace(_USUAL_FIT, shares=tuple(shares))
 
 
 def _times(
     both: Sequence[Target], slots: Sequence[int], shortlist: Shortlist | None
 ) -> list[float]:
-    """Seconds of forwards of the target with one token and with several, and of the model's."""
-    sizes = [(0, 1), (0, _NUM_VERIFIED), *((1, 1 + more) for more in range(MOST_GUESSES + 1))]
+    """Seconds of a forward of the target with one token, and of the model's with one and more."""
+    sizes = [(0, 1), *((1, 1 + more) for more in range(_MOST_READ))]
     laps = [time.perf_counter()]
     for which, size in sizes:
         vocab_size = both[which].vocab_size
