@@ -77,7 +77,7 @@ class AdaptiveBudget:
         self._acceptance = Acceptance(experience.kinds, priors)
         self.ledger = Ledger()
         self._planner = Planner(drafters, cost, experience, self._acceptance, self.ledger)
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None  # the last one
         self._planned_for: tuple[int, ...] = ()
         self._left, self._every = 0, 1
         self._context = 64
@@ -103,15 +103,15 @@ class AdaptiveBudget:
             self._acceptance.begin(row.request_id, row.params)
         ids = tuple(row.request_id for row in (*rows, *others))
         self._left -= 1
-        plan, can_pay = self._plan, self._planner.can_pay
+        plan, can_pay = self.plan, self._planner.can_pay
         if plan is None or ids != self._planned_for or self._left <= 0 or not can_pay(plan):
             plan = self._planner.plan(rows, others, plan, self._num_steps)
             rest = min(self._planner.rests_until - self._num_steps, _EVERY_PLAIN)
             self._every = min(2 * self._every, _EVERY) if plan.budgets else max(_EVERY, rest)
-            if self._plan is None or plan.names != self._plan.names:
+            if self.plan is None or plan.names != self.plan.names:
                 self._every = 1
             self._left = TRIAL_STEPS if plan.is_trial else self._every
-            self._plan, self._planned_for = plan, ids
+            self.plan, self._planned_for = plan, ids
         if not others and self._times_plain(plan, len(rows)):
             self._left = 0
             plan = replace(plan, budgets={}, reason="plain decoding is timed")
@@ -258,7 +258,7 @@ class AdaptiveBudget:
 
     def report(self) -> dict[str, Any]:
         """Its decisions so far and its next one; see `foredraft measure`."""
-        plan, ledger = self._plan, self.ledger
+        plan, ledger = self.plan, self.ledger
         return {
             "steps": self._num_steps,
             "drafting": self._num_drafting,
@@ -270,11 +270,6 @@ class AdaptiveBudget:
             "drafter": plan.drafter if plan else None,
             "budget": max(plan.budgets.values(), default=0) if plan else 0,
         }
-
-    @property
-    def plan(self) -> Plan | None:
-        """The last one."""
-        return self._plan
 
     @property
     def first_tokens(self) -> list[FirstToken]:
@@ -297,11 +292,11 @@ class AdaptiveBudget:
         """A user named it: a warning says once that it does not draft."""
         names = [name for name, each in self._planner.drafters.items() if each.reads]
         key = names[0] if names else "", ""
-        if names and self._plan and not self._plan.budgets and key not in self._told:
+        if names and self.plan and not self.plan.budgets and key not in self._told:
             self._told.add(key)
             _log.warning(
                 "%s drafts nothing for now (%s); it is tried again from time to time",
-                *(names[0], self._plan.reason),
+                *(names[0], self.plan.reason),
             )
 
     def _allowance(self, row: Row, plan: Plan) -> Allowance:

@@ -77,10 +77,6 @@ class _Curve:
         nearest = min(times, key=lambda known: (abs(known - bucket), -known))
         return times[nearest] * num_rows
 
-    @property
-    def most_rows(self) -> int:
-        return 1 << max(self.known) if self.known else 0
-
 
 @dataclass
 class _PerToken:
@@ -173,7 +169,7 @@ class DraftTimes:
     def most_rows(self, drafter: str) -> int:
         """The most rows that it is known to have drafted for at once, roughly."""
         curve = self._proposing.get(drafter)
-        return curve.most_rows if curve else 0
+        return 1 << max(curve.known) if curve and curve.known else 0
 
 
 def _bucket(num_rows: int) -> int:
