@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,7 +97,8 @@ class EngineReplica:
         """Run a reply: an item when it is accepted, and one a step.
 
         Errors are items as well, so that they arrive as they are. The reply is aborted within one
-        step when the gate leaves.
+        step when the gate leaves. An engine that has stopped ends its process: Ray tells all gates
+        at once, which would ask it again until three health checks have failed.
         """
         try:
             stream = await self._engine.open(
@@ -111,6 +113,8 @@ class EngineReplica:
                 async for event in stream:
                     yield event
         except ForedraftError as error:
+            if not self._engine.is_healthy:
+                os._exit(1)
             yield error
 
     def record_autoscaling_stats(self) -> dict[str, float]:

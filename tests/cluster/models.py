@@ -39,8 +39,8 @@ class Death:
 
     Attributes:
         path: a file that holds ``after``. The engine that removes it dies, so there is one death a
-            file. If "stops" follows, the engine dies and its process lives; if "freezes" does, the
-            process stands still.
+            file. If "stops" follows, the engine's thread fails and nothing kills its process; if
+            "freezes" does, the process stands still.
         target: of the engine.
     """
 

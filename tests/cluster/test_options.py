@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,8 @@ def test_load_and_health(
 ) -> None:
     close = replica.EngineReplica.__del__
     monkeypatch.delattr(replica.EngineReplica, "__del__")  # Python would call it, too
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
     death = tmp_path / "death"
     load_one = partial(load, tokenizer_directory, death, 0.02)
     params = SamplingParams(max_tokens=500, seed=1, ignore_eos=True)
@@ -141,6 +144,7 @@ def test_load_and_health(
             assert await anext(item) is None
             await anext(item)
         assert engine.record_autoscaling_stats()["load"] >= 0.5
+        assert not codes
         death.write_text("1 stops")
         ends = [[event async for event in item][-1] for item in items]
         with pytest.raises(EngineStoppedError):
@@ -150,3 +154,4 @@ def test_load_and_health(
 
     for end in asyncio.run(run()):
         assert isinstance(end, EngineStoppedError)
+    assert set(codes) == {1}, "a stopped engine ends its process"
