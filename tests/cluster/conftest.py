@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,12 @@ import pytest
 from foredraft.llm import LLM
 from foredraft.server.settings import ServerSettings
 from tests.cluster.models import MAX_BATCH_SIZE, load
-from tests.server.conftest import free_port, running, tokenizer_directory  # noqa: F401
+from tests.server.conftest import (  # noqa: F401
+    free_port,
+    running,
+    tokenizer_directory,
+    wait_until,
+)
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -31,6 +35,8 @@ QUIET = {
 }
 WITH_START = pytest.mark.timeout(900)
 """Of tests that start a cluster: Ray and its engines take a busy machine five minutes."""
+_STARTED = 300.0
+"""Seconds in which an engine has started on a busy machine."""
 _STORE = 80 << 20
 _NOTHING: Mapping[str, Any] = {}
 
@@ -52,9 +58,17 @@ def running_engines() -> dict[str, int]:
     return {each["actor_name"]: each["pid"] for each in replicas if each["state"] == "RUNNING"}
 
 
-def idle_engine_freezes() -> None:
-    """One engine's process stands still, whether it has requests or not."""
-    os.kill(next(iter(running_engines().values())), signal.SIGSTOP)
+def two_engines(but: Mapping[str, int] = _NOTHING) -> dict[str, int]:
+    """`running_engines`, as soon as there are two, and others than ``but``."""
+    found: dict[str, int] = {}
+
+    def are_there() -> bool:
+        found.clear()
+        found.update(running_engines())
+        return len(found) == 2 and found != but
+
+    wait_until(are_there, _STARTED)
+    return found
 
 
 @dataclass
