@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.cluster.conftest import QUIET, Served, actors, serving, two_engines
+from tests.cluster.models import MAX_BATCH_SIZE
 from tests.server.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -258,19 +259,39 @@ def test_gates_agree_on_whose_is_what(machines: Any, tokenizer_directory: Path) 
 
 
 def test_a_full_queue_is_429(machines: Any, tokenizer_directory: Path) -> None:
-    with serving(tokenizer_directory, seconds=0.05, server={"max_waiting": 2}) as cluster:
+    """A full batch goes on, two requests wait, and the others are refused."""
+    path, endless = "/v1/chat/completions", {"max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with (
+        serving(tokenizer_directory, seconds=0.05, server={"max_waiting": 2}) as cluster,
+        cluster.client() as client,
+        ThreadPoolExecutor(12) as pool,
+    ):
 
         def one(seed: int) -> httpx.Response:
-            with cluster.client() as client:
-                return client.post("/v1/chat/completions", json=CHAT | {"seed": seed})
+            with cluster.client() as other:
+                return other.post(path, json=CHAT | {"seed": seed})
 
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(one, range(16)))
-        codes = [answer.status_code for answer in answers]
-        assert set(codes) == {200, 429}
-        assert codes.count(200) >= 4
-        assert all(a.headers["retry-after"] for a in answers if a.status_code == 429)
+        with contextlib.ExitStack() as batch:
+            live = []  # a generator that is dropped closes its stream
+            for _ in range(MAX_BATCH_SIZE):
+                stream = batch.enter_context(client.stream("POST", path, json=CHAT | endless))
+                live.append(stream.iter_lines())
+                while not has_content(next(live[-1])):
+                    pass
+            asked = [pool.submit(one, seed) for seed in range(12)]
+            wait_until(lambda: sum(each.done() for each in asked) == 10)
+            refused = [each.result() for each in asked if each.done()]
+            assert {answer.status_code for answer in refused} == {429}
+            assert all(answer.headers["retry-after"] for answer in refused)
+        codes = [each.result().status_code for each in asked]
+        assert (codes.count(200), codes.count(429)) == (2, 10)
         assert one(1).status_code == 200
+
+
+def has_content(line: str) -> bool:
+    """Whether a line of a chat's stream has text of the reply."""
+    event = json.loads(line[6:]) if line.startswith("data: {") else {"choices": ()}
+    return any(choice["delta"].get("content") for choice in event["choices"])
 
 
 def test_a_gate_dies(machines: Any, tokenizer_directory: Path) -> None:
