@@ -62,6 +62,7 @@ class LoadedDrafter:
         clock: seconds, to time its calls.
 
     Attributes:
+        taps: the layers whose outputs it wants, as they are when it is loaded.
         traits: its properties, under this name.
         layers: the cache layers of its own, with an entry for each token.
         num_faults: requests in which it failed.
@@ -81,7 +82,8 @@ class LoadedDrafter:
         joins_late: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_taps(drafter.taps, target.capabilities.taps)
+        self.taps = tuple(drafter.taps)
+        check_taps(self.taps, target.capabilities.taps)
         self._drafter, self._target = drafter, target
         self.traits = replace(
             drafter.traits, name=name, most_nodes=most_nodes, joins_late=joins_late
@@ -98,11 +100,6 @@ class LoadedDrafter:
         yield
         ms = getattr(self.times, field) + 1e3 * (self._clock() - started)
         self.times = replace(self.times, **{field: ms})
-
-    @property
-    def taps(self) -> Sequence[int]:
-        """The layers whose outputs it wants now; they may change between steps."""
-        return self._drafter.taps
 
     def can_follow(self, slot: int, num_cached: int) -> bool:
         """Whether it can begin when the target's cache holds ``num_cached`` tokens.

@@ -85,6 +85,16 @@ def test_a_drafter_that_raises_costs_speed_only(
     assert drafter.live == set()
 
 
+@pytest.mark.parametrize("later", [(99,), None, "x"])
+def test_taps_that_change_or_break_after_loading_change_nothing(later: Any) -> None:
+    """They are read once: a forward for all rows must not fail by one drafter."""
+    drafter, params = counting_drafter(), SamplingParams(max_tokens=15)
+    engine = new_engine(TARGET, drafter)
+    drafter.taps = later
+    results = generate(engine, PROMPTS, params)
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain(params)]
+
+
 def test_a_drafter_is_switched_off_for_a_while_after_three_faults(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
