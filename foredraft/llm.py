@@ -59,7 +59,8 @@ class LLM:
     Attributes:
         engine: runs the requests.
         policy: chooses the drafter and the number of draft tokens for the requests of this LLM.
-        drafter_name: the drafter in use; with "auto" the best of those that are loaded.
+        drafter_name: the drafter in use; "auto" may have loaded others beside it, which
+            `policy.drafters` holds.
         sampling_defaults: the model's own, for parameters that a request does not give; None: they
             are not wanted.
         grammars: compiles those that requests name; None without a tokenizer.

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
-from foredraft.cli.display import reply_display
+from foredraft.cli.display import loaded_drafters, reply_display
 from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
@@ -46,7 +46,7 @@ def chat(
         assert llm.tokenizer is not None
         llm.tokenizer.template_variables()  # an error now, where the model has no template
         conversation = Conversation(llm, params, Console(highlight=False), system)
-        conversation.console.print(f"{load.model}, drafter {llm.drafter_name}", style="bold")
+        conversation.console.print(f"{load.model}, drafter {loaded_drafters(llm)}", style="bold")
         conversation.console.print(_HELP, style="dim")
         while conversation.turn():
             pass

@@ -96,6 +96,11 @@ def drafted_by(stats: SpeculationStats) -> str:
     return ", ".join(sorted(stats.drafters, key=lambda name: -stats.drafters[name])) or "-"
 
 
+def loaded_drafters(llm: LLM) -> str:
+    """The names of the drafters that a model has; "auto" has several."""
+    return " and ".join(llm.policy.drafters) or "none"
+
+
 class RichProgress:
     """Shows the stages of slow work on stderr; a `foredraft.models.files.progress.Progress`.
 

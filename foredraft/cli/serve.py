@@ -16,7 +16,7 @@ import typer
 
 from foredraft.cli import options as o
 from foredraft.cli.cluster import ClusterAsked
-from foredraft.cli.display import megabytes, say
+from foredraft.cli.display import loaded_drafters, megabytes, say
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.server.settings import ServerSettings
@@ -147,13 +147,15 @@ def _check_certificate(settings: ServerSettings) -> None:
 def _greet(context: ServerContext, address: str) -> None:
     from foredraft.llm import LLM
 
+    llm = context.llm
+    drafter = loaded_drafters(llm) if isinstance(llm, LLM) else llm.drafter_name
     lines = [
-        f"Serving {context.model_names[0]} with drafter {context.llm.drafter_name}",
+        f"Serving {context.model_names[0]} with drafter {drafter}",
         *([f"  page       {address}/"] if context.settings.has_page else []),
         f"  OpenAI     {address}/v1",
         f"  Anthropic  {address}",
     ]
-    if isinstance(llm := context.llm, LLM) and llm.plan is not None:
+    if isinstance(llm, LLM) and llm.plan is not None:
         taken = megabytes(llm.plan.to_come_bytes)
         most = "any amount" if llm.cache_bytes is None else megabytes(llm.cache_bytes)
         lines.append(f"  memory     {taken} for weights and work, up to {most} for the cache")

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -16,7 +18,7 @@ from rich.console import Console
 from foredraft.cli import chat as keyboard
 from foredraft.cli import display
 from foredraft.cli.chat import Conversation
-from foredraft.cli.display import PromptProgress, RichProgress, progress_bar
+from foredraft.cli.display import PromptProgress, RichProgress, loaded_drafters, progress_bar
 from foredraft.cli.main import exit_with_message
 from foredraft.cli.training_display import TrainingDisplay
 from foredraft.core.errors import ConfigError
@@ -144,6 +146,15 @@ def test_a_conversation_ends_with_its_input(run: Run) -> None:
     assert result.exit_code == 0
     assert "you>" not in result.output, "a pipe is asked for nothing"
     assert result.output.count("/reset starts over") == 2, "the greeting, and /help"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "named"), [("table self_draft", "table and self_draft"), ("", "none")]
+)
+def test_all_drafters_are_named(loaded: str, named: str) -> None:
+    """As "auto" has them."""
+    llm = SimpleNamespace(policy=SimpleNamespace(drafters=dict.fromkeys(loaded.split())))
+    assert loaded_drafters(cast(LLM, llm)) == named
 
 
 # ------------------------------------------------------------------------------------------ waiting
