@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from foredraft.core.errors import PromptError
 from foredraft.server.context import LARGE, ServerContext
-from foredraft.server.errors import ApiError
+from foredraft.server.errors import TOO_MANY_DIGITS, ApiError
 from foredraft.system.priority import Rests
 
 _MOST_FIELDS = 1000
@@ -92,8 +92,8 @@ def _checked(context: ServerContext, model: type[BaseModel], body: bytes) -> Bas
     except json.JSONDecodeError as error:
         where = {"loc": ("body", error.pos), "ctx": {"error": error.msg}}
         raise RequestValidationError([{"type": "json_invalid", **where}]) from error
-    except ValueError as error:  # no UTF-8, or a number of thousands of digits
-        raise ApiError(400, "There was an error parsing the body") from error
+    except ValueError as error:
+        raise ApiError(400, TOO_MANY_DIGITS) from error
     if isinstance(value, dict):
         if len(value) > _MOST_FIELDS:
             raise ApiError(400, f"the body has {len(value)} fields; it may have {_MOST_FIELDS}")

@@ -45,6 +45,7 @@ _ANTHROPIC_KINDS = _KINDS | {
 _RETRY_SECONDS = 1
 _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
+TOO_MANY_DIGITS = "the body holds a whole number of thousands of digits: write a shorter one"
 
 
 class ApiError(Exception):
@@ -116,8 +117,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=error.field, code=error.code)
     if isinstance(error, RequestValidationError):
         return _invalid(error)
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, HTTPException):  # FastAPI's own does not say that it is Python's limit
+        said = TOO_MANY_DIGITS if isinstance(error.__cause__, ValueError) else str(error.detail)
+        return ApiError(error.status_code, said, headers=error.headers)
     if isinstance(error, ClientDisconnect):
         return ApiError(_CLOSED_BY_CLIENT, "the client has gone")
     known = isinstance(error, ForedraftError)

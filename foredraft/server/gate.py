@@ -266,9 +266,17 @@ class BodyLimits:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, f"content-type is {kind!r:.100}; it must be application/json")
-        if b"\0" in body:  # as UTF-16 and UTF-32 have; in JSON it is escaped
+        if b"\0" in body or not _is_utf8(body):  # UTF-16 has zeros; in JSON they are escaped
             raise ApiError(400, "the body must be JSON in UTF-8", code="not_utf8")
         await asyncio.to_thread(_check_structure, body, self._settings.max_depth)
+
+
+def _is_utf8(body: bytes) -> bool:
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 async def _discard(request: Request, most: int) -> None:

@@ -512,8 +512,8 @@ def test_an_error_repeats_no_prompt(client: httpx.Client) -> None:
         ('{"messages": [{"role": "user", "content": "%s"}], "n": "x"}', "n is 'x'"),
         ('{"messages": "%s", ', "no JSON"),
         ('["%s"]', "the body must be a JSON object"),
-        ('{"user": "%s", "n": ' + "1" * 5000 + "}", "error parsing the body"),
-        (b'{"user": "%s\xff"}', "error parsing the body"),
+        ('{"user": "%s", "n": ' + "1" * 5000 + "}", "thousands of digits"),
+        (b'{"user": "%s\xff"}', "JSON in UTF-8"),
     ],
 )
 def test_large_bodies_are_checked_as_small_ones(
