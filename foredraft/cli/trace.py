@@ -30,7 +30,9 @@ _STYLES = {"draft": "underline green", "correction": "bold yellow", "bonus": "bl
 def trace(
     file: Annotated[Path, typer.Argument(help="Written with --trace.")],
     request: Annotated[int | None, typer.Option(help="Only this request of the trace.")] = None,
-    as_json: o.Json = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all of it: a JSON object on each line.")
+    ] = False,
 ) -> None:
     """Show what a run did, step by step.
 
