@@ -141,7 +141,7 @@ def _show(llm: LLM, events: Iterator[Event], num_prompt_tokens: int) -> None:
     if stats.accepted and console.is_terminal:
         notes.print(legend())
     line = stats_line(stats, run.tokens_per_s)
-    notes.print(Text.assemble(("stopped: ", "dim"), line) if is_stopped else line)
+    notes.print(Text.assemble(("stopped: ", "dim"), line) if is_stopped else line, soft_wrap=True)
     if is_stopped:
         raise typer.Exit(130)
     _fail_if(run.result.error)
