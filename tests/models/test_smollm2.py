@@ -107,6 +107,20 @@ def test_a_failed_download_says_why_and_what_to_do(
         packages.obtain(PACKAGE, scratch, lambda num_bytes: None)
 
 
+def test_a_download_that_fills_the_disk_says_so(
+    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no room then for a file with what pip says."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho 'ERROR: [Errno {errno.ENOSPC}] no room' >&2; exit 2\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setattr(packages, "_installed", lambda package: None)
+    with pytest.raises(OSError, match="No space left"):
+        packages.obtain(PACKAGE, scratch, lambda num_bytes: None)
+    assert [path.name for path in scratch.iterdir()] == ["wheels"]
+
+
 # ------------------------------------------------------------------------------------ converting
 
 

