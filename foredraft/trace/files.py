@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,15 +30,13 @@ class TraceFile:
         path: an existing file is replaced.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, now or later.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with self._named():
             self._file: TextIO = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"the trace {path} cannot be written: {error.strerror}") from error
 
     def begin(self, **about: Any) -> None:
         """Write the first line; ``about``: fields of `TracedRun`."""
@@ -48,14 +48,24 @@ class TraceFile:
         return Tracer(self._write, tokenizer)
 
     def _write(self, line: TracedRun | TracedStep) -> None:
-        self._file.write(line.model_dump_json() + "\n")
-        self._file.flush()
+        with self._named():
+            self._file.write(line.model_dump_json() + "\n")
+            self._file.flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = f"the trace {self._path} cannot be written: {error.strerror}"
+            raise ConfigError(problem) from error
 
     def __enter__(self) -> TraceFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a full disk, which `_write` has named
+            self._file.close()
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,16 @@ def test_bad_files_are_told_by_line(tmp_path: Path) -> None:
             read_trace(path)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is full")
+def test_a_full_disk_is_said_of_the_trace() -> None:
+    """At once and by name: it was an error without one behind the reply."""
+    with (
+        TraceFile(Path("/dev/full")) as file,
+        pytest.raises(ConfigError, match="the trace /dev/full cannot be written: No space left"),
+    ):
+        file.begin(model="m", drafter="d", num_draft_tokens=None)
+
+
 def test_the_command_shows(tmp_path: Path) -> None:
     from foredraft.cli.main import app
 
