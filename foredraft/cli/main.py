@@ -59,7 +59,7 @@ COMMANDS = {
     "run-batch": Command(
         "run_batch:run_batch_file", "Answer a file of requests in OpenAI's batch format."
     ),
-    "models": Command("models:app", "Get, list, describe or remove models."),
+    "models": Command("models:app", "Download, list, describe or remove models."),
     "doctor": Command(
         "doctor:doctor",
         "Print the resolved plan: device, dtype, kernels, memory, and what is missing.",

@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def _group() -> None:
-    """Get, list, describe or remove models."""
+    """Download, list, describe or remove models."""
 
 
 @app.command()
