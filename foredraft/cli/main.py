@@ -158,6 +158,7 @@ def exit_with_message(program: Callable[[], object]) -> None:
     """
     from foredraft.kernels.threads import spin_briefly
 
+    _open_closed()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     spin_briefly()
     if isinstance(sys.stdout, TextIOWrapper):  # as stderr does: a model may write any character
@@ -182,6 +183,17 @@ def exit_with_message(program: Callable[[], object]) -> None:
         _drop_output()  # such as a full disk behind it
         _complain(str(error))
         sys.exit(1)
+
+
+def _open_closed() -> None:
+    """Open the null device for standard streams that the shell has closed, such as by ``<&-``.
+
+    Python has None for them, and the next file that is opened would get their number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = open(os.devnull, mode, errors="backslashreplace")  # noqa: SIM115 - it stays open
+            setattr(sys, name, null)
 
 
 def _complain(problem: str) -> None:

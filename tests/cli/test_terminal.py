@@ -91,6 +91,26 @@ def test_a_closed_pipe_ends_quietly(checkpoint: Path) -> None:
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code", "said"),
+    [
+        ("<&-", ("generate", "-"), 1, "error: the prompt is empty"),
+        ("<&-", ("chat",), 0, ""),
+        (">&-", ("generate", "The ferry", "--max-tokens", "3"), 0, "3 tokens in"),
+        (">&- <&-", ("doctor",), 0, ""),
+    ],
+)
+def test_a_stream_that_the_shell_closed_is_empty(
+    checkpoint: Path, closed: str, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    """Python has None for it, which was a traceback."""
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", *command(checkpoint, *arguments)]
+    done = subprocess.run(shell, cwd=REPO, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_fallback_is_said_once_with_its_cure(checkpoint: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "FOREDRAFT_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
     environment.pop("FOREDRAFT_KERNELS", None)
