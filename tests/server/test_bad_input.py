@@ -196,6 +196,13 @@ def test_prompts_that_are_none_or_too_many(client: httpx.Client, body: dict[str,
     refused(client.post("/v1/completions", json=body))
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_half_a_surrogate_pair_is_refused_by_field(client: httpx.Client, path: str) -> None:
+    error = refused(client.post(path, content=rb'{"prompt": "a\ud800"}', headers=JSON))
+    assert error["param"] == "prompt"
+    assert "character 1 is half a surrogate pair" in error["message"]
+
+
 def test_many_long_replies_stay_within_the_context(tokenizer_directory: Path) -> None:
     """The product of n and max_tokens is what memory is asked for."""
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from foredraft.core.checks import shown
-from foredraft.core.errors import ConfigError
+from foredraft.core.checks import checked_text, shown
+from foredraft.core.errors import ConfigError, PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.server.answers import Caller
 from foredraft.server.context import ServerContext
@@ -200,6 +200,7 @@ def read_prompts(
     def encode(prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
             return prompt
+        checked_text("prompt", prompt, PromptError)
         context.tokenizer.check_length(prompt, context.llm.max_prompt)
         return context.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 

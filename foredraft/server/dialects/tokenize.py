@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from foredraft.core.checks import shown
-from foredraft.core.errors import ConfigError
+from foredraft.core.checks import checked_text, shown
+from foredraft.core.errors import ConfigError, PromptError
 from foredraft.server.answers import CallerDep, ContextDep, error_responses
 from foredraft.server.bodies import ParsedRoute
 from foredraft.server.context import ServerContext
@@ -91,7 +91,8 @@ def _tokenized(context: ServerContext, body: TokenizeRequest) -> Response:
         tokens = encode_conversation(context, body.messages, tools)
     else:
         special = body.add_special_tokens is not False
-        tokens = tokenizer.encode(body.prompt or "", add_special_tokens=special)
+        text = checked_text("prompt", body.prompt or "", PromptError)
+        tokens = tokenizer.encode(text, add_special_tokens=special)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": context.llm.max_context,
