@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _MAX_KEPT = 64
 """Compiled grammars that are kept, the most recently used."""
+_MOST_SECONDS = 10.0
+"""CPU time in which all that are kept were compiled: one takes up to 130 MB, some 100 a second."""
 _NUM_WORKERS = 3
 _MOST_OF_OWNER = 2
 """Of these, at most so many compile for one owner: no client can hold them all."""
@@ -83,6 +86,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._jobs: OrderedDict[Grammar, _Job] = OrderedDict()
+        self._seconds: dict[Grammar, float] = {}  # of CPU time, for those that are compiled
         self._queue, self._running = list[_Job](), list[str | None]()  # which owners compile
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_NUM_WORKERS, "foredraft-grammar", lower_priority)
@@ -112,12 +116,21 @@ class Grammars:
                 self._queue.append(job)
             job.waiting[owner] += 1
             self._jobs.move_to_end(grammar)
-            if len(self._jobs) > _MAX_KEPT:
-                done = [each for each, job in self._jobs.items() if job.compiled.done()]
-                for each in done[:1]:
-                    del self._jobs[each]
+            self._forget()
             self._start()
             return job.compiled
+
+    def _forget(self) -> None:
+        """Drop what was used longest ago, where too many or too large ones are kept. For whoever
+        holds the lock."""
+        done = [each for each, job in self._jobs.items() if job.compiled.done()]
+        while done and (
+            len(self._jobs) > _MAX_KEPT
+            or (len(done) > 1 and sum(self._seconds.values()) > _MOST_SECONDS)
+        ):
+            gone = done.pop(0)
+            del self._jobs[gone]
+            self._seconds.pop(gone, None)
 
     def give_up(self, grammar: Grammar, owner: str | None = None) -> None:
         """A call of `compile` waits no longer. What nobody waits for is not begun."""
@@ -142,11 +155,16 @@ class Grammars:
                 self._pool.submit(self._run, job, free[0])
 
     def _run(self, job: _Job, owner: str | None) -> None:
+        began = time.thread_time()
         try:
             job.compiled.set_result(self._compile(job.grammar))
         except BaseException as error:
-            job.compiled.set_exception(error)
+            # Jobs are kept: with a traceback the frames, and in them 170 MB of a refused grammar.
+            job.compiled.set_exception(error.with_traceback(None))
         with self._lock:
+            if not job.has_failed and self._jobs.get(job.grammar) is job:
+                self._seconds[job.grammar] = time.thread_time() - began
+                self._forget()
             self._running.remove(owner)
             self._start()
 
