@@ -121,8 +121,7 @@ class Grammars:
             return job.compiled
 
     def _forget(self) -> None:
-        """Drop what was used longest ago, where too many or too large ones are kept. For whoever
-        holds the lock."""
+        """Drop the least recently used where too many, or too large ones, are kept (locked)."""
         done = [each for each, job in self._jobs.items() if job.compiled.done()]
         while done and (
             len(self._jobs) > _MAX_KEPT
