@@ -420,5 +420,5 @@ def _rules_for(target: Target, tokenizer: Tokenizer | None, grammars: Grammars |
 
 @cache
 def _warn_once(note: str) -> None:
-    """Log that the model runs slower than it could, once for each reason."""
-    _log.warning("foredraft runs slower than it could: %s (see `foredraft doctor`)", note)
+    """Log a note of a plan, such as why it is slower than it could be."""
+    _log.warning("%s (see `foredraft doctor`)", note)

@@ -618,8 +618,8 @@ def _too_long(options: LoadOptions, limit: int) -> Iterator[str]:
 def _native_notes(config: DecoderConfig, device: str, problem: str | None) -> Iterator[str]:
     """`ModelPlan.notes` on speed and on the context; ``problem``: of our own kernels."""
     if problem:
-        kernel = "fused CPU kernel" if device == "cpu" else "GPU kernels, so torch runs its steps"
-        yield f"no {kernel}: {problem}"
+        kernel = "fused CPU kernel" if device == "cpu" else "GPU kernels"
+        yield f"no {kernel}, so torch runs its steps, slower: {problem}"
     if config.max_context < (longest := config.ropes[0].context):
         yield f"its rotary factors are those of short texts; max_context={longest} asks for more"
 
