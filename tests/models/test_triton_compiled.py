@@ -1,11 +1,12 @@
 """Kernels of all GPUs that they are for, compiled without one: they fit registers and memory.
 
 Triton compiles for a named card. Programs take no more shared memory than it has, and `pytest -s`
-prints their registers and what they spill.
+prints their registers and what they spill. A token's sums have one order, in tiles of any size.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -43,15 +44,31 @@ STEPS = [
     *product(("llama-8b",), (INT4, CENTRED4, NESTED6, INT8)),
 ]
 META = torch.device("meta")
+PRODUCTS = "_linear_kernel", "_product_kernel"
 
 
 class Compiled(NamedTuple):
-    """A program: bytes of shared memory and of a thread's stack, and registers."""
+    """A program.
+
+    Attributes:
+        shared: bytes of shared memory.
+        registers: of a thread.
+        stack: bytes of a thread.
+        products: instructions of products, each of which adds to the one before it.
+        operands: inputs of a product, their dtype, how many lie together in a thread, and the
+            version of the matrix units: version 2 has one warp add up all inputs of an output.
+        sums: of each sum of floats its length, and how registers, lanes and warps share it.
+        fuses: whether products and sums may be fused, and whether pairs are computed together.
+    """
 
     name: str
     shared: int
     registers: int
     stack: int
+    products: tuple[str, ...]
+    operands: tuple[tuple[str, ...], ...]
+    sums: tuple[tuple[str, ...], ...]
+    fuses: tuple[bool, bool]
 
 
 class Card:
@@ -80,15 +97,16 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Compiled]:
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Compiled]:
     """Whatever is launched from now on: it is compiled, and not run."""
-    found: dict[str, Compiled] = {}
+    found, programs = list[Compiled](), dict[str, Compiled]()
     run = JITFunction.run
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        if kernel.hash not in found:
-            found[kernel.hash] = measured(kernel, tmp_path / "kernel.cubin")
+        if kernel.hash not in programs:
+            programs[kernel.hash] = measured(kernel, tmp_path / "kernel.cubin")
+        found.append(programs[kernel.hash])
         return kernel
 
     monkeypatch.setattr(JITFunction, "run", compiled)
@@ -96,22 +114,67 @@ def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Compi
 
 
 def measured(kernel: Any, path: Path) -> Compiled:
-    """As the machine code has it."""
+    """As the machine code has it, and the code that it was made of."""
     path.write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
     numbers = dict(re.findall(r"(REG|STACK):(\d+)", told.stdout))
     spilled, registers = int(numbers["STACK"]), int(numbers["REG"])
-    return Compiled(kernel.name, kernel.metadata.shared, registers, spilled)
+    tiles, code = kernel.asm["ttgir"], kernel.asm["ptx"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", tiles, re.MULTILINE))
+    products = {*re.findall(r"\b(?:mma\.sync|wgmma\.mma|tcgen05\.mma)\S*", code)}
+    fuses = bool(re.search(r"\bmul\.f32", code)), ".f32x2" in code
+    return Compiled(
+        *(kernel.name, kernel.metadata.shared, registers, spilled, tuple(sorted(products))),
+        *(operands_of(tiles, layouts), sums_of(tiles, layouts), fuses),
+    )
 
 
-def check(programs: dict[str, Compiled], capability: int) -> None:
-    assert programs
-    for each in sorted(programs.values()):
-        print(f"sm_{capability} {each}")  # noqa: T201
+def operands_of(tiles: str, layouts: dict[str, str]) -> tuple[tuple[str, ...], ...]:
+    found = set()
+    pattern = r"tt\.dot .*?: tensor<\d+x(\d+)x(\w+), #ttg.dot_op<{.*?parent = (#\w+)(.*?)}>>"
+    for inputs, dtype, parent, width in re.findall(pattern, tiles):
+        (version,) = re.findall(r"versionMajor = (\d)|blocked", layouts[parent])
+        found.add((inputs, dtype, width, version))
+    return tuple(sorted(found))
+
+
+def sums_of(tiles: str, layouts: dict[str, str]) -> tuple[tuple[str, ...], ...]:
+    found = []
+    pattern = r'"tt\.reduce"\(%\w+\) <\{axis = (\d).*?\}\) : \(tensor<([\dx]+)xf32, (.*?)>\) ->'
+    for axis, shape, name in re.findall(pattern, tiles, re.DOTALL):
+        place, layout = int(axis), layouts.get(name, name)
+        found.append((shape.split("x")[place], *along(layout, place)))
+    return tuple(found)
+
+
+def along(layout: str, axis: int) -> list[str]:
+    """The part of a layout that deals out this axis."""
+    if "blocked" in layout:
+        dealt = re.findall(r"(?:sizePerThread|threadsPerWarp|warpsPerCTA) = \[(.*?)\]", layout)
+        return [numbers.split(", ")[axis] for numbers in dealt]
+    if "linear" not in layout:
+        return [layout]
+    strides = re.findall(r"(?:register|lane|warp) = (\[.*?\])(?=, \w+ =|\})", layout)
+    return [str([one[axis] for one in json.loads(each) if one[axis]]) for each in strides]
+
+
+def check(launched: list[Compiled], capability: int) -> None:
+    assert launched
+    for each in sorted({*launched}):
+        print(f"sm_{capability} {each[:4]}")  # noqa: T201
         assert each.shared <= SHARED[capability] << 10, each
         assert each.registers <= 255, each
-    assert max(each.stack for each in programs.values()) <= MOST_SPILLED
+        if (
+            each.name in PRODUCTS or each.name == "_attend_kernel"
+        ):  # rows would differ by their place
+            assert not all(each.fuses), each
+    assert max(each.stack for each in launched) <= MOST_SPILLED
+
+
+def order(launched: list[Compiled]) -> list[tuple[object, ...]]:
+    """What decides in which order the programs add up."""
+    return [(each.name, each.products, each.operands, each.sums) for each in launched]
 
 
 def run_step(config: DecoderConfig, weights: DecoderWeights, tokens: int, is_chain: bool) -> None:
@@ -138,27 +201,36 @@ def in_form(weights: DecoderWeights, form: Form | None) -> DecoderWeights:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), STEPS, ids=lambda x: getattr(x, "name", x))
 def test_steps_fit_each_card(
-    name: str, form: Form | None, capability: int, programs: dict[str, Compiled]
+    name: str, form: Form | None, capability: int, launched: list[Compiled]
 ) -> None:
     config = replace(random_config(name), num_hidden_layers=1)
+    if config.experts:  # 64 are dealt out in another way in a tile of eight tokens
+        config = replace(config, experts=replace(config.experts, count=64))
     weights = in_form(random_weights(config, torch.bfloat16, META), form)
-    for tokens, is_chain in ((8, True), (16, True), (16, False), (32, True)):
+    orders = list[list[tuple[object, ...]]]()
+    for tokens, is_chain in ((8, True), (16, True), (16, False), (32, True), (256, True)):
+        launched.clear()
         run_step(config, weights, tokens, is_chain)
-    check(programs, capability)
+        check(launched, capability)
+        orders.append(order(launched))
+    for other in orders:
+        assert other == orders[0]
+    products = {each.products for each in launched if each.name in PRODUCTS}
+    assert products == {("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",)}
 
 
 @pytest.mark.slow
-def test_large_heads_fit_each_card(capability: int, programs: dict[str, Compiled]) -> None:
+def test_large_heads_fit_each_card(capability: int, launched: list[Compiled]) -> None:
     config = replace(random_config("llama-8b"), num_hidden_layers=1, hidden_size=2048)
     for size, cap in ((80, None), (256, 50.0)):
         ropes = tuple(replace(rope, size=size) for rope in config.ropes)
         sized = replace(config, head_dim=size, ropes=ropes, attention_cap=cap)
         run_step(sized, random_weights(sized, torch.bfloat16, META), 16, True)
-    check(programs, capability)
+    check(launched, capability)
 
 
 @pytest.mark.slow
-def test_draws_fit_each_card(capability: int, programs: dict[str, Compiled]) -> None:
+def test_draws_fit_each_card(capability: int, launched: list[Compiled]) -> None:
     for vocab, has_cuts in product((49_152, 151_936), (False, True)):
         logits_NV = torch.empty(4, vocab, device=META)
         numbers, names_V = (
@@ -168,7 +240,7 @@ def test_draws_fit_each_card(capability: int, programs: dict[str, Compiled]) -> 
         device_draws.drawn(logits_NV, numbers, has_cuts)
         device_draws.drafted(logits_NV, numbers, names_V, sums_NV, has_cuts)
         device_draws.listed(sums_NV, names_V, 16)
-    check(programs, capability)
+    check(launched, capability)
 
 
 SHAPES = [*product((576, 2048, 4096, 14336, 1 << 15, 151_936), (576, 2048, 14336))]

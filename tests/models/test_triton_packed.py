@@ -160,11 +160,20 @@ def test_company_changes_no_bit(form: Form) -> None:
     card = on_card(made_up(form, 1024, 2048))
     x_NK = inputs(16, 2048, torch.bfloat16)
     norm = Norm(x_NK[0], 1e-5)
-    together = packed.multiply(x_NK, card, norm=norm)
+
+    def products(some_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Gated, and the sums of their groups."""
+        sums = packed.room_for_sums(len(some_NK), 512, on_card(made_up(NESTED4, 32, 512)), some_NK)
+        options = {"norm": norm, "activation": "silu", "out_sums": sums}
+        assert sums is not None
+        return packed.multiply(some_NK, card, **options), sums
+
+    together = products(x_NK)
     for size in range(1, 17):
         for first in range(0, 17 - size, size):
-            some = packed.multiply(x_NK[first : first + size], card, norm=norm)
-            assert torch.equal(some, together[first : first + size])
+            rows = slice(first, first + size)
+            for mine, theirs in zip(products(x_NK[rows]), together, strict=True):
+                assert torch.equal(mine, theirs[rows])
 
 
 def test_prompts_are_multiplied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

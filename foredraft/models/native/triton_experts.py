@@ -20,13 +20,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from foredraft.models.native.config import Experts
 from foredraft.models.native.triton_ops import Norm, launch, linear
 from foredraft.models.native.triton_packed import (
+    TILE,
     CardMatrix,
     Chosen,
     num_groups,
     prepared,
     product,
     room_for_sums,
-    token_tile,
 )
 from foredraft.models.native.weights import LayerWeights
 
@@ -146,8 +146,8 @@ def route(
         floor: added to the sum of chances that they are divided by.
     """
     num_tokens, num_experts = logits_NX.shape
-    slots, device, tile = experts.per_token, logits_NX.device, token_tile(num_tokens)
-    tiles = triton.cdiv(num_tokens, tile)
+    slots, device = experts.per_token, logits_NX.device
+    tiles = triton.cdiv(num_tokens, TILE)  # of eight tokens chances add up in another order
     chosen_NS = torch.empty((num_tokens, slots), dtype=torch.int32, device=device)
     chances_NS = torch.empty((num_tokens, slots), device=device)
     active = torch.empty((tiles, 1 + num_experts), dtype=torch.int32, device=device)
@@ -159,7 +159,7 @@ def route(
         NORMALISED=experts.normalised,
         PADDED=triton.next_power_of_2(num_experts),
         PADDED_SLOTS=triton.next_power_of_2(slots),
-        TILE_N=tile,
+        TILE_N=TILE,
         **launch(logits_NX),
         num_warps=4,
     )

@@ -30,6 +30,7 @@ TILE = 16
 """Tokens of a product's tile; the least that matrix units take."""
 HOPPER = 90
 """Its capability."""
+_BLACKWELL = 100
 _HOPPER_SHARED = 227 << 10
 """Shared memory of its programs, and of Blackwell's in data centres."""
 _Tiles = dict[str, int]
@@ -428,9 +429,14 @@ def _card(device: int) -> Card:
 
 
 def launch(x: Tensor) -> dict[str, bool]:
-    """From Hopper on a kernel is launched while the one before it ends, and waits by itself."""
-    is_new = card_of(x).capability >= HOPPER
-    return {"EARLY": True, "launch_pdl": True} if is_new else {"EARLY": False}
+    """From Hopper on a kernel is launched while the one before it ends, and waits by itself.
+
+    From Blackwell on the compiler computes pairs of numbers together, and fuses products with sums
+    in some rows of a tile only: bits would depend on a token's place. So it fuses none.
+    """
+    capability = card_of(x).capability
+    options = {"enable_fp_fusion": capability < _BLACKWELL, "EARLY": capability >= HOPPER}
+    return options | ({"launch_pdl": True} if options["EARLY"] else {})
 
 
 def _tiles(num_outputs: int, num_inputs: int, gated: bool, itemsize: int, shared: int) -> _Tiles:

@@ -413,12 +413,16 @@ def _product_kernel(
     total = total.to(out.dtype.element_ty)
     tl.store(out + place, total, mask=stored)
     if HAS_OUT_SUMS:
-        whole = tl.where(is_output[:, None], total, 0.0).to(tl.float32)
-        of_groups = tl.sum(tl.reshape(whole, (TILE_M // 32, 32, TILE_N)), 1)
-        groups = tl.program_id(0) * (TILE_M // 32) + tl.arange(0, TILE_M // 32)
+        # As a product: a sum along an axis has another order in a tile of another size.
+        within = tl.arange(0, 16)
+        ones = (tl.arange(0, TILE_M)[None, :] // 32 == within[:, None]).to(total.dtype)
+        whole = tl.where(is_output[:, None], total, 0.0).to(total.dtype)
+        of_groups = tl.dot(ones, whole, input_precision="ieee")
+        groups = tl.program_id(0) * (TILE_M // 32) + within
         place = entries.to(tl.int64)[None, :] * (num_outputs // 16) + group_at(groups)[:, None]
         is_stored = is_token & (tl.sum(stored.to(tl.int32), 0) > 0)
-        mask = (groups < num_outputs // 32)[:, None] & is_stored[None, :]
+        is_group = (within < TILE_M // 32) & (groups < num_outputs // 32)
+        mask = is_group[:, None] & is_stored[None, :]
         store_sums(out_sums + place, of_groups, mask)
 
 
