@@ -34,7 +34,13 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.config import DecoderConfig, read_config, why_not_native
 from foredraft.models.native.cpu import FusedDecoder, has_tiles, work_bytes
-from foredraft.models.native.cuda import PagedDecoder, exact_decoder, why_not_paged
+from foredraft.models.native.cuda import (
+    ExactDecoder,
+    LargeTileDecoder,
+    PagedDecoder,
+    exact_decoder,
+    why_not_paged,
+)
 from foredraft.models.native.draft_model import NativeDraftModel
 from foredraft.models.native.model import DecoderFactory, EagerDecoder, probe
 from foredraft.models.native.mtp import has_own_layers
@@ -355,9 +361,25 @@ def load_target(
         num_ids=num_ids,
     )
     if plan.decoder == "fixed-shape":
-        probe(target)
+        prove_bits(target)
     give_memory_back()
     return target
+
+
+def prove_bits(target: NativeTarget) -> None:
+    """`probe` a target; a GPU whose tiles of 16 and of 32 tokens have other bits takes 32 alone.
+
+    Raises:
+        CapabilityError: bits depend on company all the same.
+    """
+    try:
+        probe(target)
+    except CapabilityError:
+        if not isinstance(target.decoder, ExactDecoder):
+            raise
+        target.new_decoder = LargeTileDecoder  # of all that is made of this target, too
+        target.decoder = LargeTileDecoder(target.config, target.weights)
+        probe(target)
 
 
 def load_draft_model(

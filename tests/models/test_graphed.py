@@ -17,18 +17,21 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import CapabilityError, ConfigError
-from foredraft.core.tree import ROOT, TokenTree
+from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+from foredraft.load import prove_bits
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.cuda import (
     TILE,
     Bucket,
+    ExactDecoder,
     GridInputs,
     PagedDecoder,
     Recorder,
     fits_grid,
     grid_inputs,
     paged_bucket,
+    pieces,
 )
 from foredraft.models.native.model import EagerDecoder, FixedShapeDecoder, probe
 from foredraft.models.native.plan import ForwardPlan, plan_forward
@@ -206,6 +209,64 @@ def test_a_step_has_sixteen_tokens_or_more(
 ) -> None:
     plan = plan_of(*((slot, size, start) for slot, size in enumerate(sizes)))
     assert paged_bucket(plan, 64) == Bucket(*bucket, (), True)
+
+
+def test_long_prompts_are_cut_into_few_sizes() -> None:
+    def lengths(pending: int, tree: TokenTree = EMPTY_TREE, most: int = 256) -> list[int]:
+        plan = plan_forward([ScoreRow(0, text(pending), tree)], [0])
+        return [len(span) for spans in pieces(plan, most) for span in spans]
+
+    assert lengths(90) == [64, 26]
+    assert lengths(128) == [64, 64]
+    assert lengths(129) == [129]
+    assert lengths(330) == [256, 64, 10]
+    assert lengths(330, most=64) == [64, 64, 64, 64, 64, 10]
+    assert lengths(60, SMALL_TREE) == [64]
+    assert lengths(62, SMALL_TREE) == [62, 4]
+    assert lengths(254, SMALL_TREE) == [254, 4]
+    assert lengths(66, SMALL_TREE) == [64, 6]
+
+
+class Uneven(ExactDecoder):
+    """Its logits are those of a token alone, but for what a grid of few tokens adds to them."""
+
+    least, noise = TILE, 1.0
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
+        EagerDecoder.__init__(self, config, weights)
+        self._least = self.least
+        self._begin()
+
+    def _run(
+        self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> dict[int, Tensor]:
+        tokens_N = inputs.token_ids[inputs.wanted[: len(logits_NV)]]
+        logits_NV[:] = tokens_N[:, None] * torch.arange(logits_NV.shape[1])
+        if bucket.size < 2 * TILE:
+            logits_NV += self.noise
+        return {}
+
+
+class UnevenInLargeTiles(Uneven):
+    least = 2 * TILE
+
+
+@pytest.mark.parametrize(("noise", "decoder"), [(0.0, Uneven), (1.0, UnevenInLargeTiles)])
+def test_a_card_whose_small_tiles_have_other_bits_takes_large_ones(
+    noise: float, decoder: type[Uneven], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Uneven, "noise", noise)
+    monkeypatch.setattr("foredraft.load.LargeTileDecoder", UnevenInLargeTiles)
+    target = NativeTarget.load(made("llama"), new_decoder=Uneven)
+    prove_bits(target)
+    assert type(target.decoder) is type(target.apart(64).decoder) is decoder
+
+
+def test_bits_that_differ_in_large_tiles_too_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.load.LargeTileDecoder", Uneven)
+    monkeypatch.setattr(Uneven, "noise", 1.0)
+    with pytest.raises(CapabilityError, match="exact=True"):
+        prove_bits(NativeTarget.load(made("llama"), new_decoder=Uneven))
 
 
 def test_paths_lead_through_the_tree() -> None:

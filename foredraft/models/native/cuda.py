@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -115,7 +115,7 @@ class Recorder:
 
 
 MAX_ROW_TOKENS = 64
-"""A token's attention mask within its own forward is a 64-bit number, one bit a token."""
+"""A row of more is a prompt."""
 _MAX_TOKENS = 256
 """Larger forwards are bound by arithmetic, not by launches: nothing is gained by recording them."""
 _MAX_PENDING = 8
@@ -170,6 +170,7 @@ class Bucket:
         context: C; no token of the forward sees an entry beyond.
         taps: layers whose output is wanted, ascending.
         is_chain: whether no row branches.
+        num_wanted: logits are computed of so many tokens; None: of all.
     """
 
     rows: int
@@ -177,6 +178,7 @@ class Bucket:
     context: int
     taps: tuple[int, ...]
     is_chain: bool
+    num_wanted: int | None = None
 
     @property
     def size(self) -> int:
@@ -461,8 +463,14 @@ class PagedDecoder(EagerDecoder):
             float32 logits [N, V], and for each tap the output [T, E] of that layer. They are the
             caller's: the next forward does not touch them.
         """
-        if not isinstance(cache, KVCache) or not self.fits(plan):
-            return super().forward(plan, cache, taps)
+        if isinstance(cache, KVCache) and self.fits(plan):
+            return self._replayed(plan, cache, taps)
+        return super().forward(plan, cache, taps)
+
+    def _replayed(
+        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """As `forward`, by a recording."""
         cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
         self._taps |= {*taps}  # what was wanted once is there in all: no shape is recorded twice
         bucket = self._bucket(plan, cache.store.block_size, [*self._taps])
@@ -507,14 +515,14 @@ class PagedDecoder(EagerDecoder):
 
     def _record(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> Graph:
         """Record with real inputs: doing a forward several times leaves the same in the cache."""
-        device = self._weights.device
+        device, num_wanted = self._weights.device, bucket.num_wanted or bucket.size
         fixed = torch.empty_like(inputs, device=device)
         copy_to(inputs, fixed)
-        rounded = power_of_two(bucket.size)
+        rounded = power_of_two(num_wanted)
         if rounded not in self._logits:
             shape = (rounded, self._config.vocab_size)
             self._logits[rounded] = torch.empty(shape, device=device)
-        logits_NV = self._logits[rounded][: bucket.size]
+        logits_NV = self._logits[rounded][:num_wanted]
 
         work = self._work(fixed, bucket, cache, logits_NV)
         replay = self._recorder.record(work)
@@ -555,14 +563,20 @@ class PagedDecoder(EagerDecoder):
         """
         self._taps |= {*taps}
         for context in contexts:
-            for tokens, is_chain in self._usual_steps:
-                bucket = Bucket(1, tokens, context, tuple(sorted(self._taps)), is_chain)
+            for tokens, is_chain, num_wanted in self._usual_steps:
+                shape = 1, tokens, context, tuple(sorted(self._taps))
+                bucket = Bucket(*shape, is_chain, num_wanted)
                 self._graph(bucket, cache, grid_inputs(ForwardPlan(), bucket, cache))
 
     @property
-    def _usual_steps(self) -> set[tuple[int, bool]]:
-        """Tokens, and whether they are a chain, of the shapes that steps of one row come in."""
-        return {*product((self._least, TILE), (True, False))}
+    def _most(self) -> int:
+        """Tokens of the largest usual step."""
+        return max(self._least, TILE)
+
+    @property
+    def _usual_steps(self) -> set[tuple[int, bool, int | None]]:
+        """Tokens, whether they are a chain, and `Bucket.num_wanted` of one row's usual steps."""
+        return {*product((self._least, self._most), (True, False), (None,))}
 
     def _run(
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
@@ -570,7 +584,8 @@ class PagedDecoder(EagerDecoder):
         """The forward on fixed buffers; nothing here depends on their values."""
         grid = Grid(inputs, bucket, cache, self._turns(inputs.positions))
         hidden_NE, tapped = self._through(self.embed(inputs.token_ids), grid)
-        self._write_logits(hidden_NE.index_select(0, inputs.wanted), logits_NV)
+        wanted = inputs.wanted[: len(logits_NV)]
+        self._write_logits(hidden_NE.index_select(0, wanted), logits_NV)
         return tapped
 
     def _through(self, hidden_NE: Tensor, grid: Grid) -> tuple[Tensor, dict[int, Tensor]]:
@@ -675,7 +690,7 @@ class PagedDecoder(EagerDecoder):
         scale = self._config.residual_scale
         if post_norm_E is not None or (bias is not None and scale != 1.0):
             part_NE = self._packed.multiply(part, weight, bias)
-            return self._add(hidden_NE, part_NE, post_norm_E)
+            return self._add_normed(hidden_NE, part_NE, post_norm_E)
         return self._packed.multiply(part, weight, bias, residual_NM=hidden_NE, scale=scale)
 
     def _mixed(
@@ -692,24 +707,40 @@ class PagedDecoder(EagerDecoder):
             scale=self._config.residual_scale if is_added else None,
             floor=self._config.family.chance_floor,
         )
-        return mixed_NE if is_added else self._add(hidden_NE, mixed_NE, layer.mlp_post_norm_E)
+        if is_added:
+            return mixed_NE
+        return self._add_normed(hidden_NE, mixed_NE, layer.mlp_post_norm_E)
+
+    def _add_normed(self, hidden_NE: Tensor, part_NE: Tensor, post_norm_E: Tensor | None) -> Tensor:
+        """As `_add`; torch adds up a norm's squares in another order for other numbers of rows."""
+        part_NE, _ = self._packed.prepared(part_NE, self._norm_of(post_norm_E), 0)
+        return self._add(hidden_NE, part_NE, None)
+
+
+_PIECES = MAX_ROW_TOKENS, _MAX_TOKENS
+"""Tokens that pieces of prompts are padded to."""
+_MOST_SUMS = 1 << 30
+"""Bytes of attention's partial sums in a piece, at most."""
 
 
 class ExactDecoder(PagedDecoder):
     """Reads prompts with the kernels of steps, too, so that no token's bits depend on company.
 
     They are then those of its text alone, however it was cut into pieces, wherever a cached
-    beginning ends, and whatever else is in the forward. It reads a prompt at the pace of steps of
-    `MAX_ROW_TOKENS`.
+    beginning ends, and whatever else is in the forward. Steps are those of `PagedDecoder`. Products
+    of more than 16 tokens take tiles of 32, whose instructions and their order are those of tiles
+    of 16.
     """
 
+    @torch.no_grad()
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        if plan.hidden_TE is not None or self.fits(plan):  # of a draft head
+        is_of_head = plan.hidden_TE is not None
+        if is_of_head or self.fits(plan) or not isinstance(cache, KVCache):
             return super().forward(plan, cache, taps)
-        groups = pieces(plan)
-        found = [super(ExactDecoder, self).forward(plan.part(g), cache, taps) for g in groups]
+        groups = pieces(plan, self._most_of_a_piece(plan, cache.store.block_size))
+        found = [self._replayed(plan.part(spans), cache, taps) for spans in groups]
         tokens = [token for spans in groups for span in spans for token in span]
         all_wanted = {*plan.wanted}
         wanted = [token for token in tokens if token in all_wanted]
@@ -717,34 +748,73 @@ class ExactDecoder(PagedDecoder):
         tapped = {i: _in_order(torch.cat([each[i] for _, each in found]), tokens) for i in taps}
         return logits_NV, tapped
 
+    def _most_of_a_piece(self, plan: ForwardPlan, block_size: int) -> int:
+        """Fewer tokens of a longer context, each of whose stretches has sums of its own."""
+        context = padded_context(max(map(plan.end, plan.rows)), block_size)
+        config = self._config
+        sums = context // 64 * config.num_attention_heads * config.head_dim * 4
+        return _PIECES[sums * _MAX_TOKENS <= _MOST_SUMS]
+
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
-        """At least two tiles: products of few tokens and of many are then one program."""
+        """Pieces of prompts have few sizes, and logits of few tokens."""
         found = super()._bucket(plan, block_size, taps)
-        if found.size >= 2 * TILE:
+        if found.rows > 1 or found.tokens <= self._most or fits_grid(plan):
             return found
-        if found.rows == 1:
-            return replace(found, tokens=2 * TILE)
-        return replace(found, rows=-(-2 * TILE // found.tokens))
+        tokens = next(count for count in _PIECES if count >= found.tokens)
+        few = self._most if len(plan.wanted) <= self._most else None
+        return replace(found, tokens=tokens, num_wanted=few)
 
     @property
-    def _usual_steps(self) -> set[tuple[int, bool]]:
-        return {(2 * TILE, True), (2 * TILE, False), (MAX_ROW_TOKENS, True)}
+    def _usual_steps(self) -> set[tuple[int, bool, int | None]]:
+        return {*super()._usual_steps, *product(_PIECES, (True,), (self._most,))}
 
     def fits(self, plan: ForwardPlan) -> bool:
         rows, tokens = padded_shape(plan)
-        return tokens <= MAX_ROW_TOKENS and rows * tokens <= _MAX_TOKENS
+        is_small = tokens <= MAX_ROW_TOKENS and rows * tokens <= _MAX_TOKENS
+        return is_small and plan.hidden_TE is None
 
 
-def pieces(plan: ForwardPlan) -> list[list[range]]:
-    """Tokens of forwards that fit a grid: short rows together, others in pieces, in their order."""
+class LargeTileDecoder(ExactDecoder):
+    """Takes tiles of 32 tokens for steps, too: prompts and steps are then one program.
+
+    For cards where `model.probe` finds that tiles of 16 have other bits.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
+        super().__init__(config, weights)
+        self._least = 2 * TILE
+
+
+def pieces(plan: ForwardPlan, most: int = _MAX_TOKENS) -> list[list[range]]:
+    """Tokens of forwards that fit a grid: short rows together, others in pieces, in their order.
+
+    Args:
+        most: tokens of a piece.
+    """
     short = [row for row in plan.rows if len(row) <= TILE]
-    most = _MAX_TOKENS // TILE
-    groups = [short[first : first + most] for first in range(0, len(short), most)]
+    together = _MAX_TOKENS // TILE
+    groups = [short[first : first + together] for first in range(0, len(short), together)]
     for row in plan.rows:
         if len(row) > TILE:
-            starts = range(row.start, row.stop, MAX_ROW_TOKENS)
-            groups += [[range(at, min(at + MAX_ROW_TOKENS, row.stop))] for at in starts]
+            groups += [[piece] for piece in _cut(plan, row, most)]
     return groups
+
+
+def _cut(plan: ForwardPlan, row: range, most: int) -> Iterator[range]:
+    """A long row in pieces, the last of which has all of its tree.
+
+    Two of 64 tokens take less time than one of 256, and three do not.
+    """
+    root = next((token for token in row if plan.extras[token]), row.stop)
+    start = row.start
+    while start < row.stop:
+        left = row.stop - start
+        size = MAX_ROW_TOKENS if left <= 2 * MAX_ROW_TOKENS else most
+        end = min(start + size, row.stop)
+        if root < end < row.stop:
+            end = root if start < root else row.stop
+        yield range(start, end)
+        start = end
 
 
 def _in_order(x_NE: Tensor, numbers: Sequence[int]) -> Tensor:

@@ -757,32 +757,54 @@ def _padded(states_GND: Tensor) -> Tensor:
 def probe(target: Target) -> None:
     """Score one text in several ways and compare the logits bit for bit.
 
+    Token by token, in chains of several lengths, beside trees of other rows, and as a prompt.
+
     Raises:
         CapabilityError: they differ, so this machine's libraries cannot keep the promise.
     """
     text = [(i * 37 + 11) % min(target.vocab_size, 500) for i in range(24)]
     alone = _scored(target, text, [1] * len(text))
-    for sizes in ([24], [1, 3, 8, 12], [5, 7, 2, 10]):
-        if not torch.equal(alone, _scored(target, text, sizes)):
-            raise CapabilityError(
-                "exact=True cannot be kept here: this machine's libraries give other bits in other "
-                "company, also in blocks of fixed shape. On CPU, install a C++ compiler (apt "
-                "install g++) for the fused kernel, which keeps it by construction"
-            )
+    others = [
+        *(_scored(target, text, sizes) for sizes in ([24], [1, 3, 8, 12])),
+        _scored(target, text, [5, 7, 2, 10], num_others=2),
+        _scored(target, text, [24], as_prompt=True),
+    ]
+    if not all(torch.equal(alone[-len(found) :], found) for found in others):
+        raise CapabilityError(
+            "exact=True cannot be kept here: this machine's libraries give other bits in other "
+            "company, also in blocks of fixed shape. On CPU, install a C++ compiler (apt "
+            "install g++) for the fused kernel, which keeps it by construction"
+        )
 
 
-def _scored(target: Target, text: list[int], sizes: list[int]) -> Tensor:
-    """Logits [tokens, V] after each token, scored as chains of these sizes."""
+def _scored(
+    target: Target,
+    text: list[int],
+    sizes: list[int],
+    num_others: int = 0,
+    as_prompt: bool = False,
+) -> Tensor:
+    """Logits [tokens, V] after each token, scored as chains of these sizes beside so many rows.
+
+    Of a prompt there are those after the last token alone.
+    """
     cache, parts, start = target.cache, [], 0
-    slot = cache.allocate()
+    slots = [cache.allocate() for _ in range(num_others + 1)]
+    branches = TokenTree(tuple(text[:3]), (-1, -1, 0))
     try:
         for size in sizes:
-            chain = TokenTree.chain(text[start + 1 : start + size])
-            parts.append(target.score([ScoreRow(slot, [text[start]], chain)])[0].logits_NV)
-            cache.keep(slot, 1, range(size - 1))
+            part = text[start : start + size]
+            own = ScoreRow(slots[-1], part[:1], TokenTree.chain(part[1:]))
+            rows = [ScoreRow(slot, [text[start + 1]], branches) for slot in slots[:-1]]
+            rows.append(ScoreRow(slots[-1], part) if as_prompt else own)
+            parts.append(target.score(rows)[-1].logits_NV)
+            for slot in slots[:-1]:
+                cache.keep(slot, 1, ())
+            cache.keep(slots[-1], *((size, ()) if as_prompt else (1, range(size - 1))))
             start += size
     finally:
-        cache.free(slot)
+        for slot in slots:
+            cache.free(slot)
     return torch.cat(parts)
 
 
