@@ -28,6 +28,7 @@ from foredraft.models.native.cuda import (
     GridInputs,
     PagedDecoder,
     Recorder,
+    enter_device,
     fits_grid,
     grid_inputs,
     paged_bucket,
@@ -159,6 +160,18 @@ def test_a_recording_keeps_the_memory_that_it_works_on(
     target.score([ScoreRow(target.cache.allocate(), [5])])
     gc.collect()
     assert alive[0]() is not None
+
+
+def test_kernels_are_launched_on_the_models_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        enter_device(torch.device(name))
+    assert entered == [torch.device("cuda:1")]
+    monkeypatch.setattr("foredraft.models.native.target.enter_device", entered.append)
+    target = NativeTarget.load(made("llama"))
+    target.score([ScoreRow(target.cache.allocate(), [5])])
+    assert entered[1:] == 2 * [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("new_decoder", [Idle, EagerDecoder])

@@ -281,6 +281,12 @@ class Graph:
     work: Callable[[], dict[int, Tensor]]
 
 
+def enter_device(device: torch.device) -> None:
+    """Make ``device`` the thread's own: Triton launches kernels there, wherever tensors lie."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def storage_of(store: BlockStore) -> tuple[object, ...]:
     """Where entries are; recordings are good as long as this stays."""
     return store.keys.data_ptr(), store.values.data_ptr(), store.keys.shape

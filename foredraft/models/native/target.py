@@ -39,6 +39,7 @@ from foredraft.models.native.cuda import (
     TILE,
     PagedDecoder,
     RecordedDraws,
+    enter_device,
     has_triton,
     usual_contexts,
 )
@@ -89,6 +90,7 @@ class NativeTarget:
         cache_dtype: torch.dtype | None = None,
         bits: Bits = None,
     ) -> None:
+        enter_device(weights.device)
         self._checkpoint, self._bits = checkpoint, bits
         self.config, self.weights = config, weights
         self.kept = kept
@@ -165,6 +167,7 @@ class NativeTarget:
 
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         check_taps(taps, range(self.num_layers))
+        enter_device(self.weights.device)
         plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
         announce(plan, self.cache)
         scores = self._scored(rows, plan, taps)
