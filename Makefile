@@ -10,7 +10,7 @@
 # make test-vllm: an exported EAGLE head in vLLM and here; make peers: llama.cpp and OpenVINO on the pair
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
-# make gpu: what steps cost on a GPU, and whether company changes bits; GPU_PARTS=steps,bits for some
+# make gpu: what steps cost on a GPU, and whether company changes bits; GPU_CALLS=1 for a part
 # make tour: the tour as a folder that a double click opens, the default model and a pair (TOUR_PAIR="MODEL DRAFT": another)
 # make docs: build the documentation's site in site/, with a page of all tables of results
 # Each target but clean makes its own virtual environment in .venv first.
@@ -206,13 +206,14 @@ heads-gpu: $(VENV)/.installed
 	  HEADS_WRITE='$(HEADS_WRITE)' HEADS_TRAIN='$(HEADS_TRAIN)' || \
 	  { test $$? -eq 124 && sleep 5 && echo "the piece is over: run it again to go on"; }
 
-# Results are written as they come; a part begins no size after GPU_MINUTES.
-GPU_PARTS ?= floor,steps,bits,products,product_bits,attention,profile,drafters
-GPU_MINUTES ?= 8
-GPU_OUT ?= gpu.json
+# Four calls, a quarter of an hour in all, the most valuable first: exact bits and their price, the
+# tests, steps, drafters. Results are written as they come, to gpu-1.json and so on.
+GPU_CALLS ?= 1 2 3 4
+GPU_OPTIONS ?=
 gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 0 tests/models/test_triton.py tests/models/test_cuda.py
-	$(BIN)/python -m benchmarks.gpu --parts $(GPU_PARTS) --minutes $(GPU_MINUTES) --out $(GPU_OUT)
+	@for call in $(GPU_CALLS); do \
+	  timeout 300 $(BIN)/python -m benchmarks.gpu --call $$call --out gpu-$$call.json $(GPU_OPTIONS); \
+	done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,10 @@
 """What steps cost on a GPU, and whether their bits depend on company: `make gpu`.
 
 Made-up weights of well-known shapes; timings read nothing else. Results are written after each
-part, so that a run that is cut off leaves what it has.
+size, so that a run that is cut off leaves what it has. Four calls, the most valuable first, fit a
+quarter of an hour of a card together.
 
+    python -m benchmarks.gpu --out gpu-1.json --call 1
     python -m benchmarks.gpu --out gpu.json --parts floor,steps,bits --minutes 4
 """
 
@@ -14,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_run import Results, Run
+from benchmarks.gpu_tests import tests
 from benchmarks.gpu_texts import draws, rounds, scripted, texts
 from benchmarks.one_kernel.step import CompiledStep, Phase, Step, StepDecoder
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.tree import TokenTree
+from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.cuda import PagedDecoder, exact_decoder
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
@@ -49,6 +53,13 @@ _MODELS = {"135m": "smollm2-135m", "1b": "llama-1b", "8b": "llama-8b"}
 _CONTEXTS = (256, 2048, 8000)
 _TOKENS = (1, 2, 4, 8, 16, 32)
 _DRAFTERS = "none,suffix,hidden_head,self_draft,auto"
+_CALLS = {
+    "1": ("exact,product_bits", 3.0),
+    "2": ("tests", 3.5),
+    "3": ("floor,steps,draws", 3.0),
+    "4": ("rounds,drafters,bits,profile", 3.0),
+}
+"""Parts and minutes."""
 
 
 def main() -> None:
@@ -63,7 +74,9 @@ def main() -> None:
             started, found = time.monotonic(), results["parts"].setdefault(name, {})
 
             def save() -> None:
-                Path(asked.out).write_text(json.dumps(results, indent=1))
+                written = Path(f"{asked.out}.part")
+                written.write_text(json.dumps(results, indent=1))
+                written.replace(asked.out)
 
             try:
                 _PARTS[name](Run(asked, device, found, deadline, save))
@@ -80,12 +93,12 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
-    usual = "floor,steps,bits,profile,drafters,draws,rounds,scripted"
-    parser.add_argument("--parts", default=usual)
+    parser.add_argument("--call", choices=_CALLS, default="1", help="names parts and minutes")
+    parser.add_argument("--parts", help="instead of those of the call")
     parser.add_argument("--models", default="135m,1b,8b")
     parser.add_argument("--contexts", default=",".join(map(str, _CONTEXTS)))
     parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)))
-    parser.add_argument("--minutes", type=float, default=8.0, help="no part begins a size later")
+    parser.add_argument("--minutes", type=float, help="no part begins a size later")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text")
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--device", default="cuda")
@@ -101,7 +114,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--trace", action="store_true", help="of packed_steps, by kernel")
     parser.add_argument("--forms", default=",".join(_FORMS), help="of weights in few bits")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    parts, minutes = _CALLS[asked.call]
+    asked.parts, asked.minutes = asked.parts or parts, asked.minutes or minutes
+    return asked
 
 
 # ------------------------------------------------------------------------------------------ floors
@@ -221,6 +237,67 @@ def _chained(target: NativeTarget, context: int, text: list[int], size: int) -> 
         target.cache.keep(slot, 1, range(len(part) - 1))
     target.cache.free(slot)
     return torch.cat(found)
+
+
+# ------------------------------------------------------------------------------------------- exact
+
+_PROMPTS = (64, 512, 2048)
+_CUTS = ((600,), (64,) * 9 + (24,), (256, 300, 44), (570, *(1,) * 30), (300, *(7,) * 42, 6))
+
+
+def exact(run: Run) -> None:
+    """Milliseconds of prompts and steps with exact bits and without, and whether bits are equal.
+
+    Exact bits can be the default where prompts and steps cost no more.
+    """
+    for model in run.asked.models.split(","):
+        rows = run.found.setdefault(model, {})
+        for name in ("exact", "paged"):
+            target = new_target(model, run.device, _DECODERS[name])
+            found = rows.setdefault(name, {"prompt_ms": {}, "steps": []})
+            for length in _PROMPTS:
+                if run.is_over:
+                    return
+                found["prompt_ms"][length] = _prompt_ms(target, length, run)
+                run.save()
+            for context in (256, 2048):
+                slot = _filled(target, context)
+                for tokens in (1, 5, 16):
+                    step = _step(target, slot, tokens, run.asked)
+                    found["steps"].append({"context": context, "tokens": tokens, **step})
+                target.cache.free(slot)
+                run.save()
+            if name == "exact":
+                read = [_last_logits(target, cut) for cut in _CUTS]
+                found["equal_bits"] = [bool((read[0] == other).all()) for other in read]
+                run.save()
+            _say(model, name, found)
+            del target
+            _empty(run.device)
+
+
+def _prompt_ms(target: NativeTarget, length: int, run: Run) -> float:
+    """The median of whole prompts, read as the engine does, until the next token is there."""
+    times, cut = [], [min(MAX_STEP_TOKENS, length)] * max(1, length // MAX_STEP_TOKENS)
+    for _ in range(2 + run.asked.rounds // 2):
+        _wait(run.device)
+        begun = time.perf_counter()
+        _last_logits(target, cut).argmax().item()
+        times.append(1e3 * (time.perf_counter() - begun))
+    return round(statistics.median(times[2:]), 4)
+
+
+def _last_logits(target: NativeTarget, cut: Sequence[int]) -> Tensor:
+    """Logits [V] behind a text that is read in these pieces."""
+    slot, start = target.cache.allocate(), 0
+    for size in cut:
+        tokens = [5 + 37 * i % 900 for i in range(start, start + size)]
+        start += size
+        row = ScoreRow(slot, tokens, wants_logits=start == sum(cut))
+        logits_NV = target.score([row])[0].logits_NV
+        target.cache.keep(slot, size, ())
+    target.cache.free(slot)
+    return logits_NV[-1]
 
 
 # ----------------------------------------------------------------------------------------- profile
@@ -434,15 +511,15 @@ def products(run: Run) -> None:
 
 
 def product_bits(run: Run) -> None:
-    """Rows of random numbers whose products are the same alone and among 2 to 16."""
+    """Rows of random numbers whose products are the same alone and among 2 to 64."""
     for model in run.asked.models.split(","):
         for name, (outputs, inputs, kind) in _product_shapes(model).items():
             weight = torch.empty(outputs, inputs, device=run.device, dtype=torch.bfloat16)
             weight.normal_(0, 0.02)
             for how in (kind, "library"):
                 rows = equal = 0
-                for size in range(2, 17):
-                    for _ in range(run.asked.rounds):
+                for size in (*range(2, 17), 17, 32, 64):  # from 17 on a tile has 32 tokens
+                    for _ in range(run.asked.rounds // 4):
                         x = torch.randn(size, inputs, device=run.device, dtype=torch.bfloat16)
                         together = _run_product(x, weight, how, None)
                         alone = [_run_product(row[None], weight, how, None) for row in x]
@@ -906,6 +983,8 @@ def _empty(device: torch.device) -> None:
 
 
 _PARTS = {
+    "exact": exact,
+    "tests": tests,
     "floor": floor,
     "steps": steps,
     "bits": bits,
