@@ -318,11 +318,11 @@ class AsyncLLM:
         """Wait until a grammar is compiled, by a thread that keeps no other request waiting."""
         if (grammars := self.llm.grammars) is None:
             return
-        compiled = asyncio.wrap_future(grammars.compile(grammar, owner))
+        compiled = grammars.compile(grammar, owner)
         try:
-            await asyncio.shield(compiled)  # others may wait for it, too
+            await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it, too
         except asyncio.CancelledError:
-            grammars.give_up(grammar, owner)
+            grammars.give_up(compiled, owner)
             raise
 
     async def stream(

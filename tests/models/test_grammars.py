@@ -282,8 +282,8 @@ def test_what_nobody_waits_for_is_not_begun(
     slow = [Grammar.regex(f"slow{number}") for number in range(4)]
     waits = [grammars.compile(each, "a") for each in slow]
     grammars.compile(slow[3], "a")  # two wait for the last one
-    for each in (slow[0], slow[2], slow[3]):
-        grammars.give_up(each, "a")
+    for number in (0, 2, 3):
+        grammars.give_up(waits[number], "a")
     go_on.set()
     assert all(waits[number].result(20) for number in (0, 1, 3))
     grammars.compile(Grammar.regex("x"), "a").result(20)
@@ -298,8 +298,8 @@ def test_no_owner_holds_all_threads(
     grammars, go_on, compiled = held
     slow = [Grammar.regex(f"slow{number}") for number in range(9)]
     waits = [grammars.compile(each, "a") for each in slow]
-    for each in slow[:5]:
-        grammars.give_up(each, "a")
+    for wait in waits[:5]:
+        grammars.give_up(wait, "a")
     assert grammars.compile(Grammar.regex("quick"), "b").result(20)
     until = time.monotonic() + 20
     while "b" in grammars._running and time.monotonic() < until:
@@ -336,6 +336,52 @@ def test_large_grammars_are_not_kept_by_the_dozen(
         grammars.compile(last := Grammar.regex(text)).result(20)
     grammars._pool.shutdown()  # what follows a result is done as well
     assert [*grammars._jobs] == [*grammars._seconds] == [last]
+
+
+def test_a_late_end_of_a_wait_ends_no_other(
+    held: tuple[Grammars, threading.Event, list[Grammar]],
+) -> None:
+    """Its compilation has failed, the grammar is compiled anew, and others wait for that."""
+    grammars, go_on, _ = held
+    bad = Grammar.regex("(a")
+    first = grammars.compile(bad, "a")
+    with pytest.raises(GrammarError):
+        first.result(20)
+    slow = [grammars.compile(Grammar.regex(f"slow{number}"), "a") for number in range(2)]
+    again = grammars.compile(bad, "a")
+    grammars.give_up(first, "a")
+    go_on.set()
+    with pytest.raises(GrammarError):
+        again.result(20)
+    assert all(each.result(20) for each in slow)
+
+
+def test_nobody_waits_for_threads_that_an_exiting_interpreter_refuses(
+    held: tuple[Grammars, threading.Event, list[Grammar]],
+) -> None:
+    grammars, go_on, _ = held
+    waits = [grammars.compile(Grammar.regex(f"slow{number}"), "a") for number in range(4)]
+    grammars._pool.shutdown(wait=False)
+    go_on.set()
+    for wait in waits[:2]:
+        assert wait.result(20)
+    for wait in (*waits[2:], grammars.compile(Grammar.regex("x"))):
+        with pytest.raises(RuntimeError, match="shutdown"):
+            wait.result(20)
+
+
+def test_many_grammars_at_once_are_not_kept_for_good(
+    held: tuple[Grammars, threading.Event, list[Grammar]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, go_on, _ = held
+    monkeypatch.setattr(module, "_MAX_KEPT", 2)
+    waits = [grammars.compile(Grammar.regex(f"slow{number}"), "a") for number in range(6)]
+    go_on.set()
+    assert all(wait.result(20) for wait in waits)
+    for owner in ("a", "b"):
+        assert grammars.compile(Grammar.regex("slow5"), owner) is waits[5]
+    assert len(grammars._jobs) == 2
+    assert not grammars._jobs[Grammar.regex("slow5")].waiting["b"]
 
 
 def test_a_grammar_that_failed_is_tried_again(grammars: Grammars) -> None:

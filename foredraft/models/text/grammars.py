@@ -114,7 +114,8 @@ class Grammars:
             if job is None or job.has_failed:
                 job = self._jobs[grammar] = _Job(grammar)
                 self._queue.append(job)
-            job.waiting[owner] += 1
+            if job in self._queue:
+                job.waiting[owner] += 1
             self._jobs.move_to_end(grammar)
             self._forget()
             self._start()
@@ -131,19 +132,18 @@ class Grammars:
             del self._jobs[gone]
             self._seconds.pop(gone, None)
 
-    def give_up(self, grammar: Grammar, owner: str | None = None) -> None:
-        """A call of `compile` waits no longer. What nobody waits for is not begun."""
+    def give_up(self, compiled: Future[LLMatcher], owner: str | None = None) -> None:
+        """End one call's wait for the future that it got; without any, no compilation begins."""
         with self._lock:
-            job = self._jobs.get(grammar)
-            if job is None or job not in self._queue:
-                return
-            job.waiting[owner] -= 1
-            if not +job.waiting:
-                self._queue.remove(job)
-                del self._jobs[grammar]
+            # By the future: the grammar may have failed, and others wait for its next compilation.
+            for job in [each for each in self._queue if each.compiled is compiled]:
+                job.waiting[owner] -= 1
+                if not +job.waiting:
+                    self._queue.remove(job)
+                    del self._jobs[job.grammar]
 
     def _start(self) -> None:
-        """Begin what may begin, the oldest first. For whoever holds the lock."""
+        """Begin the compilations that may begin, the oldest first. The caller holds the lock."""
         for job in [*self._queue]:
             free = [o for o in +job.waiting if self._running.count(o) < _MOST_OF_OWNER]
             if not free or len(self._running) == _NUM_WORKERS:
@@ -151,7 +151,11 @@ class Grammars:
             self._queue.remove(job)
             if job.compiled.set_running_or_notify_cancel():
                 self._running.append(free[0])
-                self._pool.submit(self._run, job, free[0])
+                try:
+                    self._pool.submit(self._run, job, free[0])
+                except RuntimeError as error:  # the interpreter exits: nobody is to wait for it
+                    self._running.remove(free[0])
+                    job.compiled.set_exception(error)
 
     def _run(self, job: _Job, owner: str | None) -> None:
         began = time.thread_time()
