@@ -310,7 +310,7 @@ def _remove_left_over(directory: Path, prefix: str) -> None:
     for library in directory.glob(f"{prefix}-*.so"):
         with contextlib.suppress(OSError):
             library.unlink()
-    remove_unused(directory.glob("*.so"))
+    remove_unused(directory.glob("*-*-*.so"))  # others are a user's
 
 
 def _loaded(library: Path) -> ctypes.CDLL:

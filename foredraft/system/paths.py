@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,10 +27,19 @@ def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
 def bytes_below(folder: Path) -> int:
     """Size of the files in a folder, but not of those that links in it lead to."""
     total = 0
-    for path in folder.rglob("*"):
+    for path in files_below(folder):
         with suppress(OSError):  # another process may move it meanwhile
             total += path.stat().st_size if path.is_file() and not path.is_symlink() else 0
     return total
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Files in a folder and its folders; those that another process deletes meanwhile are skipped.
+
+    `Path.rglob` raises there, in some versions of Python.
+    """
+    for place, _, names in os.walk(folder):
+        yield from (Path(place, name) for name in names)
 
 
 def mark_used(path: Path) -> None:

@@ -230,8 +230,9 @@ class Capture:
     def _make_room(self) -> int:
         """Bytes that all captures take, after removing old unused ones if necessary."""
         mine = {chunk.digest for chunk in self._chunks}
-        remove_unused(f for f in self._root.glob("*/*") if f.is_dir() and f.name not in mine)
-        folders = [f for f in self._root.glob("*/*") if f.is_dir()] if self._root.is_dir() else []
+        folders = [f for f in self._root.glob("*/*") if any(f.glob("*layer-*.safetensors*"))]
+        remove_unused(f for f in folders if f.name not in mine)
+        folders = [f for f in folders if f.is_dir()]
         sizes = {f: sum(p.stat().st_size for p in f.iterdir()) for f in folders}
         wanted = sum(c.num_tokens for c in self._chunks) * self._bytes_per_token()
         total = sum(sizes.values())

@@ -172,15 +172,36 @@ def test_pieces_that_no_version_has_used_for_long_go_with_the_next_one(
     kept.keep("used", "recipe", TENSORS)
     kept.keep_json("costs", "recipe", 3)
     kept.keep("unused", "recipe", TENSORS)
-    (cache / "weights").mkdir()
-    (cache / "weights" / "of-an-old-version.json").write_text("{}")
+    (cache / "weights" / "a-user's").mkdir(parents=True)
+    (cache / "weights" / "a-user's" / "model.safetensors").touch()
+    (cache / "weights" / f"{'0af9' * 8}.json").write_text("{}")  # of an old version
     for path in cache.rglob("*"):
         os.utime(path, (0, 0))
     assert kept.tensors("used", "recipe") is not None
     assert kept.read_json("costs", "recipe") == 3
     kept.keep("new", "recipe", TENSORS)
     left = {path.name for path in cache.rglob("*") if path.is_file()}
-    assert left == {"used", "used.index", "costs.json", "new", "new.index"}
+    assert left == {*("used", "used.index", "costs.json", "new", "new.index"), "model.safetensors"}
+    assert not (cache / "kept" / "model" / "used").stat().st_mtime, "only its index is written to"
+
+
+def test_a_piece_is_kept_while_another_process_deletes_a_folder(
+    kept: KeptFiles, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "kept" / "gone" / "version").mkdir(parents=True)
+    scandir = os.scandir
+
+    def delete_first(folder: os.PathLike[str] | str) -> object:
+        if str(folder).endswith("gone"):
+            shutil.rmtree(cache / "kept" / "gone")
+            raise FileNotFoundError(folder)
+        return scandir(folder)
+
+    kept.keep_json("costs", "recipe", 3)
+    monkeypatch.setattr(os, "scandir", delete_first)
+    kept.keep("piece", "recipe", TENSORS)
+    monkeypatch.undo()
+    assert kept.tensors("piece", "recipe") is not None
 
 
 def test_small_models_keep_nothing(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def test_libraries_that_no_version_has_used_for_long_go(
     for text in texts:
         (sources / "decoder.cpp").write_text(text)
         libraries.append(build(compiler.command, cache, sources))
-    for each in libraries:
+    (cache / "mine.so").touch()
+    for each in (*libraries, cache / "mine.so"):
         os.utime(each, (0, 0))
     (sources / "decoder.cpp").write_text(texts[1])
     assert build(compiler.command, cache, sources) == libraries[1]
@@ -113,7 +114,7 @@ def test_libraries_that_no_version_has_used_for_long_go(
     (sources / "decoder.cpp").write_text("int four;")
     newest = build(compiler.command, cache, sources)
     assert [each.exists() for each in (*libraries, newest)] == [False, True, False, True]
-    assert len([*cache.glob("*.so")]) == 3
+    assert len([*cache.glob("*.so")]) == 4
 
 
 def test_a_failing_compiler_is_quoted_and_leaves_nothing(sources: Path, tmp_path: Path) -> None:

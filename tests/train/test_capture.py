@@ -60,11 +60,13 @@ def test_captures_that_no_version_has_used_for_long_go_with_the_next_ones(
 ) -> None:
     """Those of another version's forwards would never be found again."""
     root = tmp_path / "captures"
-    for name, used in (("old", 0.0), ("used", time.time())):
+    for name, used in (("old", 0.0), ("used", time.time()), ("holiday", 0.0)):
         (root / "another" / name).mkdir(parents=True)
+        file = "film.mp4" if name == "holiday" else "layer-000.safetensors"
+        (root / "another" / name / file).touch()
         os.utime(root / "another" / name, (used, used))
     Capture(target, some_texts(), [0], root, math.inf).fill(Watch())
-    assert [path.name for path in (root / "another").iterdir()] == ["used"]
+    assert {path.name for path in (root / "another").iterdir()} == {"used", "holiday"}
 
 
 def test_captures_are_of_one_type_of_numbers(target: TrainingTarget, checkpoint: Path) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from foredraft.models.files.manifest import sums_of, sums_of_file
 from foredraft.models.files.safety import Checkpoint
 from foredraft.system.files import replacing
-from foredraft.system.paths import bytes_below, cache_root, mark_used, remove_unused
+from foredraft.system.paths import bytes_below, cache_root, files_below, mark_used, remove_unused
 
 LEAST_BYTES = 32 << 20
 """Smallest weight files of a cached model: smaller models are prepared faster than cached."""
@@ -220,10 +220,17 @@ def kept_models() -> list[KeptModel]:
 
 
 def _pieces() -> Iterator[Path]:
-    """All pieces, those of folders that earlier versions used too."""
-    for path in chain(*((cache_root() / name).rglob("*") for name in ("kept", "weights"))):
-        if path.name != _NOTE and path.is_file():
+    """Files that go once they are old: tensors only after their index, whose time is their use's.
+
+    A time set on a large file of a container's image would copy all of it. Of the folder of an
+    earlier version only its own files: others may be a user's.
+    """
+    files = files_below(cache_root() / "kept")
+    for path in sorted(files, key=lambda path: path.suffix != ".index"):
+        index = path.with_suffix(".index")
+        if path.name != _NOTE and (path == index or not index.exists()):
             yield path
+    yield from (cache_root() / "weights").glob("[0-9a-f]" * 32 + ".json")
 
 
 def recipe_of(*parts: object) -> str:
@@ -270,7 +277,6 @@ def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
     index = json.loads(path.with_suffix(".index").read_text(encoding="utf-8"))
     if index["recipe"] != recipe:
         return None
-    mark_used(path)
     mark_used(path.with_suffix(".index"))
     size = int(index["bytes"])
     if path.stat().st_size != size:
