@@ -236,7 +236,8 @@ class AdaptiveBudget:
         if not record.is_decoding:
             most_ms = draft_ms if usual_ms is None else HICCUP * rounds * usual_ms
             return min(draft_ms, most_ms) + learn_ms
-        seen = [self._acceptance.num_seen(name, row.request_id) for row in rows if row.budget]
+        asked = [row for row in rows if row.budget and not row.num_forced]  # else nothing counts it
+        seen = [self._acceptance.num_seen(name, row.request_id) for row in asked]
         is_first = not drafter.reads and not all(seen)
         if known_ms and is_first and draft_ms > max(HICCUP * rounds * known_ms, plain_ms):
             # It reads texts as it first drafts for them, and does not say so.

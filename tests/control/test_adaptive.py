@@ -585,6 +585,20 @@ def test_tokens_that_rules_force_teach_nothing() -> None:
     assert not experience.kinds
 
 
+def test_slow_drafts_behind_forced_tokens_are_no_investments() -> None:
+    """Nothing counts such drafts: each would be taken for the first, in which a text is read."""
+    control = AdaptiveBudget([DrafterTraits("a", 8, True)], CostModel(FLAT))
+    row = new_request([1] * 10, SamplingParams(max_tokens=50), num_prompt=5, num_cached=9)
+    control.begin(row, [])
+    draft = Proposal.chosen(TokenTree.chain([1] * 3))
+    for draft_ms in (1.0, *[100.0] * 20):
+        step = RowStep(row.request_id, 9, 1, "a", 4, draft, committed=(1,) * 4, num_forced=2)
+        times = StepTimes(draft_ms, 10.0, drafters={"a": StepTimes(draft_ms)})
+        control.observe(StepRecord((step,), times))
+    assert not control.ledger.owed_ms
+    assert (control._times.round_ms("a", 1) or 0.0) > 10.0
+
+
 def test_a_plan_takes_time_by_the_rows_and_not_by_their_square() -> None:
     """Questions to the times and rates of drafters, counted."""
 
