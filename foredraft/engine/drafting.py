@@ -174,8 +174,8 @@ def observe(batch: Sequence[Turn], scores: Scores) -> None:
 
 def loaded_for(batch: Sequence[Turn]) -> list[LoadedDrafter]:
     """All drafters that may draft for these rows, whether they do now or not."""
-    policies = dict.fromkeys([turn.request.policy for turn in batch])
-    return [loaded for policy in policies for loaded in policy.drafters.values()]
+    policies = {turn.request.policy: None for turn in batch}  # which may share some
+    return [*dict.fromkeys(each for policy in policies for each in policy.drafters.values())]
 
 
 def report(batch: Sequence[Turn], record: StepRecord) -> None:

@@ -226,6 +226,19 @@ def test_a_controller_is_told_the_times_of_its_own_drafters() -> None:
         assert step.times.drafters[OWN].draft_ms == step.times.draft_ms == taken_ms
 
 
+def test_the_times_of_a_drafter_of_two_policies_are_told_to_both() -> None:
+    clock = lambda: Slow.now  # noqa: E731
+    shared = LoadedDrafter(Slow(2), TARGET, joins_late=True, clock=clock)
+    policies = [Policy(Wants(), [shared]) for _ in range(2)]
+    engine = Engine(TARGET, policies[0], EngineOptions(clock=clock))
+    for policy in policies:
+        engine.submit([1], SamplingParams(speculation=OWN), policy=policy)
+    engine.step()
+    for policy in policies:
+        (step,) = policy.controller.steps  # type: ignore[attr-defined]
+        assert step.times.drafters[OWN].draft_ms == step.times.draft_ms == 2000.0
+
+
 def test_what_there_is_no_room_for_is_not_asked() -> None:
     setup = Setup()
     params = SamplingParams(max_tokens=3)
