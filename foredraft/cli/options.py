@@ -329,6 +329,10 @@ class _Group:
 
     def _made(self, given: dict[str, Any], places: Mapping[str, str], has_file: bool) -> Any:
         """The object; an error names a value by the place where it was written."""
+        parameters = signature(self._cls).parameters
+        for name, each in self._fields.items():
+            if name not in given and parameters[name].default is Parameter.empty:
+                raise ConfigError(f"{self._flag(each)} is missing: {each.help_text}")
         try:
             return getattr(self._cls, "of", self._cls)(**given)
         except ValidationError as error:

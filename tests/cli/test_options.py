@@ -62,6 +62,29 @@ def made(*arguments: str, derived: o.Derived = _AS_IT_IS) -> tuple[Any, Result]:
     return (got[0] if got else None), result
 
 
+def test_a_field_without_a_default_has_to_be_given() -> None:
+    @dataclass(frozen=True)
+    class Order:
+        """One.
+
+        Attributes:
+            pots: to make.
+        """
+
+        pots: int
+
+    def command(order: Order) -> None:
+        """Make it."""
+
+    command.__annotations__["order"] = Order
+    program = typer.Typer(add_completion=False)
+    program.command()(o.with_options(command))
+    error = CliRunner().invoke(program, []).exception
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("--pots is missing: ")
+    assert CliRunner().invoke(program, ["--pots", "2"]).exit_code == 0
+
+
 def test_fields_become_options_with_their_types() -> None:
     given = [
         "--kind",
