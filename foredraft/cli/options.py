@@ -367,10 +367,11 @@ class _Group:
                 remedy = f": set {f'{prefix}{name}'.upper()}" if prefix else ""
                 raise ConfigError(f"{config.path()}: {name} is not read from this file{remedy}")
         allowed = self._fields.keys() | self.settable.keys()
+        set_names = {name.upper() for name, value in os.environ.items() if value}
         return {
             name: known[name].read(f"{config.path()}: {name}", value)
             for name, value in found.items()
-            if name in allowed and not (prefix and os.environ.get(f"{prefix}{name}".upper()))
+            if name in allowed and not (prefix and f"{prefix}{name}".upper() in set_names)
         }
 
 

@@ -206,10 +206,11 @@ def test_a_file_of_settings_goes_behind_options_and_environment(
     file = tmp_path / "config.toml"
     file.write_text(
         "[model]\nthreads = 1\nexact = true\ndrafter_options = {shared = true}\n"
-        '[server]\nport = 8100\nmax_waiting = 3\nallowed_hosts = ["a", "b"]\n'
+        '[server]\nport = 8100\nmax_waiting = 3\nmax_n = 3\nallowed_hosts = ["a", "b"]\n'
     )
     monkeypatch.setenv("FOREDRAFT_CONFIG", str(file))
     monkeypatch.setenv("FOREDRAFT_MAX_WAITING", "5")
+    monkeypatch.setenv("foredraft_max_n", "6")  # as pydantic reads it
     got: list[Any] = []
 
     def command(
@@ -224,7 +225,8 @@ def test_a_file_of_settings_goes_behind_options_and_environment(
     assert done.exit_code == 0, done.exception
     load, settings = got
     assert (load.threads, load.exact, load.drafter_options) == (1, False, {"shared": True})
-    assert (settings.port, settings.max_waiting) == (9000, 5)
+    assert (settings.port, settings.max_waiting, settings.max_n) == (9000, 5, 6)
+    monkeypatch.delenv("foredraft_max_n")
     assert settings.allowed_hosts == ("a", "b")
     for text, said in (
         ("[modle]\n", "did you mean 'model'"),
