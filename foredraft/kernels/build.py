@@ -230,6 +230,8 @@ def build(
         with FileLock(directory / "building.lock", timeout=2 * _TIMEOUT_SECONDS):
             if library := _intact(directory, prefix):
                 return library
+            for source in sources.glob("*.cpp"):  # used as well, if a copy's times are old
+                _intact(directory, f"{source.stem}-{_key(command, source)}")
             _remove_left_over(directory, prefix)
             library = _compile([*compiler, *flags], sources / f"{name}.cpp", directory / prefix)
     except OSError as problem:

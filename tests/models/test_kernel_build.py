@@ -117,6 +117,19 @@ def test_libraries_that_no_version_has_used_for_long_go(
     assert len([*cache.glob("*.so")]) == 4
 
 
+def test_this_version_keeps_its_libraries_with_old_times(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    """A restored cache has the times of its files: each run would compile all of them anew."""
+    cache = tmp_path / "cache"
+    (sources / "heads.cpp").write_text("int heads;")
+    heads = build(compiler.command, cache, sources, "heads")
+    os.utime(heads, (0, 0))
+    build(compiler.command, cache, sources)
+    assert build(compiler.command, cache, sources, "heads") == heads
+    assert compiler.num_compilations == 2
+
+
 def test_a_failing_compiler_is_quoted_and_leaves_nothing(sources: Path, tmp_path: Path) -> None:
     body = 'echo half > "$output"; printf "In file:\\nx.h:1: error: no such thing\\n" >&2; exit 1'
     failing, cache = FakeCompiler(tmp_path / "bin", body), tmp_path / "cache"
