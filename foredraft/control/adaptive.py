@@ -47,6 +47,8 @@ records work of a new shape, once; and of prompts of each size, to a power of tw
 so long are a price."""
 _PROMPT_SHARE = 0.05
 """Of the target's time for a prompt: what a drafter is taken to need for it the first times."""
+_MOST_OWED = 16
+"""Plain steps owed for texts that drafters read unasked; with more owed, such a text is a loss."""
 
 
 class AdaptiveBudget:
@@ -238,13 +240,16 @@ class AdaptiveBudget:
             return min(draft_ms, most_ms) + learn_ms
         asked = [row for row in rows if row.budget and not row.num_forced]  # else nothing counts it
         seen = [self._acceptance.num_seen(name, row.request_id) for row in asked]
-        is_first = not drafter.reads and not all(seen)
+        is_first, lost_ms = not drafter.reads and not all(seen), 0.0
         if known_ms and is_first and draft_ms > max(HICCUP * rounds * known_ms, plain_ms):
             # It reads texts as it first drafts for them, and does not say so.
-            self.ledger.invest(draft_ms - rounds * known_ms)
-            draft_ms = rounds * known_ms
+            read_ms, draft_ms = draft_ms - rounds * known_ms, rounds * known_ms
+            if self.ledger.owed_ms < _MOST_OWED * plain_ms:
+                self.ledger.invest(read_ms)
+            else:
+                lost_ms = read_ms
         slowness = max(1.0, record.times.score_ms / forward_ms)
-        return self._times.observe(
+        return lost_ms + self._times.observe(
             *(name, num_asked, draft_ms / slowness),
             *(len(rows), learn_ms / slowness, num_rounds),
             expected_ms=expected_ms,
