@@ -74,13 +74,13 @@ def measure_priors(
         _recycle(target, reply, ranks)
         advance("measuring")
     return Priors(
-        repeated_text=_rounded(repeated.shares),
-        other_text=_rounded(other.shares),
-        followed=_rounded(confidence.followed.shares),
-        met=_rounded(confidence.met.shares),
-        replaced=_rounded(confidence.replaced.shares),
-        inserted=_rounded(confidence.inserted.shares),
-        ranks=tuple(map(_rounded, ranks.shares)),
+        repeated_text=_shares(repeated, known.repeated_text),
+        other_text=_shares(other, known.other_text),
+        followed=_shares(confidence.followed, known.followed),
+        met=_shares(confidence.met, known.met),
+        replaced=_shares(confidence.replaced, known.replaced),
+        inserted=_shares(confidence.inserted, known.inserted),
+        ranks=tuple(_rounded(ranks[steadiness]) for steadiness in range(len(known.ranks))),
     )
 
 
@@ -135,6 +135,11 @@ def _logits(target: Target, reply: SeenReply) -> Iterator[Tensor]:
             yield from scores.logits_NV
     finally:
         target.cache.free(slot)
+
+
+def _shares(confidence: MatchConfidence, prior: Sequence[float]) -> tuple[float, ...]:
+    """Hit rates of all classes, of which there are as many as in the prior."""
+    return _rounded([confidence.of_class(group) for group in range(len(prior))])
 
 
 def _rounded(shares: Sequence[float]) -> tuple[float, ...]:

@@ -75,11 +75,6 @@ class ServedStep:
     is_decoding: bool
     rows: Sequence[RowStep] = ()
 
-    @property
-    def python_ms(self) -> float:
-        """Neither in the drafter nor in the target's kernel."""
-        return self.wall_ms - self.draft_ms - self.kernel_ms
-
 
 @dataclass
 class Served:

@@ -21,13 +21,18 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import RotaryEmbedding
 from foredraft.models.native.model import DecoderFactory, EagerDecoder
 from foredraft.models.native.target import NativeTarget
-from foredraft.train.heads.base import TextBatch
+from foredraft.train.heads.base import Prediction, TextBatch
 from foredraft.train.target import TrainingTarget
 from tests.drafters.prices import FREE_NODES
 from tests.models.checkpoints import need_kernel
 
 VOCAB = 96
 OUTPUT_IDS = [*range(0, VOCAB, 3)]
+
+
+def logits_of(prediction: Prediction) -> Tensor:
+    """All logits [B, L, R] of a prediction."""
+    return prediction.states_BLK @ prediction.output_RK.T
 
 
 def tiny_target(

@@ -37,6 +37,7 @@ from tests.drafters.heads import (
     OUTPUT_IDS,
     VOCAB,
     drafted_logits,
+    logits_of,
     random_text,
     shaken,
     text_batch,
@@ -112,7 +113,7 @@ def assert_same_logits(one: EagleModule, other: Any) -> None:
         predictions_of(other, batch, 3),
         strict=True,
     ):
-        torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR)
+        torch.testing.assert_close(logits_of(mine), logits_of(theirs))
 
 
 @pytest.mark.parametrize("output_ids", [None, OUTPUT_IDS])
@@ -149,7 +150,7 @@ def assert_drafts_as_it_predicts(module: Any, drafter: Any, target: NativeTarget
     for anchor in (0, 7):
         drafted = drafted_logits(drafter, target, text, anchor, DEPTH)
         for prediction, logits_V in zip(predictions, drafted, strict=True):
-            expected_R = prediction.logits_BLR[0, anchor].detach()
+            expected_R = logits_of(prediction)[0, anchor].detach()
             actual_R = logits_V[logits_V.isfinite()]
             assert (actual_R - expected_R).norm() < 0.06 * expected_R.norm()
 

@@ -31,6 +31,7 @@ from tests.drafters.heads import (
     VOCAB,
     decoded_by,
     drafted_logits,
+    logits_of,
     random_text,
     shaken,
     text_batch,
@@ -111,7 +112,7 @@ def test_training_predicts_what_drafting_says(
             for prediction, logits_V in zip(predictions, drafted, strict=True):
                 # Draft token k is token anchor + 1 + k.
                 place = anchor + 1 + prediction.depth - prediction.shift
-                expected_R = prediction.logits_BLR[batch_index, place]
+                expected_R = logits_of(prediction)[batch_index, place]
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
                 error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
                 assert error < kind.errors[decoder == "fused"]
@@ -124,7 +125,7 @@ def test_all_of_it_learns(kind: Kind, target: NativeTarget) -> None:
     module = shaken(kind.start(target, OUTPUT_IDS))
     batch = text_batch(target, [random_text(12)], module.taps)
     predictions = training_of(module).predictions(batch, 4)
-    loss = sum(prediction.logits_BLR.square().mean() for prediction in predictions)
+    loss = sum(logits_of(prediction).square().mean() for prediction in predictions)
     extra = training_of(module).extra_loss(batch, predictions)
     torch.autograd.backward(loss + (0.0 if extra is None else extra))
     assert [name for name, weight in module.named_parameters() if weight.grad is None] == []

@@ -32,7 +32,7 @@ from foredraft.train.heads.saving import save_head
 from foredraft.train.options import checked_options
 from foredraft.train.target import TrainingTarget
 from tests.conformance.harness import run
-from tests.drafters.heads import OUTPUT_IDS, shaken, text_batch, tiny_source, tiny_target
+from tests.drafters.heads import OUTPUT_IDS, logits_of, shaken, text_batch, tiny_source, tiny_target
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 from tests.models.gguf_files import metadata_of, shape_of, tensors_of, write_gguf
 from tests.train.helpers import Watch, options_of, train
@@ -155,7 +155,7 @@ def test_an_exported_head_is_the_same_head(tmp_path: Path) -> None:
         training_of(found).predictions(batch, 3),
         strict=True,
     ):
-        torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR)
+        torch.testing.assert_close(logits_of(mine), logits_of(theirs))
     config = json.loads((out / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "org/tiny"
 

@@ -39,11 +39,6 @@ class MatchConfidence:
         """The hit rate of a class, by its number."""
         return self._hits[group] / self._trials[group]
 
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Hit rates of all classes."""
-        return tuple(hits / trials for hits, trials in zip(self._hits, self._trials, strict=True))
-
     def record(self, length: int, hit: bool) -> None:
         """A match of ``length`` tokens predicted the next token rightly or not."""
         self.record_class(bisect_left(_LENGTHS, length), hit)

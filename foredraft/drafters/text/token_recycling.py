@@ -76,11 +76,6 @@ class RankConfidence:
         """By rank; ranks beyond the list are not worth drafting."""
         return [hits / self._trials[steadiness] for hits in self._hits[steadiness]]
 
-    @property
-    def shares(self) -> tuple[tuple[float, ...], ...]:
-        """Hit rates of all ranks, by steadiness."""
-        return tuple(tuple(self[steadiness]) for steadiness in range(len(self._trials)))
-
     def record(self, row: _Row, token: int) -> None:
         """``token`` came where ``row`` held the candidates."""
         hits = self._hits[row.steadiness]

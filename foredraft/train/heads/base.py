@@ -69,11 +69,6 @@ class Prediction:
         """Tokens from an anchor to the one that is predicted: the target drew the first itself."""
         return self.depth + 1
 
-    @property
-    def logits_BLR(self) -> Tensor:
-        """All of them: for tests and small texts."""
-        return self.states_BLK @ self.output_RK.T
-
 
 M = TypeVar("M", bound=HeadModule)
 

@@ -48,8 +48,6 @@ class SharedVocabulary:
                 "'slem', which goes through text"
             )
         self.renaming = Renaming(dict(pairs), target_size)
-        self.share = len(pairs) / max(len(target_ids), 1)
-        """The share of the target's tokens that the draft model has, too."""
 
 
 def token_texts(codec: TextCodec, specials: Specials, size: int) -> dict[tuple[str, bool], int]:
