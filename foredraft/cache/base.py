@@ -89,6 +89,14 @@ def check_keep(num_pending: int, path: Sequence[int], num_written: int) -> None:
         raise ValueError(f"path {[*path]} leads out of a tree of {num_nodes} nodes")
 
 
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix of two texts."""
+    for i, (mine, theirs) in enumerate(zip(left, right, strict=False)):
+        if mine != theirs:
+            return i
+    return min(len(left), len(right))
+
+
 def owner_of(salt: str | None) -> bytes:
     """The name that the first block of a text follows: other salts share nothing."""
     return hashlib.sha256(repr(salt).encode(errors="surrogatepass")).digest()

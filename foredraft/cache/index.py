@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foredraft.cache.base import common_prefix
+
 
 @dataclass(frozen=True)
 class NamedBlock:
@@ -191,14 +193,6 @@ class PrefixIndex:
 def name_of(before: bytes, tokens: Sequence[int]) -> bytes:
     """The name of the block of ``tokens`` behind the one that is named ``before``."""
     return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix of two texts."""
-    for i, (mine, theirs) in enumerate(zip(left, right, strict=False)):
-        if mine != theirs:
-            return i
-    return min(len(left), len(right))
 
 
 def _text(node: NamedBlock) -> tuple[int, ...]:

@@ -178,13 +178,6 @@ def write_shard(directory: Path, texts: Sequence[Text]) -> Path:
     return path
 
 
-def next_number(directory: Path) -> int:
-    """The number of the next text of a folder: one that no text of it has had."""
-    if not directory.is_dir() or not (paths := shard_paths(directory)):
-        return 0
-    return 1 + max(text.number for text in read_shard(paths[-1]))
-
-
 def digest_of(texts: Sequence[Text]) -> str:
     """Tells these texts, in this order, from all others."""
     digest = hashlib.sha256()

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from foredraft.cache.base import common_prefix
 from foredraft.core.errors import ConfigError, TrainingError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.trained import TargetIdentity
@@ -30,7 +31,6 @@ from foredraft.train.options import WriteOptions
 from foredraft.train.texts import (
     Text,
     is_shard_folder,
-    next_number,
     read_texts,
     write_shard,
 )
@@ -100,7 +100,9 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.plain = tokenizer.chat_template is None
-        self.user_prefix = common_prefix([self.encode(words) for words in _ANY_WORDS])
+        encodings = [self.encode(words) for words in _ANY_WORDS]
+        first, last = min(encodings), max(encodings)  # all others lie between these
+        self.user_prefix = tuple(first[: common_prefix(first, last)])
         if self.plain and not self.user_prefix:  # base models learn from texts behind such a token
             self.user_prefix = tokenizer.eos_token_ids[:1]
 
@@ -113,16 +115,6 @@ class PromptEncoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a reply."""
         return self._tokenizer.decode(token_ids)
-
-
-def common_prefix(encodings: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ids that all of these begin with."""
-    shared: list[int] = []
-    for ids in zip(*encodings, strict=False):
-        if len(set(ids)) > 1:
-            break
-        shared.append(ids[0])
-    return tuple(shared)
 
 
 class Writer:
@@ -162,7 +154,7 @@ class Writer:
         self.prompt_limit, self.num_skipped = options.prompt_limit(max_context), 0
         texts = read_texts(directory) if is_shard_folder(directory) else []
         self.tokens = sum(len(text.reply_ids) for text in texts)
-        self._next_number = next_number(directory)
+        self._next_number = 1 + max((text.number for text in texts), default=-1)
 
     def run(self, progress: Progress, should_end: Callable[[], bool]) -> int:
         """Write until there are enough tokens, the prompts are used up, or it should end.

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from foredraft.cache.base import KVShape
-from foredraft.cache.index import common_prefix
+from foredraft.cache.base import KVShape, common_prefix
 from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError, ConfigError

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foredraft.cache.index import common_prefix
+from foredraft.cache.base import common_prefix
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.control.base import Controller
 from foredraft.core.cost import CostModel

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from foredraft.cache.base import owner_of
+from foredraft.cache.base import common_prefix, owner_of
 from foredraft.core.choices import Choice, DrawKey
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
@@ -179,7 +179,7 @@ class DraftCache:
         owner = owner_of(salt)
         number, num_found = self._cache.share(owner, tokens)
         for other in self._slots.values():
-            alike = _num_alike(other.cached, tokens) if other.owner == owner else 0
+            alike = common_prefix(other.cached, tokens) if other.owner == owner else 0
             if alike > num_found:
                 self._cache.free(number)
                 number, num_found = self._cache.fork(other.number), alike
@@ -250,9 +250,3 @@ class DraftCache:
         slot.num_confirmed = self._cache.truncate(slot.number, slot.num_confirmed)
         del slot.cached[slot.num_confirmed :]
         return [*tokens[slot.num_confirmed :]]
-
-
-def _num_alike(cached: Sequence[int], tokens: Sequence[int]) -> int:
-    """The length of the longest common prefix."""
-    most = min(len(cached), len(tokens))
-    return next((i for i in range(most) if cached[i] != tokens[i]), most)

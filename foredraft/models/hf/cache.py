@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from foredraft.cache.base import CacheUsage, check_keep
+from foredraft.cache.base import CacheUsage, check_keep, common_prefix
 from foredraft.cache.blocks import in_blocks
-from foredraft.cache.index import common_prefix
 from foredraft.cache.memory import UNLIMITED, CacheMemory
 from foredraft.cache.paged import Cache
 from foredraft.core.errors import CacheFullError, CapabilityError
