@@ -60,13 +60,17 @@ class ChatEncoder:
         fast: the model's tokenizer.
         template: its chat template.
         named: texts that templates may name, such as ``bos_token``.
+        special: ids and texts of the tokenizer's special tokens.
     """
 
     def __init__(
-        self, fast: FastTokenizer, template: ChatTemplate, named: Mapping[str, str]
+        self,
+        fast: FastTokenizer,
+        template: ChatTemplate,
+        named: Mapping[str, str],
+        special: Mapping[int, str],
     ) -> None:
-        self._fast, self._template, self._named = fast, template, named
-        self._special = special_tokens(fast)
+        self._fast, self._template, self._named, self._special = fast, template, named, special
         self._spelled = lru_cache(maxsize=1)(self._spelled_from)
 
     @property
@@ -177,12 +181,6 @@ class ChatEncoder:
         # A batch of one lets other threads run, unlike `encode`.
         (found,) = fast.encode_batch_fast([text], add_special_tokens=False)
         return list(found.ids)
-
-
-def special_tokens(fast: FastTokenizer) -> dict[int, str]:
-    """Ids and texts of the special tokens, which are no text of their own."""
-    added = fast.get_added_tokens_decoder()
-    return {i: token.content for i, token in added.items() if token.special and token.content}
 
 
 def _spellings(special: Mapping[int, str], base: int) -> dict[str, str]:

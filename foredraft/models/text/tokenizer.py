@@ -90,7 +90,7 @@ class Tokenizer:
             # Files saved by a training run may carry its batch settings; a prompt is never cut.
             self._fast.no_truncation()
             self._fast.no_padding()
-            self._special = _special_ids(self._fast)
+            self._special = _special_tokens(self._fast)
             self._fast.decode(self._fast.encode(_SAMPLE).ids)
         self._config = _read_optional(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in self._config:  # of before transformers 4.34
@@ -143,8 +143,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> dict[str, int]:
         """Ids of special tokens by their text."""
-        added = self._fast.get_added_tokens_decoder()
-        return {added[i].content: i for i in self._special if added[i].content}
+        return {text: i for i, text in self._special.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; with the model's own start token, where it has one.
@@ -271,7 +270,7 @@ class Tokenizer:
         source = (tools and self.tool_template) or self.chat_template
         if (found := self._encoders.get(source)) is None:
             template = ChatTemplate(source, self._directory.name)
-            found = ChatEncoder(self._fast, template, self.named_tokens)
+            found = ChatEncoder(self._fast, template, self.named_tokens, self._special)
         return self._encoders.setdefault(source, found)
 
     def _chat_templates(self) -> dict[str, str]:
@@ -428,9 +427,10 @@ class _StreamDecoder:
         return str(self._fast.decode(token_ids, skip_special_tokens=False))
 
 
-def _special_ids(fast: FastTokenizer) -> frozenset[int]:
-    """Ids whose tokens are no text."""
-    return frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special)
+def _special_tokens(fast: FastTokenizer) -> dict[int, str]:
+    """Ids and texts of the special tokens, which are no text of their own."""
+    added = fast.get_added_tokens_decoder()
+    return {i: token.content for i, token in added.items() if token.special and token.content}
 
 
 def _named_templates(found: object, path: Path) -> dict[str, str]:
