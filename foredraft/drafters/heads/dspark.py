@@ -197,13 +197,9 @@ class DsparkDrafter(BaseDrafter):
         ready = [row for row in rows if row.budget and self._is_ready(row)]
         if not ready:
             return [NOT_READY] * len(rows)
-        blocks = {
-            row.request_id: block for row, block in zip(ready, self._blocks(ready), strict=True)
-        }
-        return [
-            self._draft(row, *blocks[row.request_id]) if row.request_id in blocks else NOT_READY
-            for row in rows
-        ]
+        blocks = zip(ready, self._blocks(ready), strict=True)
+        drafts = {row.request_id: self._draft(row, *block) for row, block in blocks}
+        return [drafts.get(row.request_id, NOT_READY) for row in rows]
 
     def _is_ready(self, row: DraftRow) -> bool:
         return self._ends.get(row.request_id) == len(row.tokens) - 1

@@ -107,16 +107,14 @@ class MedusaDrafter(BaseDrafter):
                 self._last[seen.request_id] = seen.end, seen.hidden(layer)[-1].clone()
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        known = {row.request_id: self._last[row.request_id][1] for row in rows if self._knows(row)}
-        if not known:
+        ready = [row for row in rows if self._knows(row)]
+        if not ready:
             return [NOT_READY] * len(rows)
-        count = max(row.budget for row in rows)
-        found = self._logits(torch.stack([*known.values()]), count)
-        logits = dict(zip(known, found, strict=True))
-        return [
-            self._draft(row, logits[row.request_id]) if row.request_id in known else NOT_READY
-            for row in rows
-        ]
+        states_NE = torch.stack([self._last[row.request_id][1] for row in ready])
+        logits_NHR = self._logits(states_NE, max(row.budget for row in rows))
+        asked = zip(ready, logits_NHR, strict=True)
+        drafts = {row.request_id: self._draft(row, logits_HR) for row, logits_HR in asked}
+        return [drafts.get(row.request_id, NOT_READY) for row in rows]
 
     def end(self, request_id: int) -> None:
         self._last.pop(request_id, None)

@@ -338,13 +338,10 @@ class StepDrafter(BaseDrafter):
 
     def _grown(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
         """Chosen trees, all rows sharing each run of the head."""
-        growths = [
-            _Tree(
-                self._requests[row.request_id],
-                Growth(row, self._limits, self.guide(row.request_id)),
-            )
-            for row in rows
-        ]
+        growths = list[_Tree]()
+        for row in rows:
+            growth = Growth(row, self._limits, self.guide(row.request_id))
+            growths.append(_Tree(self._requests[row.request_id], growth))
         for tree in growths:
             assert tree.request.logits_R is not None
             tree.hang([ROOT], tree.request.logits_R[None], self._rows)

@@ -201,10 +201,8 @@ class DraftTreeDrafter(BaseDrafter):
         while active:
             self._grow(active, [growths[row.request_id] for row in active])
             active = [row for row in active if growths[row.request_id].frontier]
-        return [
-            growths[row.request_id].build() if row.request_id in growths else NOT_READY
-            for row in rows
-        ]
+        drafts = {request_id: growth.build() for request_id, growth in growths.items()}
+        return [drafts.get(row.request_id, NOT_READY) for row in rows]
 
     def end(self, request_id: int) -> None:
         self._cache.end(request_id)

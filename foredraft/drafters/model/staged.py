@@ -145,10 +145,8 @@ class StagedDrafter(BaseDrafter, ABC):
             prices = self._fit.guess_prices(len(alike))
             guesses = [(chain, self._guess(chain, prices)) for chain in alike]
             alike = self._extended([each for each in guesses if self._is_worth_more(*each)])
-        return [
-            self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
-            for row in rows
-        ]
+        drafts = {request_id: self._built(chain) for request_id, chain in chains.items()}
+        return [drafts.get(row.request_id, NOT_READY) for row in rows]
 
     def observe(self, observations: Sequence[RowStep]) -> None:
         if self._guesser:
@@ -205,10 +203,8 @@ class StagedDrafter(BaseDrafter, ABC):
         """
         if not guesses:
             return []
-        chains, reads = (
-            [chain for chain, _ in guesses],
-            [self._next_read(*each) for each in guesses],
-        )
+        chains = [chain for chain, _ in guesses]
+        reads = [self._next_read(*each) for each in guesses]
         scores = self._score(chains, reads)
         for chain, read, span in zip(chains, reads, scores.row_wanted, strict=True):
             known = scores if read.draw is not None else replace(scores, drawn=None)
