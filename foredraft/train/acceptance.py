@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -177,11 +179,7 @@ class AcceptanceCount:
 
 def tokens_a_step(shares: Sequence[float]) -> float:
     """Tokens a step of a chain, from the acceptance at each depth."""
-    reached, total = 1.0, 1.0
-    for share in shares:
-        reached *= share
-        total += reached
-    return total
+    return sum(accumulate(shares, mul, initial=1.0))
 
 
 def shares_by_depth(rights: Iterable[Sequence[bool]], depth: int) -> list[float]:

@@ -10,6 +10,8 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -166,9 +168,7 @@ class Learner:
         self, predictions: Sequence[Prediction], survival: Sequence[float]
     ) -> list[float]:
         """Weights by how often drafting reaches each depth in the last batches."""
-        survived = [1.0]
-        for share in survival:
-            survived.append(survived[-1] * share)
+        survived = [*accumulate(survival, mul, initial=1.0)]
         return [
             max(_LEAST_WEIGHT, survived[min(p.depth - 1, len(survived) - 1)]) for p in predictions
         ]
