@@ -154,11 +154,6 @@ class HFStateCache(HFCache):
         return []
 
 
-def has_states(model: Any) -> bool:
-    """Whether a model carries a state from token to token."""
-    return bool(getattr(model, "_is_stateful", False))
-
-
 def find_reading(target: Any, tokens: Sequence[int]) -> None:
     """Find out whether a forward of several tokens goes on from a state, beside another text's.
 

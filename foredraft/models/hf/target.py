@@ -37,7 +37,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.hf.cache import HFCache, layer_factory
 from foredraft.models.hf.parts import HFParts, find_parts
 from foredraft.models.hf.sizes import cannot_run, context_limit, decoder_of, read_config
-from foredraft.models.hf.states import HFStateCache, find_reading, has_states, state_layers
+from foredraft.models.hf.states import HFStateCache, find_reading, state_layers
 from foredraft.models.native.draft_layers import NativeHeadRunner, head_config, native_join
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 
@@ -90,7 +90,7 @@ class HFTarget:
         self._num_ids = self.vocab_size
         self.max_context = max_context or context_limit(config)
         memory = CacheMemory.of(cache_memory, model.device)
-        carries_state = has_states(model)
+        carries_state = bool(getattr(model, "_is_stateful", False))
         layers = partial(state_layers, config) if carries_state else layer_factory(config)
         new_cache = HFStateCache if carries_state else self.new_cache
         self.cache = new_cache(layers, self.max_context, model.device, memory)
