@@ -49,13 +49,10 @@ class ChainDraft:
     @property
     def goes_on(self) -> bool:
         """Whether more may follow, by what is known of the text."""
-        return not self._has_ended and not self._is_over
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the last token ends the request. Drawn drafts are as long as they are to be."""
-        is_chosen = self.row.params.coupling == "seeded"
-        return is_chosen and bool(self.tokens) and self.tokens[-1] in self.row.stop_ids
+        if self._has_ended or not self.tokens:
+            return not self._has_ended
+        # Drawn drafts are as long as they are to be.
+        return self.row.params.coupling == "drawn" or self.tokens[-1] not in self.row.stop_ids
 
     @property
     def draw_key(self) -> DrawKey | None:

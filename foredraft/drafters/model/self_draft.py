@@ -242,10 +242,12 @@ def _prompts(tokenizer: TextCodec | None) -> list[list[int]]:
     return [*map(tokenizer.encode, _PROMPTS)] if tokenizer else [[0], [1], [2], [3]]
 
 
-def _best_copy(target: LowBitTarget, prompts: Sequence[Sequence[int]]) -> tuple[LowBitCopy, Fit]:
+def _best_copy(
+    target: LowBitTarget, low_bits: Sequence[int], prompts: Sequence[Sequence[int]]
+) -> tuple[LowBitCopy, Fit]:
     """The copy that drafts fastest here: more bits agree more often, and take longer."""
     best: tuple[LowBitCopy, Fit] | None = None
-    for bits in target.low_bits:
+    for bits in low_bits:
         copy = target.low_bit_copy(bits)
         fit = measured_fit(target, copy, prompts)
         if best is None or fit.speedup > best[1].speedup:
@@ -269,14 +271,9 @@ def low_bit_target(target: Target) -> LowBitTarget:
 
 def _build(context: DrafterContext) -> SelfDrafter:
     target, prompts = low_bit_target(context.target), _prompts(context.tokenizer)
-    bits = context.options.get("bits")
-    if bits is None:
-        copy, fit = _best_copy(target, prompts)
-    else:
-        copy = target.low_bit_copy(bits)
-        fit = measured_fit(target, copy, prompts)
-    table = found_table(context, "table")
-    return SelfDrafter(target, copy, fit, table)
+    asked = context.options.get("bits")
+    copy, fit = _best_copy(target, target.low_bits if asked is None else (asked,), prompts)
+    return SelfDrafter(target, copy, fit, found_table(context, "table"))
 
 
 DRAFTER = DrafterSpec(
