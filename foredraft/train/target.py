@@ -71,6 +71,8 @@ class TrainingTarget:
         self._target, self.name, self.parts = target, name, target.parts
         self._config, self._weights = target.config, target.weights
         self._digest, self._tokenizer = weights, tokenizer
+        self.max_context, self.device = target.max_context, target.weights.device
+        self.last_layer = target.config.num_hidden_layers - 1
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -97,18 +99,6 @@ class TrainingTarget:
         heads = config.num_attention_heads  # which have keys of their own here
         size = max(_LEAST_HEAD, config.hidden_size // heads // _LEAST_HEAD * _LEAST_HEAD)
         return replace(shape, num_key_value_heads=math.gcd(heads, 4), head_dim=size)
-
-    @property
-    def max_context(self) -> int:
-        return self._target.max_context
-
-    @property
-    def device(self) -> torch.device:
-        return self._weights.device
-
-    @property
-    def last_layer(self) -> int:
-        return self._config.num_hidden_layers - 1
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Refuse layers that it does not have.

@@ -72,6 +72,7 @@ class HFTarget:
     auto_class: Any = AutoModelForCausalLM
     has_encoder = False
     new_cache = HFCache
+    has_own_layers = False
 
     def __init__(
         self,
@@ -168,10 +169,6 @@ class HFTarget:
                 "apart from outside, so no drafter can stand on them"
             )
         return self._parts
-
-    @property
-    def has_own_layers(self) -> bool:
-        return False
 
     def own_layers(self) -> OwnLayers:
         raise CapabilityError("layers that predict further tokens are run by the native decoder")

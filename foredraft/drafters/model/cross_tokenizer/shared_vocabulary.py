@@ -12,12 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.cache.paged import Cache
 from foredraft.core.errors import VocabularyMismatchError
 from foredraft.core.proposal import Renaming
 from foredraft.drafters.model.cross_tokenizer.transcript import CodecPair, Specials
 from foredraft.drafters.spec import TextCodec
-from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
+from foredraft.models.base import ScoreRow, Scores, Target
 
 _UNFINISHED = "\ufffd"
 
@@ -81,22 +80,8 @@ class RestrictedModel:
 
     def __init__(self, model: Target, allowed_S: Tensor) -> None:
         self._model, self._allowed_S = model, allowed_S
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size
-
-    @property
-    def max_context(self) -> int:
-        return self._model.max_context
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._model.capabilities
-
-    @property
-    def cache(self) -> Cache:
-        return self._model.cache
+        self.vocab_size, self.max_context = model.vocab_size, model.max_context
+        self.capabilities, self.cache = model.capabilities, model.cache
 
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         scores = self._model.score(rows, taps)
