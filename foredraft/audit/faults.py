@@ -35,7 +35,6 @@ class Fault:
     """A known mistake.
 
     Attributes:
-        name: of it.
         said: its effect, in a few words.
         rule: stands in for `verify`.
         spoils_cache: the cache keeps the entry of a rejected token in an accepted one's place.

@@ -118,8 +118,6 @@ class OwnAudit:
         llm: loaded with the drafter that is audited.
         params: of the requests. Their length is that of the replies, and the seed, or 0, is that
             of all that is drawn; how many replies there are to a prompt is the audit's own.
-        options: how large it is.
-        progress: called with the current stage.
         drafter: one of your own instead of the one that ``llm`` names.
 
     Raises:

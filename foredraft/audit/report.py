@@ -34,7 +34,6 @@ class Level:
     """The result of one kind of test.
 
     Attributes:
-        name: of the level.
         said: the finding, or the reason why there is none, in a sentence.
         figures: counts, statistics and p-values by name.
         evidence: differences: token, position and size.
@@ -62,10 +61,8 @@ class AuditReport:
 
     Attributes:
         subject: what was audited, in a few words, such as "at temperature 0.8 with drafter blend".
-        levels: in order.
         settings: everything that the audit can be made again from.
         decisive: the names of the levels that the sentence quotes.
-        seconds: that it took.
         seed: of all that was drawn.
     """
 

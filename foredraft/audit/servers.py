@@ -217,9 +217,6 @@ class ServerAudit:
         endpoint: the server that may speculate.
         plain: the source of its plain distribution; None: the server itself, with requests of one
             token.
-        options: how large the audit is.
-        server: options for the server.
-        progress: called with the current stage.
     """
 
     def __init__(

@@ -51,7 +51,6 @@ class Cells:
         """Cells of a law.
 
         Args:
-            probs_V: probabilities.
             also: tokens that get a cell of their own, however rare.
         """
         tokens_C = np.union1d(np.flatnonzero(probs_V > RARE), np.asarray(also, dtype=np.int64))
@@ -84,13 +83,11 @@ class Sum:
     """One martingale.
 
     Attributes:
-        name: of its test.
         total: sum of f(y) - E[f].
         variance: sum of Var[f] under the laws.
         skew: sum of third central moments.
         largest: the largest |f - E[f]| that was possible.
         reach: change of the total for a shift of 1: see `shift`.
-        count: tokens.
     """
 
     name: str

@@ -230,11 +230,7 @@ def _sentence(load: int, gains: Sequence[Gain]) -> str:
 
 
 def gains_report(gains: Gains, about: str, categories: Sequence[str]) -> Report:
-    """The table and its lines, and the gain by category of the prompts under the smallest load.
-
-    Args:
-        categories: of each prompt.
-    """
+    """The table and its lines, and the gain by category of the prompts under the smallest load."""
     flat = [each for found in gains.values() for each in found]
     energy = {"J/token": "{joules:.2f}"} if any(each.recording.joules for each in flat) else {}
     tables = [Table("", [each.row() for each in flat], _COLUMNS | energy, "measured here")]

@@ -45,7 +45,6 @@ def measure(
 
     Args:
         events: of one request, as from `LLM.stream`.
-        show: called with each event.
     """
     run = measuring(events)
     while True:

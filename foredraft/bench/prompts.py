@@ -44,7 +44,6 @@ def load_prompts(path: str | None, limit: int | None = None) -> list[BenchPrompt
     """Prompts of a JSON-lines file (``category``, ``turns``, perhaps ``id``), or the built-in ones.
 
     Args:
-        path: the file.
         limit: at most this many, taken evenly over the categories.
 
     Raises:

@@ -73,8 +73,6 @@ class Recording:
     """The recording of one setting.
 
     Attributes:
-        setting: drafter and nodes.
-        load: requests at once.
         steps: that read no prompt, if there are enough.
         prompts: the number of the prompt of each request, by its id.
         texts: of each prompt that ended, by its number.
@@ -116,9 +114,7 @@ class Work:
     """The requests that all settings run.
 
     Attributes:
-        prompts: token ids.
         params: of all requests; their seeds differ.
-        categories: of the prompts.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -160,11 +156,7 @@ def counted(step: ServedStep, reads: bool) -> bool:
 
 
 class Runner(OurServer):
-    """Runs loads with one setting, and records them as a `Recording`.
-
-    Args:
-        llm: holds the models.
-    """
+    """Runs loads with one setting, and records them as a `Recording`."""
 
     def __init__(self, llm: LLM, setting: Setting) -> None:
         options = setting.load_options(llm.options)

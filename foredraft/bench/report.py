@@ -42,7 +42,6 @@ class Report:
     """The result of a measurement, to be printed and written to a JSON file.
 
     Attributes:
-        tables: rows of figures.
         facts: single values, which the file holds beside the tables.
         lines: sentences that the terminal shows below the tables.
         seed: of the sampling.

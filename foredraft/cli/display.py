@@ -173,12 +173,7 @@ def _rich_progress(console: Console) -> Progress:
 
 
 class PromptProgress(RichProgress):
-    """Shows the prefill of a long prompt until text comes; off a terminal, by a line now and then.
-
-    Args:
-        num_tokens: of the prompt.
-        console: where to draw; stderr by default.
-    """
+    """Shows the prefill of a long prompt until text comes; off a terminal, a line now and then."""
 
     def __init__(self, num_tokens: int, console: Console | None = None) -> None:
         super().__init__(console, LINE_EVERY_S)
@@ -218,10 +213,6 @@ def reply_display(
     """Shows a reply: call the yielded function with each event.
 
     Ctrl-C ends the reply, whose result then has finish reason "cancelled".
-
-    Args:
-        llm: the model that replies.
-        console: gets the text.
     """
     with interruptible() as pressed, PromptProgress(num_prompt_tokens) as progress:
 

@@ -58,7 +58,6 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     """The resolved plan as plain data.
 
     Args:
-        options: the requested options.
         tokens: length of the text that memory is predicted for.
     """
     import torch

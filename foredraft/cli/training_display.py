@@ -22,7 +22,6 @@ class TrainingDisplay(RichProgress):
     """A `foredraft.train.progress.Monitor`; Ctrl-C and SIGTERM end the work at hand.
 
     Args:
-        console: where to draw.
         pause: called before each piece of work; returns when it may begin.
         ends_at: when the whole run is to be over (`time.monotonic`); None: that is not known.
     """

@@ -78,7 +78,6 @@ class EngineReplica:
     """One engine. Ray Serve keeps each in a process of its own, and calls these methods.
 
     Args:
-        load: loads the model.
         max_waiting: most replies that wait beside those in the batch.
         give_back_after: see `AsyncLLM`.
     """

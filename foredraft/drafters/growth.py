@@ -107,8 +107,6 @@ class Growth:
     """One row's tree while it grows.
 
     Args:
-        row: the row of the tree.
-        limits: of its size.
         guide: copies from the text at nodes without a forward of the head; None: there is none.
         room: the most nodes that may be scored; 0: as many as the row's budget.
 
@@ -277,7 +275,6 @@ def planned_parents(
 
     Args:
         rank_acceptance: the chance that a node's first, second, … child is accepted, descending.
-        num_nodes: how many nodes.
         max_depth: the most tokens on a path.
 
     Returns:
@@ -307,7 +304,6 @@ class PlannedGrowth:
     the target will likeliest draw.
 
     Args:
-        row: the row that drafts.
         parents: a parent array, depth by depth.
     """
 

@@ -65,7 +65,6 @@ class DrafterSpec:
     """How the registry knows a drafter. Each drafter file ends with one, named ``DRAFTER``.
 
     Attributes:
-        build: makes the drafter.
         summary: one line of help text.
         options: option names with one line of help each; others are refused.
         num_draft_tokens: a sensible default budget of nodes a step.

@@ -73,10 +73,7 @@ class HeadInfo:
         kind: the registered name of the drafter.
         config: of the module.
         shape: of the target.
-        target: of the head.
-        provenance: how it was made.
         measured: acceptance on held-out text.
-        weights_sha256: of the weights' file.
     """
 
     kind: str
@@ -148,7 +145,6 @@ def write_folder(
 
     Args:
         info: content of ``head.json``; the digest of the weights' file is added.
-        weights: by name.
         card: the text of README.md.
         self_test: results computed with them, by name; None: they are only looked up.
 
@@ -305,10 +301,8 @@ def load_head(
     """A trained head, checked: kind, target, shapes and weights.
 
     Args:
-        module: the class of the kind.
         target: that it drafts for; see `identify`.
         sizes: of the target, see `sizes_of`; None: they are not compared.
-        device: of the weights.
 
     Raises:
         ConfigError: no head is there, it is of another kind, or of another target.
@@ -414,9 +408,6 @@ def named_folder(context: DrafterContext, drafter: str, option: str) -> Path | N
 
 def trained_head(context: DrafterContext, module: type[M]) -> M:
     """The head that the user named, or that comes with the package, checked against the target.
-
-    Args:
-        module: the class of its kind.
 
     Raises:
         ConfigError: none was named, it is not there, or it is of another kind or target.

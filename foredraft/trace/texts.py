@@ -12,11 +12,7 @@ _MAX_DECODERS = 4096
 
 
 class TokenTexts:
-    """Texts of tokens; empty ones without a tokenizer.
-
-    Args:
-        tokenizer: the target's.
-    """
+    """Texts of tokens; empty ones without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

@@ -104,7 +104,6 @@ class AcceptanceCount:
         """Count a batch.
 
         Args:
-            predictions: of the head.
             head_RE: float32 rows of the target's head for the head's output rows.
             row_of_V: output row of each token; -1: none.
         """

@@ -113,8 +113,6 @@ class TrainBatch:
     """The data of one training step.
 
     Attributes:
-        texts: the head's inputs.
-        teacher: the target's distributions.
         anchors_BL: whether a position may be the last token that the target has read when a
             reply is drafted.
         temperatures_B: that the replies were drawn at.

@@ -50,8 +50,6 @@ class Chunk:
 
     Attributes:
         texts: positions of the first and one past the last in the list of all texts.
-        digest: of their tokens.
-        num_tokens: of all of them.
     """
 
     texts: range
@@ -76,10 +74,8 @@ class Capture:
     """The states of texts: from disk where they were captured, from the target otherwise.
 
     Args:
-        target: reads the texts.
         texts: all of them; none longer than the target's context.
         taps: the layers that are wanted; the last one is kept in any case, for the logits.
-        root: where captures are kept.
         max_bytes: of all captures in that folder.
     """
 

@@ -254,7 +254,6 @@ class Curves:
     """A file of JSON lines, each with ``tokens`` and ``seconds``; steps and evaluations.
 
     Args:
-        path: of the file.
         tokens: how far the training has come: lines of what a kill has undone are dropped.
     """
 

@@ -58,11 +58,6 @@ class NameableTokens:
 class Learner:
     """A module with its optimiser.
 
-    Args:
-        module: the trained head.
-        target: whose head it is.
-        options: how to train.
-
     Attributes:
         dtype: of products.
         rows: the module's output rows.

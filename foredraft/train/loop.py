@@ -46,7 +46,6 @@ class Job:
     """Which head to train, and where.
 
     Attributes:
-        kind: the class of its module.
         out: the directory: the best head so far, and the state in its folder ``training``.
         kind_options: those of the kind, checked.
         start_from: the folder of a head to begin with, which keeps its options and output rows;
@@ -71,11 +70,7 @@ class Trainer:
     An existing head is replaced only by one that is better on held-out text.
 
     Args:
-        job: which head, and where.
-        target: whose head it is to be.
         texts: of the target's own; some are kept from training.
-        options: how to train.
-        monitor: receives the progress.
         spent_s: seconds of this run that lie before: loading the target, writing text.
 
     Raises:

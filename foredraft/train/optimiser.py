@@ -44,10 +44,8 @@ class Muon(torch.optim.Optimizer):
     `torch.optim.Muon` computes the same and multiplies in bfloat16 on every machine.
 
     Args:
-        matrices: the parameters.
         rate: the learning rate; a step is as large as one of AdamW.
         weight_decay: share of a weight that goes with each step at a rate of 1.
-        dtype: of products.
     """
 
     def __init__(
@@ -90,7 +88,6 @@ class Optimiser:
     Args:
         module: the trained head. A matrix has rows of tokens if it has as many rows as output rows,
             or as tokens.
-        dtype: of products.
     """
 
     def __init__(

@@ -65,7 +65,6 @@ def expected(status: Status, num_steps: int, now: float) -> str:
     """A line about the pace of a run and its end.
 
     Args:
-        status: after some steps.
         num_steps: learnt so far, over all resumptions.
         now: seconds since the epoch.
     """

@@ -48,8 +48,6 @@ class TrainingTarget:
     """A loaded target, as training sees it, and the source of a new head's weights.
 
     Args:
-        target: of the native decoder.
-        name: what people call it.
         weights: digest of all its weights (`foredraft.models.files.digest.weights_digest`).
         tokenizer: fingerprint of its tokenizer, where it has one.
 

@@ -121,13 +121,7 @@ class Writer:
     """Writes texts into a folder, from where it was left.
 
     Args:
-        directory: the folder.
-        write: runs the target.
-        encoder: of its prompts.
-        identity: who it is.
-        max_context: tokens that its context holds.
         prompts: to be answered; without any, all are made up.
-        options: what to write.
 
     Attributes:
         tokens: of replies in the folder.

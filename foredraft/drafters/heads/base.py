@@ -97,7 +97,6 @@ class HeadModule(nn.Module):
     every token).
 
     Args:
-        shape: of the target.
         reads: the target's layers it reads.
         config: ``num_rows`` and the options.
 

@@ -28,8 +28,6 @@ class BlendDrafter(StepDrafter):
     """See the module docstring.
 
     Args:
-        module: a trained head.
-        target: its target.
         limits: how far a tree may grow by the head.
         table: of the target's earlier text.
     """

@@ -88,7 +88,6 @@ class EagleModule(HeadModule):
 
     Args:
         shape: of the target; feed-forward size, heads and rotary base are the layer's own.
-        taps: the target's layers whose outputs it reads.
         tap_norms, residual, returns: see `OPTIONS`.
     """
 
@@ -270,7 +269,6 @@ class _Published:
 
     Attributes:
         where: its directory, for messages.
-        config: of the head.
         shape: the layer's, with the target's vocabulary and number of layers.
         tensors: by name, those of the target left out.
         layer: prefix of the layer's names.
@@ -289,9 +287,6 @@ class _Published:
 
 def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEagleModule:
     """Read a published checkpoint: EAGLE-3, or EAGLE-1 and 2, told apart by their tensors.
-
-    Args:
-        target: its target.
 
     Raises:
         ConfigError: there is no such head, it is of another target, or a part of it is not

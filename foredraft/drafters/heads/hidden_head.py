@@ -33,11 +33,7 @@ from foredraft.models.base import HeadTarget, ModelShape
 
 
 class HiddenHeadModule(HeadModule):
-    """See the module docstring.
-
-    Args:
-        taps: the target's layers whose outputs it reads.
-    """
+    """See the module docstring."""
 
     kind = "hidden_head"
     training_file = "foredraft.train.heads.hidden_head"

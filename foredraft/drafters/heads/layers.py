@@ -111,8 +111,6 @@ class JoinedTokens:
 
     Args:
         target: owner of the embeddings.
-        weight_EE: the matrix.
-        eps: of the norm.
 
     Attributes:
         table_VE: the contributions of all tokens in bfloat16, kept if the vocabulary is not too
@@ -153,7 +151,6 @@ class Joined:
         target: its kernel multiplies.
         norms: weights [E] of the states' norms.
         matrix: [R, C E].
-        eps: of the norms.
         tokens: their contributions; None: there are none.
     """
 

@@ -84,8 +84,6 @@ class MedusaDrafter(BaseDrafter):
     are worth their price. Drawn requests get a tree whose shape is fixed before anything is drawn.
 
     Args:
-        module: the trained heads.
-        target: their target.
         width: children looked at for each node; 1 makes chains.
     """
 

@@ -68,11 +68,7 @@ class MtpModule(HeadModule):
 
 
 class OwnMtp:
-    """The layer that a model brings; a `foredraft.drafters.heads.steps.StepHead`.
-
-    Args:
-        target: with such a layer.
-    """
+    """The layer that a model brings; a `foredraft.drafters.heads.steps.StepHead`."""
 
     output_ids_R: Tensor | None = None
     promise: tuple[float, float] | None = None

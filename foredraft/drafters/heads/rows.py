@@ -30,11 +30,7 @@ as likely, so that it might be worth a node."""
 
 
 class Candidates:
-    """Finds them among the tokens that a head can name.
-
-    Args:
-        ids_R: the token of each output row.
-    """
+    """Finds them among the tokens that a head can name."""
 
     def __init__(self, ids_R: Tensor) -> None:
         self._ids_R = ids_R.long().cpu().contiguous()

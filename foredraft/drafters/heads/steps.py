@@ -52,7 +52,6 @@ class StepRunner:
     """A head's layers, which the target runs, and the inputs of the first one.
 
     Args:
-        runner: runs the layers.
         of_text: layer inputs [T, E] from the target's states, [T, E] of each layer that the head
             taps, and the token after each.
         of_own: layer inputs [N, E] from the states [N, E] of the parents of drafted tokens, and
@@ -94,7 +93,6 @@ class StepRunner:
 
         Args:
             ids_R: the token of each output row.
-            num_taps: how many layers the head taps.
         """
         return self._runner.new_chain(self, ids_R, num_taps)
 
@@ -184,13 +182,7 @@ def _apart(x_TE: Tensor) -> Tensor:
 
 
 class StepDrafter(BaseDrafter):
-    """See the module docstring.
-
-    Args:
-        head: the trained head.
-        target: its target.
-        limits: how far a tree may grow.
-    """
+    """See the module docstring."""
 
     def __init__(
         self, head: StepHead, target: HeadTarget, limits: GrowthLimits | None = None

@@ -24,9 +24,6 @@ from foredraft.models.base import ScoreRow, Target, read
 class ChainDraft:
     """One row's chain under construction.
 
-    Args:
-        row: what it is drafted for.
-
     Attributes:
         chance: that all of it is accepted, as far as the chances of its tokens are known.
     """
@@ -126,7 +123,6 @@ class _Slot:
     """One request's slot.
 
     Attributes:
-        number: of the slot in the cache.
         owner: only slots with the same owner share entries; None: no other slot does.
         cached: the tokens whose entries it holds.
         num_confirmed: the number of them that are known to be committed.
@@ -157,9 +153,6 @@ class DraftCache:
 
     Texts that begin alike share entries, as they do in the target's cache: with requests that are
     running, with those that are over, and with themselves before they made way for others.
-
-    Args:
-        model: the draft model.
     """
 
     def __init__(self, model: Target) -> None:

@@ -58,10 +58,7 @@ class DraftModelDrafter(StagedDrafter):
 
     Args:
         model: the draft model, with a cache of its own.
-        fit: how well it drafts.
-        guesser: see `StagedDrafter`.
         vocab_size: of the target; None: the draft model's own.
-        stops: see `StagedDrafter`.
         num_frequent: see `Shortlists`.
     """
 
@@ -173,7 +170,6 @@ class DraftTreeDrafter(BaseDrafter):
 
     Args:
         model: the draft model, with a cache of its own.
-        limits: of the trees.
         vocab_size: of the target; None: the draft model's own.
     """
 

@@ -70,8 +70,6 @@ class SelfDrafter(StagedDrafter):
 
     Args:
         target: whose cache the copy drafts on.
-        copy: of its layers.
-        fit: how well it drafts.
         table: of the target's earlier text; None: the text's own matches alone draft for the copy.
     """
 

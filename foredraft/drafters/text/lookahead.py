@@ -86,7 +86,6 @@ class JacobiWindow:
     token.
 
     Args:
-        sizes: how many rows and columns.
         filler: tokens to begin with.
     """
 
@@ -177,11 +176,7 @@ class _Request:
 
 
 class LookaheadDrafter(BaseDrafter):
-    """See the module docstring.
-
-    Args:
-        sizes: of window and pool.
-    """
+    """See the module docstring."""
 
     def __init__(self, sizes: LookaheadSizes) -> None:
         self._sizes = sizes

@@ -217,9 +217,7 @@ class RetrievedText(Guide):
     """One request's text, and its matches in the datastore.
 
     Args:
-        datastore: the index to search.
         prior: how far matches there prove right; see `MatchConfidence`.
-        prompt: the text so far.
 
     Attributes:
         place: matches of the end of the committed text.

@@ -255,7 +255,6 @@ class SuffixText(Guide):
     """One request's text, and where it stands in every source.
 
     Args:
-        prompt: the text so far.
         past: earlier outputs to look things up in as well, and to add this one to.
 
     Attributes:

@@ -195,8 +195,6 @@ class TableText(Guide):
     """One request's text with its likely successors.
 
     Args:
-        prompt: the text so far.
-        table: of the target.
         is_sampled: whether tokens are drawn at a temperature above 0.
 
     Attributes:

@@ -123,9 +123,6 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
 
     Only committed positions teach the table. Positions of rejected nodes have candidates, too, but
     a draft must not depend on tokens that were rejected before it.
-
-    Args:
-        tree: whether drafts may branch.
     """
 
     def __init__(self, tree: bool = True) -> None:

@@ -23,10 +23,6 @@ def weights_digest(checkpoint: Checkpoint, progress: Progress | None = None) -> 
     How the tensors are spread over files does not matter, and rows of a GGUF file count in their
     order in transformers. Reading 270 MB takes about half a second.
 
-    Args:
-        checkpoint: with the weights.
-        progress: receives a report.
-
     Raises:
         ModelLoadError: a file of weights is damaged.
     """

@@ -189,9 +189,7 @@ class KeptModel:
     """Cached data of one model.
 
     Attributes:
-        folder: of the cached data.
         model: the model's directory; None if it was not noted.
-        num_bytes: size of all pieces.
     """
 
     folder: Path

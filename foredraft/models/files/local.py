@@ -29,7 +29,6 @@ class LocalFiles:
             (weights as the kernels read them, and measured costs).
         folder: may be deleted: it is made or downloaded again when it is needed.
         num_bytes: on the disk; of a packaged model that is not here, of its download.
-        is_here: whether the folder exists.
         is_gone: whether the model that it was made from no longer exists.
     """
 

@@ -29,7 +29,6 @@ class PackagedModel:
     """A model and the packages that carry it.
 
     Attributes:
-        name: of the model here.
         file: name of its GGUF file.
         num_bytes: size of that file.
         sha256: of that file.

@@ -27,12 +27,7 @@ class SilentProgress:
 
 
 class Pace:
-    """Reports the bytes done, the rate, and the time left.
-
-    Args:
-        progress: receives the reports.
-        num_bytes: the total.
-    """
+    """Reports the bytes done, the rate, and the time left."""
 
     def __init__(self, progress: Progress, num_bytes: int) -> None:
         self._progress, self._total = progress, max(num_bytes, 1)

@@ -154,7 +154,6 @@ class _Conversion:
     """How a directory of the cache is made.
 
     Attributes:
-        name: of the directory.
         recipe: names its sources and the version of the code.
         write: makes the model in its first argument. The second is a folder for downloads: it
             stays when this fails, so that the next call can go on with it.

@@ -28,7 +28,6 @@ class GgufPlace:
     """Location of a tensor in a GGUF file.
 
     Attributes:
-        kind: its format.
         start: its first byte.
         heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
         added: constant that was added to the file's numbers, such as 1 to Gemma's norms.

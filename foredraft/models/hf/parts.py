@@ -18,13 +18,7 @@ from torch import Tensor, nn
 
 
 class HFParts:
-    """See `foredraft.models.base.TargetParts`.
-
-    Args:
-        embedding: of the tokens.
-        final_norm: of the last layer's output.
-        head: makes logits of that.
-    """
+    """See `foredraft.models.base.TargetParts`."""
 
     def __init__(self, embedding: nn.Embedding, final_norm: nn.Module, head: nn.Linear) -> None:
         self._embedding, self._final_norm, self._head = embedding, final_norm, head

@@ -48,7 +48,6 @@ class HFTarget:
     Attributes:
         auto_class: loads models of this kind.
         has_encoder: whether they are encoder-decoders.
-        new_cache: makes their cache.
 
     Args:
         model: a causal language model of transformers, in eval mode; used as it is, wherever

@@ -57,8 +57,6 @@ class ChatEncoder:
     """Encodes conversations in the format of one model.
 
     Args:
-        fast: the model's tokenizer.
-        template: its chat template.
         named: texts that templates may name, such as ``bos_token``.
         special: ids and texts of the tokenizer's special tokens.
     """
@@ -90,7 +88,6 @@ class ChatEncoder:
         Args:
             tools: descriptions of the tools that the model may call. Like messages, they are
                 content.
-            variables: of the template.
             check: refuses a text that is not worth encoding.
 
         Raises:

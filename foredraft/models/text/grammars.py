@@ -77,10 +77,6 @@ class Grammars:
     Grammars are compiled by threads of their own, at low priority where the system has one for
     threads. llguidance releases the interpreter's lock while it compiles, so neither the engine
     nor an event loop waits. Nothing ends a compilation that has begun.
-
-    Args:
-        tokenizer: of the model.
-        vocab_size: of the model, V.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -288,7 +284,6 @@ class _SpelledVocabulary:
     """A tokenizer as llguidance's ``TokenizerWrapper`` takes it: the bytes of each token.
 
     Args:
-        tokenizer: of the model.
         n_vocab: of the model; ids behind the tokenizer's are no tokens.
         special: ids of special tokens, whose text no grammar matches.
     """

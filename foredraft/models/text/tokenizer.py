@@ -228,7 +228,6 @@ class Tokenizer:
         Special tokens come from the template only: a message is content, whatever it says.
 
         Args:
-            messages: the conversation.
             tools: that the model may call, as plain data in OpenAI's form. A template without a
                 place for them leaves them out.
             variables: of the template, such as ``enable_thinking``; see `template_variables`.
@@ -383,7 +382,6 @@ class _StreamDecoder:
     (A character has four bytes, so only bytes that are no text ever get there.)
 
     Args:
-        fast: the tokenizer.
         skipped: ids without text.
         before: tokens of the text that goes on here.
     """

@@ -56,7 +56,6 @@ class Prediction:
     Attributes:
         states_BLK: factor of the output rows; entry ``i`` predicts token ``i + shift``, given all
             tokens before that one. Entries beyond a text's end have no meaning.
-        output_RK: the output rows.
         depth: which draft token that is, from 1: acceptance is counted by it.
     """
 
@@ -74,11 +73,7 @@ M = TypeVar("M", bound=HeadModule)
 
 
 class HeadTraining(ABC, Generic[M]):
-    """How heads of one kind start and learn.
-
-    Args:
-        module: the head.
-    """
+    """How heads of one kind start and learn."""
 
     def __init__(self, module: M) -> None:
         self.module = module
@@ -123,7 +118,6 @@ def start_head(
     """A new head for a target, as close to useful as copying its weights makes it.
 
     Args:
-        kind: the class of its module.
         output_ids: the tokens it may name, ascending; None: all.
         options: some of `HeadModule.OPTIONS`; the others get their usual values.
 
@@ -160,7 +154,6 @@ def unrolled(
     """Predictions of a head that drafts token by token from a state that it carries on.
 
     Args:
-        state_BLE: the state at the anchor.
         step: from the number ``k`` of the draft token (from 1), the embeddings of the token before
             it and the state there: the input of the output rows, and the next state.
     """

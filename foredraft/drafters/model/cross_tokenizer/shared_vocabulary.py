@@ -27,11 +27,6 @@ class SharedVocabulary:
     Tokens that are no whole characters (bytes of one, say) are left out. Special tokens are shared
     where both sides have one of the same name.
 
-    Args:
-        codecs: the two tokenizers.
-        target_size: ids the target knows.
-        draft_size: ids the draft model knows.
-
     Raises:
         VocabularyMismatchError: nothing is shared.
     """
@@ -74,7 +69,6 @@ class RestrictedModel:
     See `foredraft.models.base.Target`.
 
     Args:
-        model: the draft model.
         allowed_S: the tokens that keep their logits; all others get minus infinity.
     """
 

@@ -26,11 +26,7 @@ _WINDOWS = (4, 2, 1, 0)
 
 
 class Specials:
-    """Special tokens, such as end-of-text: those that decoding can leave out.
-
-    Args:
-        codec: whose tokens.
-    """
+    """Special tokens, such as end-of-text: those that decoding can leave out."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
