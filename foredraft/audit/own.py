@@ -179,7 +179,6 @@ class OwnAudit:
         )
 
     def run(self) -> list[Level]:
-        """All levels, in order."""
         try:
             levels = [self.bits(), *self.margins_and_law(), self.parameters()]
             if self.options.plant_faults:

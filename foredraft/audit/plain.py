@@ -186,7 +186,6 @@ class Margins:
 
     @property
     def figures(self) -> dict[str, float]:
-        """For reports."""
         return {
             "tokens": self.tokens,
             "near_ties": self.near_ties,

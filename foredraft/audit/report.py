@@ -79,7 +79,6 @@ class AuditReport:
 
     @property
     def sentence(self) -> str:
-        """All of it in one sentence."""
         code = self.exit_code
         if code == EXIT_DIFFERENT:
             found = [level for level in self.levels if level.verdict == Finding.DIFFERENT]

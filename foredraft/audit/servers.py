@@ -132,7 +132,6 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """Its address."""
         return str(self.http.base_url)
 
     def complete(self, prompt: str, **options: Any) -> dict[str, Any]:

@@ -58,7 +58,6 @@ class Cells:
         return cls(tokens_C, np.append(probs_C, max(0.0, 1.0 - float(probs_C.sum()))))
 
     def cell(self, token: int) -> int:
-        """The cell of a token."""
         place = int(np.searchsorted(self.tokens_C, token))
         is_named = place < len(self.tokens_C) and self.tokens_C[place] == token
         return place if is_named else len(self.tokens_C)

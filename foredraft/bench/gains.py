@@ -95,7 +95,6 @@ class Gain:
         return sum(plain for plain, _ in found) / max(sum(ms for _, ms in found), 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
         ran = self.recording
         own = {n: value for n, value in vars(self).items() if n not in ("recording", "totals")}
         return {
@@ -109,7 +108,6 @@ class Gain:
         }
 
     def row(self) -> dict[str, Any]:
-        """As a row of the table."""
         if self.drafter == PLAIN:
             return self.as_dict() | {"holds": None, "num_different": None}
         return self.as_dict() | {"band": f"{self.low:.2f}-{self.high:.2f}x"}

@@ -53,7 +53,6 @@ class Report:
     seed: int = 0
 
     def show(self) -> None:
-        """Print the tables and lines."""
         from rich.console import Console
 
         console = Console(highlight=False)

@@ -64,7 +64,6 @@ def show_facts(facts: Mapping[str, Any], indent: str = "") -> None:
 
 
 def show_pieces(console: Console, pieces: Iterable[Piece]) -> None:
-    """Print final pieces of text."""
     for piece in pieces:
         style = DRAFTED if piece.drafted else ""
         console.print(Text(piece.text, style=style), end="", soft_wrap=True, highlight=False)
@@ -133,7 +132,6 @@ class RichProgress:
         self._progress = self._task = None
 
     def stage(self, text: str) -> None:
-        """A new piece of work begins."""
         self._stage, self._next_line_at = text, time.monotonic() + self._log_every_s
         if not self._console.is_terminal:
             self.say(f"{text} …")
@@ -155,7 +153,6 @@ class RichProgress:
             self.say(f"{self._stage}: {share:.1%}, {detail}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

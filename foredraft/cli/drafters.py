@@ -86,7 +86,6 @@ def described(name: str, spec: DrafterSpec) -> dict[str, Any]:
 
 
 def needs_of(spec: DrafterSpec) -> list[str]:
-    """Requirements of a drafter."""
     needs = []
     if spec.trained is not None:
         needs.append(f"a trained {spec.trained} (option head), unless one comes with the model")

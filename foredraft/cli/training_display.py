@@ -56,7 +56,6 @@ class TrainingDisplay(RichProgress):
         super().advance(fraction, detail)
 
     def step(self, status: Status) -> None:
-        """After each step."""
         self.stage("Learning")
         overlap = " ".join(f"{share:.2f}" for share in status.overlap)
         left = duration(status.left_s) if status.left_s < 1e6 else "…"
@@ -65,19 +64,16 @@ class TrainingDisplay(RichProgress):
         self.advance(status.done, detail)
 
     def evaluated(self, status: Status) -> None:
-        """After each measurement."""
         from foredraft.train.folder import describe_measured
 
         assert status.acceptance is not None
         self.say(f"{status.tokens:>11,} tokens: {describe_measured(status.acceptance.as_dict())}")
 
     def wants_stop(self) -> bool:
-        """Whether a signal has asked for it."""
         return bool(self._pressed)
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -70,7 +70,6 @@ def package_version(name: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The CPU's model name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

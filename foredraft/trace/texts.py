@@ -34,5 +34,4 @@ class TokenTexts:
         return decode(token) or ""
 
     def end(self, request_id: int) -> None:
-        """The request is over."""
         self._decoders.pop(request_id, None)

@@ -74,7 +74,6 @@ class HeldOutAcceptance:
         return (self.committed_greedy + self.committed_sampled) / 2
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {"score": self.score}
 
 
@@ -158,7 +157,6 @@ class AcceptanceCount:
         self._overlap.append(torch.stack(overlaps).cpu())
 
     def result(self) -> HeldOutAcceptance:
-        """The acceptance over all batches."""
         depth = self._depth
         empty = torch.zeros(depth, 0)
         sampled_DN = torch.cat(self._sampled, 1) if self._sampled else empty

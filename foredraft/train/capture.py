@@ -183,7 +183,6 @@ class Capture:
         return True
 
     def store(self, chunk: Chunk, states: Sequence[States]) -> None:
-        """Write the states of a chunk's texts."""
         files = self._files(chunk)
         files[_NORMALISER].parent.mkdir(parents=True, exist_ok=True)
         for layer in self.layers:

@@ -67,7 +67,6 @@ Loss = Callable[[Positions], Tensor]
 
 
 def soft_loss(x: Positions) -> Tensor:
-    """Cross-entropy with the target's distribution."""
     return -(x.p_NC * x.log_q_NC).sum(-1)
 
 
@@ -77,12 +76,10 @@ def hard_loss(x: Positions) -> Tensor:
 
 
 def tv_loss(x: Positions) -> Tensor:
-    """Total variation, 1 - overlap."""
     return 1.0 - x.overlap_N
 
 
 def nla_loss(x: Positions) -> Tensor:
-    """Minus log of the overlap."""
     least_N = x.overlap_N.detach().clamp(min=_SMALLEST)
     return (x.overlap_N.detach() - x.overlap_N) / least_N - least_N.log()
 

@@ -113,7 +113,6 @@ class PromptEncoder:
         return self._tokenizer.encode_chat([{"role": "user", "content": text}])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a reply."""
         return self._tokenizer.decode(token_ids)
 
 

@@ -218,7 +218,6 @@ class DraftTreeDrafter(BaseDrafter):
         return Growth(row, limits, room=self._most_scored(row), num_rounds=1)
 
     def _grow(self, rows: Sequence[DraftRow], growths: Sequence[Growth | PlannedGrowth]) -> None:
-        """Add one depth to each tree."""
         reads = [
             ScoreRow(
                 self._cache.slot(row.request_id),

@@ -229,7 +229,6 @@ class RetrievedText(Guide):
         self.place: Matches = reduce(self.advance, prompt[-_MAX_MATCH:], ())
 
     def commit(self, token: int) -> None:
-        """Append a committed token, after seeing whether it was foreseen."""
         longest = self.place[0] if self.place else None
         if longest and (ranked := self._datastore.ranked_followers(longest)):
             self._confidence.record(longest.length, ranked[0][0] == token)

@@ -279,7 +279,6 @@ class SuffixText(Guide):
         self.place: SuffixPlace = (self._own.end, *(NO_MATCH for _ in shared))
 
     def commit(self, token: int) -> None:
-        """Append a committed token, after seeing whether it was foreseen."""
         for source, match in zip(self._sources, self.place, strict=True):
             source.record(match, token)
         self._output.append(token)
@@ -295,7 +294,6 @@ class SuffixText(Guide):
             yield token, prob, self.advance(place, token)
 
     def advance(self, place: SuffixPlace, token: int) -> SuffixPlace:
-        """The cursor after ``token`` at ``place``."""
         pairs = zip(self._sources, place, strict=True)
         return tuple(source.automaton.advance(match, token) for source, match in pairs)
 

@@ -230,7 +230,6 @@ class TableText(Guide):
         return named
 
     def successors(self, place: TablePlace) -> Iterator[tuple[int, float, TablePlace]]:
-        """Tokens that may follow, likeliest first, each with its chance and its place."""
         opinion = self.opinion(place)
         if not opinion.chances:
             return
@@ -242,7 +241,6 @@ class TableText(Guide):
             yield token, factor * chance, self._advanced(place, token, own)
 
     def advance(self, place: TablePlace, token: int) -> TablePlace:
-        """The cursor after ``token`` at ``place``."""
         return self._advanced(place, token, None)
 
     def _advanced(self, place: TablePlace, token: int, own: SuffixPlace | None) -> TablePlace:

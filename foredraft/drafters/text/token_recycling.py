@@ -51,7 +51,6 @@ class Successors:
         return self._rows.get(token)
 
     def update(self, token: int, candidates: Sequence[int]) -> None:
-        """Replace the candidates after ``token``."""
         old, steadiness = self._rows.get(token), 0
         if old is not None and old.candidates[0] == candidates[0]:
             steadiness = min(old.steadiness + 1, _STEADIEST)

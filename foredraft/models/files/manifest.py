@@ -14,7 +14,6 @@ _BLOCK_BYTES = 64 << 10
 
 
 def sha256_of(path: Path) -> str:
-    """The hexadecimal sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

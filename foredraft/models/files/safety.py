@@ -88,7 +88,6 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The files of its tensors."""
         return sorted({file for tensor in self.tensors.values() for file in tensor.files})
 
     @property

@@ -72,7 +72,6 @@ class SourceCache(HFCache):
         return found if found is not None and found.digest == source.digest else None
 
     def set_encoded(self, slot: int, encoded: Encoded) -> None:
-        """A slot's source has been read."""
         self._encoded[slot] = encoded
         if owner := self._slots[slot].owner:
             self._by_owner[owner] = encoded

@@ -293,7 +293,6 @@ class Tokenizer:
         return {}
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends the model's text."""
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             path = self._directory / name
