@@ -60,16 +60,14 @@ def resolve_model(
     _check_spelling(name)
     packaged = MODELS.get(name.lower().replace("_", "-"))
     path = Path(os.path.expanduser(name))  # pathlib's own raises for an unknown user
-    is_hub_id = packaged is None and not os.path.exists(path) and _is_hub_id(_of_the_hub(name))
-    if revision is not None and not is_hub_id:
+    hub_id = None if packaged or os.path.exists(path) else _hub_id(name)
+    if revision is not None and hub_id is None:
         raise ConfigError(f"revision {revision!r} was given, but {name!r} is not a hub id")
-    if is_hub_id:
+    if hub_id is not None:
         from foredraft.models.files.hub import fetch, outlined
 
-        found = _HUB_ID.fullmatch(_of_the_hub(name))
-        assert found is not None
         get = fetch if with_weights else outlined
-        directory = get(found[1], revision, progress, found[2])
+        directory = get(hub_id[1], revision, progress, hub_id[2])
     elif packaged is not None:
         made = _Conversion(packaged.name, packaged.recipe, packaged.write)
         directory = _converted(made, progress)
@@ -98,14 +96,11 @@ def _check_spelling(name: str) -> None:
         )
 
 
-def _of_the_hub(name: str) -> str:
-    """The hub id in a name such as "hf.co/org/name"; any other name as it is."""
-    return _OF_THE_HUB.sub("", name, count=1)
-
-
-def _is_hub_id(name: str) -> bool:
+def _hub_id(name: str) -> re.Match[str] | None:
+    """Repository and form in a name such as "hf.co/org/name:Q4_K_M"; None: it is no hub id."""
+    name = _OF_THE_HUB.sub("", name, count=1)
     is_file_name = name.startswith((".", "~")) or name.lower().endswith(".gguf")
-    return _HUB_ID.fullmatch(name) is not None and not is_file_name
+    return None if is_file_name else _HUB_ID.fullmatch(name)
 
 
 def _existing_directory(name: str, path: Path) -> Path:
