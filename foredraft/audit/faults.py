@@ -92,7 +92,9 @@ def taking(chance: Callable[[float, int], float]) -> Rule:
             law = laws(node)
             for child in tree.children.get(node, ()):
                 token = tree.tokens[child]
-                share = chance(_probability(law, token), tree.depths[child] - 1)
+                # At temperature 0 the model's own, at temperature 1.
+                probs_V = law.logits_V.softmax(0) if law.scale is None else law.probs_V
+                share = chance(float(probs_V[token]), tree.depths[child] - 1)
                 if choices.accept(share, child + 1):
                     return Law.of_probs(one_hot(torch.tensor(token), len(law.logits_V)).double())
             return law
@@ -100,12 +102,6 @@ def taking(chance: Callable[[float, int], float]) -> Rule:
         return verify(proposal, bent, choices)
 
     return rule
-
-
-def _probability(law: Law, token: int) -> float:
-    """Probability of a token by a law; at temperature 0 by the model at temperature 1."""
-    probs_V = law.logits_V.softmax(0) if law.scale is None else law.probs_V
-    return float(probs_V[token])
 
 
 def _no_residual(proposal: Proposal, laws: NodeLaws, choices: DrawKey) -> Verdict:

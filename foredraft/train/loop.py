@@ -157,7 +157,7 @@ class Trainer:
         self._recent, self._steps_of_run = Recent(), 0
         if self._monitor.wants_stop():
             return self._status()
-        self._curves = Curves(self._curves_path, counters.tokens)
+        self._curves = Curves(training_folder(self._job.out) / "curves.jsonl", counters.tokens)
         self._choose_texts(everything=is_all_read)
         self._measure_first()
         saved_at = time.monotonic()
@@ -171,10 +171,6 @@ class Trainer:
                 saved_at = time.monotonic()
         self.save()
         return self._status()
-
-    @property
-    def _curves_path(self) -> Path:
-        return training_folder(self._job.out) / "curves.jsonl"
 
     def _choose_texts(self, everything: bool) -> None:
         """Windows to learn from and batches to measure on.

@@ -85,7 +85,7 @@ class NgramTable:
         shares: Mapping[str, Sequence[Sequence[float]]],
     ) -> None:
         self.shares = shares
-        self._tensors = {"keys": keys_C, "tokens": tokens_CK, "chances": chances_CK}
+        self.tensors = {"keys": keys_C, "tokens": tokens_CK, "chances": chances_CK}
         # Single items come out of a memoryview several times faster than out of an array.
         self._keys = keys_C.numpy().data
         # Where the keys of each upper half begin: a few are left to search.
@@ -96,11 +96,6 @@ class NgramTable:
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The stored tensors."""
-        return self._tensors
 
     def successors(self, context: Sequence[int]) -> list[tuple[int, float]]:
         """Successors, likeliest first, by the longest known context.

@@ -248,9 +248,7 @@ def _no_weights(directory: Path) -> str:
 
 def _what_else_is_there(directory: Path) -> str:
     ggufs = _names(directory, "*.gguf")
-    if not ggufs:
-        return ""
-    return f"; to run a GGUF file, name it as the model ({ggufs})"
+    return f"; to run a GGUF file, name it as the model ({ggufs})" if ggufs else ""
 
 
 def _names(directory: Path, *patterns: str) -> str:

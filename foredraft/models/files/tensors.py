@@ -108,8 +108,7 @@ class StoredTensor:
     @property
     def is_readable(self) -> bool:
         """Whether there are numbers to be read from it."""
-        is_ggufs = self.gguf is not None
-        return self.dtype in FLOATS or is_ggufs or self.packed is not None
+        return self.dtype in FLOATS or self.gguf is not None or self.packed is not None
 
     @property
     def num_bytes(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -103,7 +104,9 @@ class ChatEncoder:
         if marked_asked[:2] == (list(messages), list(tools)):
             return ids
         restore = {ord(stand_in): chr(char) for char, stand_in in stand_ins.items()}
-        marked = self._render_if_it_takes(marked_asked)
+        marked = None
+        with suppress(ConfigError):  # the template may refuse them
+            marked = self._render(marked_asked)
         if marked is None or marked.translate(restore) != text:
             # The template looks at such characters: only those of whole special tokens are hidden.
             marked = self._render(asked.mapped(lambda c: self._without_special(c, stand_ins)))
@@ -116,12 +119,6 @@ class ChatEncoder:
         return self._template.render(
             asked.messages, {**self._named, **asked.variables}, asked.tools
         )
-
-    def _render_if_it_takes(self, asked: _Asked) -> str | None:
-        try:
-            return self._render(asked)
-        except ConfigError:
-            return None
 
     def _without_special(self, content: str, stand_ins: Mapping[int, str]) -> str:
         for token in sorted(self._special.values(), key=len, reverse=True):
