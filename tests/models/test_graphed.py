@@ -275,6 +275,13 @@ def test_a_card_whose_small_tiles_have_other_bits_takes_large_ones(
     assert type(target.decoder) is type(target.apart(64).decoder) is decoder
 
 
+def test_a_chunk_of_a_long_prompt_wants_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Uneven, "noise", 0.0)
+    target = NativeTarget.load(made("llama"), new_decoder=Uneven)
+    row = ScoreRow(target.cache.allocate(), text(90), wants_logits=False)
+    assert len(target.score([row])[0].logits_NV) == 0
+
+
 def test_bits_that_differ_in_large_tiles_too_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.load.LargeTileDecoder", Uneven)
     monkeypatch.setattr(Uneven, "noise", 1.0)

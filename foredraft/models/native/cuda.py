@@ -826,7 +826,7 @@ def _cut(plan: ForwardPlan, row: range, most: int) -> Iterator[range]:
 def _in_order(x_NE: Tensor, numbers: Sequence[int]) -> Tensor:
     """The rows by their numbers, ascending."""
     order = sorted(range(len(numbers)), key=numbers.__getitem__)
-    return x_NE.index_select(0, torch.tensor(order).to(x_NE.device))
+    return x_NE.index_select(0, torch.tensor(order, dtype=torch.int64).to(x_NE.device))
 
 
 def exact_decoder(config: DecoderConfig, weights: DecoderWeights) -> Decoder:
