@@ -238,6 +238,7 @@ def test_long_prompts_are_cut_into_few_sizes() -> None:
     assert lengths(62, SMALL_TREE) == [62, 4]
     assert lengths(254, SMALL_TREE) == [254, 4]
     assert lengths(66, SMALL_TREE) == [64, 6]
+    assert lengths(1, TokenTree.chain(text(329))) == [256, 64, 10]
 
 
 class Uneven(ExactDecoder):

@@ -766,7 +766,7 @@ class ExactDecoder(PagedDecoder):
         found = super()._bucket(plan, block_size, taps)
         if found.rows > 1 or found.tokens <= self._most or fits_grid(plan):
             return found
-        tokens = next(count for count in _PIECES if count >= found.tokens)
+        tokens = next((count for count in _PIECES if count >= found.tokens), found.tokens)
         few = self._most if len(plan.wanted) <= self._most else None
         return replace(found, tokens=tokens, num_wanted=few)
 
@@ -807,11 +807,12 @@ def pieces(plan: ForwardPlan, most: int = _MAX_TOKENS) -> list[list[range]]:
 
 
 def _cut(plan: ForwardPlan, row: range, most: int) -> Iterator[range]:
-    """A long row in pieces, the last of which has all of its tree.
+    """A long row in pieces, the last of which has all of its tree if that branches.
 
     Two of 64 tokens take less time than one of 256, and three do not.
     """
-    root = next((token for token in row if plan.extras[token]), row.stop)
+    branches = not _is_chain(plan.part([row]))
+    root = next((token for token in row if branches and plan.extras[token]), row.stop)
     start = row.start
     while start < row.stop:
         left = row.stop - start
