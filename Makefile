@@ -207,12 +207,14 @@ heads-gpu: $(VENV)/.installed
 	  { test $$? -eq 124 && sleep 5 && echo "the piece is over: run it again to go on"; }
 
 # Four calls, a quarter of an hour in all, the most valuable first: exact bits and their price, the
-# tests, steps, drafters. Results are written as they come, to gpu-1.json and so on.
+# tests, steps, drafters. Results are written as they come, to GPU_OUT/gpu-1.json and so on.
 GPU_CALLS ?= 1 2 3 4
+GPU_OUT ?= .
 GPU_OPTIONS ?=
 gpu: $(VENV)/.installed-dev
 	@for call in $(GPU_CALLS); do \
-	  timeout 300 $(BIN)/python -m benchmarks.gpu --call $$call --out gpu-$$call.json $(GPU_OPTIONS); \
+	  timeout 240 $(BIN)/python -m benchmarks.gpu --call $$call --out $(GPU_OUT)/gpu-$$call.json \
+	    $(GPU_OPTIONS); \
 	done
 
 clean:
