@@ -283,6 +283,16 @@ def test_a_chunk_of_a_long_prompt_wants_no_logits(monkeypatch: pytest.MonkeyPatc
     assert len(target.score([row])[0].logits_NV) == 0
 
 
+@pytest.mark.parametrize(("most", "size"), [(200, 256), (199, 64)])
+def test_pieces_far_behind_are_small(most: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.models.native.cuda._LONG", most)
+    target = NativeTarget.load(made("llama"), new_decoder=Uneven)
+    target.score([ScoreRow(target.cache.allocate(), text(200))])
+    assert isinstance(target.decoder, Uneven)
+    assert {bucket.tokens for bucket in target.decoder._graphs} >= {size}
+    assert all(bucket.tokens <= size for bucket in target.decoder._graphs)
+
+
 def test_bits_that_differ_in_large_tiles_too_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.load.LargeTileDecoder", Uneven)
     monkeypatch.setattr(Uneven, "noise", 1.0)

@@ -725,8 +725,9 @@ class PagedDecoder(EagerDecoder):
 
 _PIECES = MAX_ROW_TOKENS, _MAX_TOKENS
 """Tokens that pieces of prompts are padded to."""
-_MOST_SUMS = 1 << 30
-"""Bytes of attention's partial sums in a piece, at most."""
+_LONG = (1 << 14) - _MAX_TOKENS
+"""Behind so many entries pieces are small, for each of their tokens has sums of each stretch: those
+of 256 tokens of an 8B take 0.5 GiB at this context, and four times as much at the next."""
 
 
 class ExactDecoder(PagedDecoder):
@@ -745,7 +746,7 @@ class ExactDecoder(PagedDecoder):
         is_of_head = plan.hidden_TE is not None
         if is_of_head or self.fits(plan) or not isinstance(cache, KVCache):
             return super().forward(plan, cache, taps)
-        groups = pieces(plan, self._most_of_a_piece(plan, cache.store.block_size))
+        groups = pieces(plan, _PIECES[max(map(plan.end, plan.rows)) <= _LONG])
         found = [self._replayed(plan.part(spans), cache, taps) for spans in groups]
         tokens = [token for spans in groups for span in spans for token in span]
         all_wanted = {*plan.wanted}
@@ -753,13 +754,6 @@ class ExactDecoder(PagedDecoder):
         logits_NV = _in_order(torch.cat([logits_NV for logits_NV, _ in found]), wanted)
         tapped = {i: _in_order(torch.cat([each[i] for _, each in found]), tokens) for i in taps}
         return logits_NV, tapped
-
-    def _most_of_a_piece(self, plan: ForwardPlan, block_size: int) -> int:
-        """Fewer tokens of a longer context, each of whose stretches has sums of its own."""
-        context = padded_context(max(map(plan.end, plan.rows)), block_size)
-        config = self._config
-        sums = context // 64 * config.num_attention_heads * config.head_dim * 4
-        return _PIECES[sums * _MAX_TOKENS <= _MOST_SUMS]
 
     def _bucket(self, plan: ForwardPlan, block_size: int, taps: Sequence[int]) -> Bucket:
         """Pieces of prompts have few sizes, and logits of few tokens."""
