@@ -282,7 +282,10 @@ class Graph:
 
 
 def enter_device(device: torch.device) -> None:
-    """Make ``device`` the thread's own: Triton launches kernels there, wherever tensors lie."""
+    """Make ``device`` the thread's own: Triton launches kernels there, wherever tensors lie.
+
+    It stays so: between two forwards heads launch there, too.
+    """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
