@@ -350,7 +350,7 @@ class Request:
 
         Args:
             budget: see `DraftRow`.
-            allowance: what else it is told of a step.
+            allowance: prices, spare nodes and the time of a drafted token.
             num_cached: tokens that will not be observed; None: those that the cache holds.
         """
         tokens, params = self.tokens_now, self.draft_params

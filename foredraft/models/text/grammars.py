@@ -149,7 +149,7 @@ class Grammars:
                 self._running.append(free[0])
                 try:
                     self._pool.submit(self._run, job, free[0])
-                except RuntimeError as error:  # the interpreter exits: nobody is to wait for it
+                except RuntimeError as error:  # the interpreter exits: waiting calls end
                     self._running.remove(free[0])
                     job.compiled.set_exception(error)
 
