@@ -238,10 +238,8 @@ class AdaptiveBudget:
         if not record.is_decoding:
             most_ms = draft_ms if usual_ms is None else HICCUP * rounds * usual_ms
             return min(draft_ms, most_ms) + learn_ms
-        asked = [row for row in rows if row.budget and not row.num_forced]  # else nothing counts it
-        seen = [self._acceptance.num_seen(name, row.request_id) for row in asked]
-        is_first, lost_ms = not drafter.reads and not all(seen), 0.0
-        if known_ms and is_first and draft_ms > max(HICCUP * rounds * known_ms, plain_ms):
+        lost_ms, most_ms = 0.0, max(HICCUP * rounds * (known_ms or 0.0), plain_ms)
+        if known_ms and draft_ms > most_ms and not drafter.reads and self._is_first(name, rows):
             # It reads texts as it first drafts for them, and does not say so.
             read_ms, draft_ms = draft_ms - rounds * known_ms, rounds * known_ms
             if self.ledger.owed_ms < _MOST_OWED * plain_ms:
@@ -254,6 +252,11 @@ class AdaptiveBudget:
             *(len(rows), learn_ms / slowness, num_rounds),
             expected_ms=expected_ms,
         )
+
+    def _is_first(self, name: str, rows: Sequence[RowStep]) -> bool:
+        """Whether a drafter has not drafted before for one of the rows that it was asked for."""
+        asked = [row for row in rows if row.budget and not row.num_forced]  # else nothing counts it
+        return not all(self._acceptance.num_seen(name, row.request_id) for row in asked)
 
     def end(self, request_id: int) -> None:
         self._acceptance.end(request_id)
