@@ -12,7 +12,6 @@ Shape legend: T tokens of a chunk, L tokens of a text, E hidden size.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from torch import Tensor
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.safety import check_safetensors
 from foredraft.system.files import write_tensors
-from foredraft.system.paths import remove_unused
+from foredraft.system.paths import mark_used, remove_unused
 from foredraft.train.progress import Monitor
 from foredraft.train.target import States, TrainingTarget
 from foredraft.train.texts import Text, digest_of
@@ -178,7 +177,7 @@ class Capture:
                 return False
             if [each.shape[0] for each in entries.values()] != [chunk.num_tokens]:
                 return False
-        os.utime(self._folder / chunk.digest)
+        mark_used(self._folder / chunk.digest)
         self._on_disk.add(chunk.digest)
         return True
 
