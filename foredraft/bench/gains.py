@@ -45,6 +45,8 @@ class Gain:
         step_ms: of a full batch.
         tokens_per_s: of all requests together, in full steps that read no prompt.
         holds: share of drafted tokens that are accepted.
+        break_even: the acceptance rate at which drafting neither gains nor loses; None: nothing is
+            drafted.
         totals: by prompt: milliseconds of plain decoding for the tokens written, and those taken.
         num_different: texts that are not those of plain decoding.
     """
@@ -58,6 +60,7 @@ class Gain:
     step_ms: float
     tokens_per_s: float
     holds: float
+    break_even: float | None
     totals: Mapping[int, tuple[float, float]]
     num_different: int
 
@@ -67,7 +70,7 @@ class Gain:
         rows = [row for step in recording.steps for row in step.rows]
         drafted = sum(len(row.proposal.tree) for row in rows)
         step_ms, per_s = _pace(recording)
-        _, plain_per_s = _pace(plain)
+        plain_ms, plain_per_s = _pace(plain)
         gain, nodes = per_s / plain_per_s, drafted / len(rows)
         totals = _totals(recording, plain)
         low, high = _band(gain, totals)
@@ -81,6 +84,7 @@ class Gain:
             step_ms,
             per_s,
             sum(row.num_accepted for row in rows) / max(1, drafted),
+            (step_ms / plain_ms - 1.0) / nodes if nodes else None,
             totals,
             recording.num_different(plain),
         )

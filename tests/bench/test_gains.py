@@ -75,13 +75,14 @@ def test_a_gain_is_tokens_by_time(llm: LLM, work: Work, load: int) -> None:
     found, bare = Gain.of(drafted, plain), Gain.of(plain, plain)
     assert found.gain == pytest.approx(found.committed)  # drafts are free
     assert found.holds == pytest.approx((found.committed - 1.0) / found.nodes)
-    assert found.step_ms == 10.0
+    assert (found.step_ms, found.break_even) == (10.0, 0.0)
     assert found.low <= found.gain <= found.high
     assert found.gain_on(range(6)) == pytest.approx(found.gain, rel=0.02)
-    assert (bare.gain, bare.nodes) == (1.0, 0.0)
+    assert (bare.gain, bare.nodes, bare.break_even) == (1.0, 0.0, None)
     assert bare.tokens_per_s == pytest.approx(100.0 * load)
     dear = Gain.of(timed(drafted, 10.0, 9.0), plain)
     assert dear.gain < found.gain / 2
+    assert dear.break_even == pytest.approx(9.0 * load / 10.0, rel=0.01)
 
 
 def test_bands_are_those_of_prompts(llm: LLM, work: Work) -> None:
